@@ -1,0 +1,125 @@
+"""A checkpoint in memory, whatever format it came from, and the strict way from it to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from model.config import PreprocessConfig, Size, ViTConfig
+from model.errors import CheckpointError
+from model.vit import VisionTransformer, resize_position_embedding
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything the service needs to know of a model.
+
+    Attributes:
+        name: what answers, metrics and /model call it.
+        source: where it was read from, as the operator wrote it.
+        format: the reader that read it, e.g. `timm`.
+        architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
+        config, preprocess: see `model.config`.
+        labels: one human description a class, in index order; may repeat.
+        tensors: float32 on the CPU, keyed as `model.vit.VisionTransformer` names its parameters.
+        temperature: logits are divided by it before the softmax (Guo et al. 2017).
+        multi_label: scores are independent sigmoids instead of one softmax.
+        revision: of a hub id; None for a local path.
+    """
+
+    name: str
+    source: str
+    format: str
+    architecture: str
+    config: ViTConfig
+    preprocess: PreprocessConfig
+    labels: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    temperature: float = 1.0
+    multi_label: bool = False
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse parts that contradict each other.
+
+        Raises:
+            CheckpointError: labels, input size or channels disagree with the architecture.
+        """
+        classes, size = self.config.num_classes, self.config.image_size
+        if len(self.labels) != classes:
+            raise CheckpointError(f"{self.source}: {len(self.labels)} labels for {classes} classes")
+        if self.preprocess.size != size:
+            raise CheckpointError(f"{self.source}: preprocessing gives {self.preprocess.size}, the model takes {size}")
+        if len(self.preprocess.mean) != self.config.in_channels:
+            raise CheckpointError(
+                f"{self.source}: mean and std have {len(self.preprocess.mean)} channels, "
+                f"the model takes {self.config.in_channels}"
+            )
+
+    def resized(self, size: Size) -> Checkpoint:
+        """The same model for another input size: position embeddings and preprocessing follow.
+
+        Args:
+            size: (rows, columns) in pixels.
+
+        Raises:
+            CheckpointError: `size` is not a multiple of the patch size.
+        """
+        old = self.config
+        if size == old.image_size:
+            return self
+        if size[0] % old.patch_size or size[1] % old.patch_size:
+            raise CheckpointError(
+                f"{self.source}: image size {size[0]}x{size[1]} is not a multiple of the patch size {old.patch_size}"
+            )
+        config = old.model_copy(update={"image_size": size})
+        # The share of the picture that the crop keeps stays as it was.
+        kept = [have / total for have, total in zip(self.preprocess.size, self.preprocess.resize_size, strict=True)]
+        resize_size = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
+        preprocess = self.preprocess.model_copy(update={"size": size, "resize_size": resize_size})
+        tensors = dict(self.tensors)
+        tensors["pos_embed"] = resize_position_embedding(
+            tensors["pos_embed"], prefix_tokens=old.prefix_tokens, old_grid=old.grid, new_grid=config.grid
+        )
+        return replace(self, config=config, preprocess=preprocess, tensors=tensors)
+
+    def build(self) -> VisionTransformer:
+        """The model with exactly these weights, float32 on the CPU, in evaluation mode.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
+        """
+        with torch.device("meta"):  # no memory and no random weights that could be left in place
+            model = VisionTransformer(self.config)
+        expected = model.state_dict()
+        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in expected.items()})
+        model.load_state_dict(dict(self.tensors), strict=True, assign=True)
+        return model.eval().requires_grad_(False)
+
+
+def check_tensors(source: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare tensors with what the architecture expects, by name, shape and value.
+
+    Raises:
+        CheckpointError: names the first offending tensor of each kind and counts the rest.
+    """
+    missing = sorted(shapes.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{source}: missing key {_first(missing)}")
+    unexpected = sorted(tensors.keys() - shapes.keys())
+    if unexpected:
+        raise CheckpointError(f"{source}: unexpected key {_first(unexpected)}")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{source}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{source}: {name} holds values that are not finite")
+
+
+def _first(names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"

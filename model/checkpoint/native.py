@@ -1,0 +1,108 @@
+"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, first_problem, read_safetensors
+from model.config import PreprocessConfig, ViTConfig
+from model.errors import CheckpointError
+
+FORMAT = "vitserve"
+
+
+class NativeConfig(BaseModel):
+    """`config.json` of a native folder. Nothing that changes an answer has a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["vitserve"]
+    version: Literal[1]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    architecture: ViTConfig
+    preprocess: PreprocessConfig
+    labels: tuple[str, ...]
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    multi_label: bool
+    training: dict[str, Any] = Field(default_factory=dict)
+    """How it came about (recipe, accuracy, versions). For people; never read by the service."""
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    """Whether a folder's `config.json` is ours."""
+    return config.get("format") == FORMAT
+
+
+def read(folder: Path, config: dict[str, Any], source: str) -> Checkpoint:
+    """Read a native folder.
+
+    Raises:
+        CheckpointError: the config or the weights are not as this format demands.
+    """
+    try:
+        native = NativeConfig.model_validate(config)
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {first_problem(error)}") from None
+    return Checkpoint(
+        name=native.name,
+        source=source,
+        format=FORMAT,
+        architecture=describe_architecture(native.architecture),
+        config=native.architecture,
+        preprocess=native.preprocess,
+        labels=native.labels,
+        tensors=read_safetensors(folder / WEIGHTS_FILE),
+        temperature=native.temperature,
+        multi_label=native.multi_label,
+    )
+
+
+def write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float16,
+    training: dict[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint as a native folder; what is there already is replaced file by file.
+
+    Args:
+        folder: made if absent.
+        checkpoint: what to write.
+        dtype: of the stored tensors; half precision halves the file.
+        training: free-form record for people.
+    """
+    native = NativeConfig(
+        format="vitserve",
+        version=1,
+        name=checkpoint.name,
+        architecture=checkpoint.config,
+        preprocess=checkpoint.preprocess,
+        labels=checkpoint.labels,
+        temperature=checkpoint.temperature,
+        multi_label=checkpoint.multi_label,
+        training=training or {},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {n: t.detach().cpu().to(dtype).contiguous() for n, t in checkpoint.tensors.items()}
+    weights = folder / f"{WEIGHTS_FILE}.part"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = folder / f"{CONFIG_FILE}.part"
+    config.write_text(json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+    # Renamed only when complete: a reader sees the old folder or the new one, never half a file.
+    weights.replace(folder / WEIGHTS_FILE)
+    config.replace(folder / CONFIG_FILE)
+
+
+def describe_architecture(config: ViTConfig) -> str:
+    """A short name for an architecture: `vit_w192_d9_h3_patch4_32x32`."""
+    rows, columns = config.image_size
+    return f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}_{rows}x{columns}"
