@@ -80,7 +80,8 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5
         if self.source == "cls":
             scores = (q[:, :, :1] * scale) @ k.transpose(-2, -1)  # [B, heads, 1, N]
-            return scores.float().softmax(dim=-1).squeeze(2)
+            row: Tensor = scores.float().softmax(dim=-1).squeeze(2)
+            return row
         rows = [
             ((q_i[:, self.prefix_tokens :] * scale) @ k_i.transpose(-2, -1)).float().softmax(dim=-1).mean(dim=1)
             for q_i, k_i in zip(q, k, strict=True)

@@ -1,0 +1,1 @@
+"""The HTTP service around a model: one request's way, in order."""

@@ -42,7 +42,7 @@ def load_checkpoint(source: str, *, image_size: Size | None = None) -> Checkpoin
     config = read_json(folder / CONFIG_FILE)
     for reader in READERS:
         if reader.recognises(config):
-            checkpoint = reader.read(folder, config, source)
+            checkpoint: Checkpoint = reader.read(folder, config, source)
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     raise CheckpointError(
         f"{folder / CONFIG_FILE}: not a format this version reads ({', '.join(r.FORMAT for r in READERS)})"
