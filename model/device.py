@@ -1,0 +1,69 @@
+"""Which device and dtype to compute in: names from settings to what this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from model.errors import DeviceError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` (CUDA where present, else the CPU), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        DeviceError: not a device's name, or not present on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"device {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise DeviceError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device {name!r}: no CUDA device is present, or torch {torch.__version__} was built without")
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    return torch.device("cuda", index)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is the fastest dtype native to the device.
+
+    On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
+    where its instructions exist (emulated it is slower than float32), else float32.
+
+    Raises:
+        DeviceError: not a dtype's name.
+    """
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+        return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}") from None
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags: set[str] = set()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags.update(value.split())
+            break
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

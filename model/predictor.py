@@ -1,0 +1,251 @@
+"""The model on its device: a batch of uint8 images in, top-k and attention maps out.
+
+Not thread-safe: one thread owns a predictor.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.device import choose_device, choose_dtype
+from model.errors import DeviceError
+from model.explain import cls_map
+from model.prediction import AttentionMap, MapRequest, Prediction
+from model.vit import VisionTransformer, ViTOutput, count_parameters
+
+logger = logging.getLogger(__name__)
+
+Compile = Literal["auto", "on", "off"]
+
+_PENDING: Final = "compiling"
+_DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
+
+
+class Predictor:
+    """Owns device, dtype, compilation and warm-up of one model.
+
+    Args:
+        checkpoint: what to serve.
+        device: see `model.device.choose_device`.
+        dtype: see `model.device.choose_dtype`.
+        compile_mode: `auto` compiles on CUDA; `on` also on the CPU. A compiler that is missing or
+            fails is logged, told by `compiled`, and the model runs uncompiled.
+        max_batch: largest batch ever launched; None for the device's default.
+        threads: threads of one operator on the CPU; None leaves torch's choice.
+
+    Attributes:
+        batch_sizes: the only sizes launched when compiled (smaller batches are padded up);
+            None when any size up to `max_batch` is.
+        compiled: `compiled`, `compiling`, or why not.
+
+    Raises:
+        DeviceError: the device or dtype is not available here.
+        CheckpointError: the weights are not what the config says.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        compile_mode: Compile = "auto",
+        max_batch: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self._device = choose_device(device)
+        self._dtype = choose_dtype(dtype, self._device)
+        self.max_batch = max_batch or _DEFAULT_MAX_BATCH[self._device.type]
+        if threads is not None:
+            torch.set_num_threads(threads)
+        model = checkpoint.build()
+        self.parameters = count_parameters(model)
+        try:
+            self._model = model.to(device=self._device, dtype=self._dtype)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"{self._device}: not enough memory for {self.parameters:,} parameters") from error
+        # Normalisation in float32, on the device, folded into one multiply and add: (x/255 - mean) / std.
+        std = torch.tensor(checkpoint.preprocess.std, dtype=torch.float64)
+        mean = torch.tensor(checkpoint.preprocess.mean, dtype=torch.float64)
+        self._scale = (1 / (255 * std)).float().to(self._device).reshape(1, -1, 1, 1)
+        self._shift = (-mean / std).float().to(self._device).reshape(1, -1, 1, 1)
+        self.batch_sizes: tuple[int, ...] | None = None
+        self.compiled = self._compile_plan(compile_mode)
+
+    @property
+    def device(self) -> str:
+        """Name of the device: `cpu` or `cuda:N`."""
+        return str(self._device)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that the network runs in."""
+        return str(self._dtype).removeprefix("torch.")
+
+    def warm_up(self) -> None:
+        """Run the model once at its smallest and largest batch, so that no request pays for allocations.
+
+        On CUDA a compiled model is compiled here, for every launch size. On the CPU it is compiled on a
+        thread of its own while the uncompiled model already answers, and takes over when it is done.
+
+        Raises:
+            DeviceError: the model gives scores that are not finite, or does not run at all.
+        """
+        try:
+            self._exercise(self._model, (1, self.max_batch))
+        except RuntimeError as error:
+            raise DeviceError(f"{self.device}: warm-up failed: {_first_line(error)}") from error
+        if self.compiled != _PENDING:
+            return
+        if self._device.type == "cuda":
+            self._compile()
+        else:
+            threading.Thread(target=self._compile, name="compile", daemon=True).start()
+
+    def _exercise(self, model: VisionTransformer, sizes: Sequence[int]) -> None:
+        rows, columns = self.config.image_size
+        for size in sizes:
+            images = torch.zeros((size, rows, columns, self.config.in_channels), dtype=torch.uint8, device=self._device)
+            with torch.inference_mode():
+                for layers in ((), (self.config.depth - 1,)):
+                    logits = model(self._normalise(images), layers).logits
+            if not logits.isfinite().all():
+                raise DeviceError(f"{self.device}: warm-up gave scores that are not finite in {self.dtype}")
+
+    @torch.inference_mode()
+    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+        """Classify a batch.
+
+        Args:
+            images: uint8 [B, H, W, C] with H, W, C the model's input; 1 <= B <= max_batch.
+            top_k: how many classes to return, 1 ... num_classes.
+            maps: empty, or one entry an image.
+
+        Raises:
+            ValueError: wrong shape, too large a batch, or `maps` of another length.
+            RuntimeError: as torch raises it (out of memory, a device fault).
+        """
+        count = len(images)
+        expected = (*self.config.image_size, self.config.in_channels)
+        if images.dtype != np.uint8 or images.shape[1:] != expected or not 1 <= count <= self.max_batch:
+            raise ValueError(
+                f"images {images.dtype} {images.shape}: expected uint8 [1...{self.max_batch}, *{expected}]"
+            )
+        if maps and len(maps) != count:
+            raise ValueError(f"{len(maps)} map requests for {count} images")
+        layers = tuple(sorted({request.layer for request in maps if request is not None}))
+
+        output = self._forward(images, layers)
+        logits = output.logits[:count].float() / self.checkpoint.temperature
+        independent = self.checkpoint.multi_label or self.config.num_classes == 1
+        scores = logits.sigmoid() if independent else logits.softmax(dim=-1)
+        top = scores.topk(top_k, dim=-1)
+        # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
+        finite = scores.isfinite().all(dim=-1)
+        found: list[AttentionMap | None] = [None] * count
+        if output.attention is not None:
+            self._fill_maps(found, output.attention, layers, maps)
+        return Prediction(top.values.cpu().numpy(), top.indices.cpu().numpy(), finite.cpu().numpy(), found)
+
+    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Raw logits, before temperature: float32 [B, num_classes]; for parity tests and calibration."""
+        with torch.inference_mode():
+            output = self._forward(images, ())
+            result: NDArray[np.float32] = output.logits[: len(images)].float().cpu().numpy()
+            return result
+
+    def _forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
+        missing = self.launch_size(len(images)) - len(images)
+        if missing:
+            images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
+        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+        output: ViTOutput = self._model(self._normalise(batch), layers)
+        return output
+
+    def _normalise(self, batch: Tensor) -> Tensor:
+        """uint8 [B, H, W, C] -> the model's dtype [B, C, H, W]."""
+        pixels = batch.permute(0, 3, 1, 2).float()
+        return (pixels * self._scale + self._shift).to(self._dtype)
+
+    def launch_size(self, count: int) -> int:
+        """The size that a batch of `count` images is launched at."""
+        sizes = self.batch_sizes
+        if sizes is None:
+            return count
+        return next(size for size in sizes if size >= count)
+
+    def _fill_maps(
+        self,
+        found: list[AttentionMap | None],
+        attention: Tensor,
+        layers: tuple[int, ...],
+        maps: Sequence[MapRequest | None],
+    ) -> None:
+        """Requests of the same layer and head, however mixed the batch, are one operation."""
+        groups: dict[MapRequest, list[int]] = {}
+        for index, request in enumerate(maps):
+            if request is not None:
+                groups.setdefault(request, []).append(index)
+        for request, members in groups.items():
+            rows = attention[members, layers.index(request.layer)]
+            made = cls_map(rows, head=request.head, prefix_tokens=self.config.prefix_tokens, grid=self.config.grid)
+            values, kept = made.values.cpu().numpy(), made.kept_mass.cpu().tolist()
+            for position, member in enumerate(members):
+                found[member] = AttentionMap(request.layer, request.head, values[position], kept[position])
+
+    def _compile_plan(self, mode: Compile) -> str:
+        if mode == "off":
+            return "off"
+        if mode == "auto" and self._device.type == "cpu":
+            return "off on the CPU unless asked for"
+        if shutil.which("g++") is None:
+            logger.warning("not compiled: no C++ compiler (g++) on this machine")
+            return "no C++ compiler (g++) on this machine"
+        return _PENDING
+
+    def _compile(self) -> None:
+        """Compile a twin that shares the weights, exercise it at every launch size, then let it take over."""
+        started = time.monotonic()
+        # Fixed shapes only, as dynamic ones ran no faster than uncompiled.
+        sizes = [1]
+        while sizes[-1] < self.max_batch:
+            sizes.append(min(2 * sizes[-1], self.max_batch))
+        # One graph a size, with and without the attention row; beyond the limit torch gives up in silence.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(sizes) + 2)
+        with torch.device("meta"):
+            twin = VisionTransformer(self.config)
+        twin.load_state_dict(self._model.state_dict(), assign=True)
+        twin.eval().requires_grad_(False)
+        for block in twin.blocks:
+            # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
+            block.compile(dynamic=False)
+        try:
+            self._exercise(twin, sizes)
+        except (RuntimeError, OSError) as error:  # what torch.compile raises for its backends and their compilers
+            self.compiled = f"failed: {_first_line(error)}"
+            logger.warning("compilation failed, running uncompiled: %s", _first_line(error))
+            return
+        # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
+        self.batch_sizes = tuple(sizes)
+        self._model = twin
+        self.compiled = "compiled"
+        logger.info("compiled for batches of %s in %.0f s", ", ".join(map(str, sizes)), time.monotonic() - started)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""Training: the recipe that made the bundled checkpoint."""
