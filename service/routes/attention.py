@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, Depends, Query
-from model.heatmap import COLORMAPS, render_heatmap
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model.heatmap import COLORMAPS, render_heatmap
 from model.prediction import AttentionMap, Head, MapRequest
 from service.errors import InvalidParameter, NotFound
 from service.messages import ModelInfo
@@ -169,10 +169,17 @@ class _Wanted:
             raise InvalidParameter(f"colormap {options.colormap!r}: expected one of {', '.join(COLORMAPS)}")
         if options.overlay is False and options.alpha is not None:
             raise InvalidParameter("alpha does not apply without overlay")
-        self.map_request = MapRequest(_layer(options.layer, info.config.depth), _head(options.head, info.config.heads))
+        self.map_request = MapRequest(
+            parse_layer(options.layer, info.config.depth), parse_head(options.head, info.config.heads)
+        )
 
 
-def _layer(layer: int | None, depth: int) -> int:
+def parse_layer(layer: int | None, depth: int) -> int:
+    """A layer's number from 0; None is the last, negatives count from the end.
+
+    Raises:
+        InvalidParameter: the model has no such layer.
+    """
     if layer is None:
         return depth - 1
     if not -depth <= layer < depth:
@@ -180,7 +187,12 @@ def _layer(layer: int | None, depth: int) -> int:
     return layer % depth
 
 
-def _head(head: str | None, heads: int) -> Head:
+def parse_head(head: str | None, heads: int) -> Head:
+    """How heads are combined, or one head's number.
+
+    Raises:
+        InvalidParameter: the model has no such head.
+    """
     if head is None or head == "mean":
         return "mean"
     if head == "max":
