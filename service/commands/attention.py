@@ -71,6 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     label = info.labels[int(found.indices[0, 0])]
     print(  # noqa: T201
         f"{arguments.output}: {label} ({found.scores[0, 0]:.1%}), layer {map_.layer}, head {map_.head}, "
-        f"{rows}x{columns} patches, {map_.kept_mass:.0%} of the attention on patches"
+        f"{rows}x{columns} patches, kept mass {map_.kept_mass:.2f}"
     )
     return 0
