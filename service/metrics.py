@@ -23,6 +23,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from service.gpu_metrics import watch_gpu
 from service.messages import BatchReport, EngineStatus, ModelInfo
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,6 +40,7 @@ class Metrics:
         # The moment each series began would be a second series beside every one.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
+        self._watches_gpu = False
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
@@ -97,6 +99,7 @@ class Metrics:
         """Tell what is served."""
         self.model_info.clear()
         self.model_info.labels(info.name, info.architecture, info.device, info.dtype, version).set(1)
+        self._watches_gpu = self._watches_gpu or watch_gpu(self.registry, info.device, info.gpu_uuid)
         # So that rates start from zero and not from nothing.
         self.engine_restarts.labels(info.device)
 
