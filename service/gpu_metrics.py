@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -39,7 +39,7 @@ class GpuCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """One reading of each; what this GPU or driver cannot tell is left out."""
         nvml, handle = self._nvml, self._handle
-        readings = (
+        readings: tuple[tuple[str, str, Callable[[], float]], ...] = (
             (
                 "vit_gpu_utilization_ratio",
                 "Share of time in which a kernel ran",
