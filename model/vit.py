@@ -59,6 +59,8 @@ class Attention(nn.Module):
         self.prefix_tokens = config.prefix_tokens
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
         self.proj = nn.Linear(config.width, config.width)
+        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; training may put another kernel here.
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
 
     def forward(self, x: Tensor, need_row: bool = False) -> tuple[Tensor, Tensor | None]:
         """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None)."""
@@ -66,7 +68,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # each [B, heads, N, head_dim]
         row = self._row(q, k) if need_row else None
-        x = F.scaled_dot_product_attention(q, k, v)
+        x = self.attend(q, k, v)
         x = self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
         return x, row
 
