@@ -2,6 +2,9 @@
 
 The result is what Pillow gives for the whole picture, converted, resized and then cropped: the same pixels, or
 one level beside them where a value falls between two (Pillow takes the box in 32-bit floats).
+
+A resize is two passes, one along each axis. Doing them one by one keeps their order in our hands, and lets the
+first take the picture in strips.
 """
 
 from __future__ import annotations
@@ -36,6 +39,33 @@ _PRECISE_SIDE = 32_768
 small."""
 
 
+def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
+    """Whether Pillow resizes `source` (width, height) to `target` vertically first, then horizontally.
+
+    Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels where
+    neighbouring pixels differ most.
+    """
+    (width, height), (new_width, new_height) = source, target
+    if new_height >= height:
+        return False
+    if _ORDER_BY_SHRINKAGE:
+        return height - new_height > 2 * (width - new_width)
+    return height > 100 * width
+
+
+def _order_by_shrinkage() -> bool:
+    """Whether this Pillow orders the passes by how much each removes (13) or only by the shape (before)."""
+    image = Image.frombytes("L", (10, 30), bytes(255 * (pixel * pixel // 7 % 2) for pixel in range(300)))
+    bicubic = Image.Resampling.BICUBIC
+    rows_first = image.resize((10, 10), bicubic).resize((9, 10), bicubic)
+    columns_first = image.resize((9, 30), bicubic).resize((9, 10), bicubic)
+    assert rows_first.tobytes() != columns_first.tobytes()
+    return image.resize((9, 10), bicubic).tobytes() == rows_first.tobytes()
+
+
+_ORDER_BY_SHRINKAGE = _order_by_shrinkage()
+
+
 def resize(
     image: Image.Image,
     size: tuple[int, int],
@@ -43,7 +73,7 @@ def resize(
     resample: Image.Resampling,
     *,
     convert: Converter | None = None,
-    rows_first: bool = False,
+    rows_first: bool | None = None,
 ) -> Image.Image:
     """Convert and resize a part of a picture.
 
@@ -53,13 +83,16 @@ def resize(
         box: the part.
         resample: filter.
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
-        rows_first: resize vertically and then horizontally. Each pass rounds to uint8, so the order shows.
-            False is Pillow's order.
+        rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between
+            the passes would be huge.
     """
+    at_once = passes_rows_first(image.size, size)
+    if rows_first is None:
+        rows_first = at_once
     # Between the passes stands a picture as wide as the one and as high as the other.
     if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > _INTERMEDIATE_PIXELS:
         rows_first = size[1] * (box[2] - box[0]) < size[0] * (box[3] - box[1])
-    if convert is None and not rows_first and max(image.size) <= _PRECISE_SIDE:
+    if convert is None and rows_first == at_once and max(image.size) <= _PRECISE_SIDE:
         return image.resize(size, resample, _within(box, image.size))
 
     margin = [_margin(box[axis + 2] - box[axis], size[axis], resample) for axis in (0, 1)]

@@ -21,7 +21,7 @@ from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.image_colour import converter
 from model.image_decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Picture, decode
-from model.image_resize import resize
+from model.image_resize import passes_rows_first, resize
 
 __all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size"]
 
@@ -33,6 +33,12 @@ _RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
+
+_SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
+"""Filters with edges: they take another pixel if a position is off by the least bit."""
+
+_WHOLE = 4096
+"""Up to this many pixels, an axis is resized whole for the sake of such a filter."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -125,12 +131,15 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling) ->
     # As torchvision's center_crop: a half goes to the even neighbour.
     first = round((resized - wanted) / 2.0)
     last = first + wanted
-    # Every `step` pixels, the resized grid meets a whole source pixel. A part that begins and ends there is resized
-    # exactly as in the whole picture. That is worth a few pixels; filters with sharp edges need it.
+    # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
+    # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
     step = resized // math.gcd(source, resized)
-    even_first, even_last = first // step * step, -(-last // step) * step
-    sharp = resample in (Image.Resampling.NEAREST, Image.Resampling.BOX)
-    if even_last - even_first <= wanted * (8 if sharp else 1.25):
+    step //= step & -step
+    spare = wanted * 1.5
+    if resample in _SHARP:
+        step, spare = resized, _WHOLE
+    even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
+    if even_last - even_first <= spare:
         return _Span(
             even_first * source / resized, even_last * source / resized, even_last - even_first, first - even_first
         )
@@ -146,13 +155,15 @@ def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) 
     rows, columns = config.size
     across, down = _span(width, new_width, columns, resample), _span(height, new_height, rows, resample)
 
+    # The order that the passes would have in a resize of the whole upright picture.
+    rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if picture.scale == 1 else None
     small = resize(
         picture.image,
         (down.size, across.size) if swapped else (across.size, down.size),
         _as_stored(across, down, picture),
         resample,
         convert=converter(picture.image, mode),
-        rows_first=swapped,  # the order that the passes would have on the upright picture
+        rows_first=rows_first,
     )
     if picture.orientation in _TRANSPOSE:
         small = small.transpose(_TRANSPOSE[picture.orientation])
