@@ -251,25 +251,23 @@ def _tiff(data: bytes) -> Container:
     if directory is None:
         raise InvalidImage("the TIFF file's first directory cannot be read")
     fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _TIFF_PICTURE}
-    if sum(field.value_size * field.count for field in fields.values()) > len(data):
+    if sum(field.value_size * field.number for field in fields.values()) > len(data):
         raise InvalidImage("the TIFF file's directory claims more data than the file has")
-    if any(field.value_size > 1 and field.count > _MAX_VALUES for field in fields.values()):
+    if any(field.value_size > 1 and field.number > _MAX_VALUES for field in fields.values()):
         raise InvalidImage(f"the TIFF file has more than {_MAX_VALUES} strips, tiles or colours")
     stated = directory_orientation(directory)
     if stated is None:
         xmp = directory.find(_TIFF_XMP)
         stated = orientation(None, directory.value(xmp, data) if xmp else None)
 
-    # A directory of the picture's own fields, appended, takes the place of the first and is the last: values
-    # stay where they are, other pictures and metadata cannot be reached.
-    start = len(data) + len(data) % 2
+    # A directory of the picture's own fields takes the place of the first, which it fits, and is the last: metadata
+    # and other pictures cannot be reached from it.
+    view = memoryview(data)
     count = struct.pack(directory.order + ("Q" if directory.big else "H"), len(fields))
     entries = b"".join(fields[tag].entry for tag in sorted(fields))
-    offset = struct.pack(directory.order + ("Q" if directory.big else "L"), start)
-    head = data[:8] if directory.big else data[:4]
-    body = memoryview(data)[len(head) + len(offset) :]
-    padding = b"\0" * (start - len(data))
-    rewritten = b"".join((head, offset, body, padding, count, entries, b"\0" * len(offset)))
+    last = bytes(8 if directory.big else 4)
+    end = directory.offset + len(count) + len(entries) + len(last)
+    rewritten = b"".join((view[: directory.offset], count, entries, last, view[end:]))
     return Container("TIFF", rewritten, orientation=stated)
 
 
@@ -302,6 +300,7 @@ def _bmp(data: bytes) -> Container:
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 _EXIF_HEADER = re.compile(rb"II\*\0|MM\0\*")
+_MAX_EXIF_BLOCKS = 8
 
 
 def _heif_family(data: bytes) -> Container:
@@ -310,15 +309,22 @@ def _heif_family(data: bytes) -> Container:
     compatible = {brands[start : start + 4] for start in range(0, len(brands), 4)}
     if compatible & _AVIF_BRANDS:
         _check_boxes(data)
-        # Pillow reads the Exif block when it opens an AVIF file: all of it, so it has to be an honest one.
-        for found in _EXIF_HEADER.finditer(data):
-            directory = read_directory(data[found.start() :])
-            if directory and sum(field.value_size * field.count for field in directory.fields) > len(data):
-                raise InvalidImage("the AVIF file's Exif block claims more data than the file has")
+        _check_exif(data)
         return Container("AVIF", data)
     if compatible & _HEIC_BRANDS:
         return Container("HEIF", data, orientation=UPRIGHT)
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def _check_exif(data: bytes) -> None:
+    """Pillow copies the values of the Exif block out as it opens an AVIF file: it has to be an honest one."""
+    view = memoryview(data)
+    for number, found in enumerate(_EXIF_HEADER.finditer(data)):
+        directory = read_directory(view[found.start() :])
+        if directory and sum(field.value_size * field.number for field in directory.fields) > len(data):
+            raise InvalidImage("the AVIF file's Exif block claims more data than the file has")
+        if number >= _MAX_EXIF_BLOCKS:
+            raise InvalidImage(f"the AVIF file has more than {_MAX_EXIF_BLOCKS} Exif blocks")
 
 
 def _check_boxes(data: bytes) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import logging
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ Image.MAX_IMAGE_PIXELS = None
 
 # Pillow logs each chunk that it reads and what it finds odd. Here a file decodes or raises, and that says it all.
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
+# The one place left where it would also warn: about TIFF fields, and the Exif block of an AVIF file.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 _READERS: dict[Format, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImageFile,
