@@ -112,7 +112,8 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
-    return Exchange(layers, metrics, app.openapi()["paths"].keys() | {"/", "/docs", "/openapi.json"}, lifecycle)
+    endpoints = {route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route)}
+    return Exchange(layers, metrics, endpoints | {"/docs", "/openapi.json"}, lifecycle)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -212,7 +212,8 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 
 
 @on_a_loop
-async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
+async def test_broken_framing_of_a_body_is_the_requests_own_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.02)
     service = app()
     for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
         headers = {"content-type": content_type, "x-request-id": "mine"}
