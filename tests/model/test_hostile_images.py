@@ -82,7 +82,7 @@ def answer(data: bytes, **options: bool) -> None:
     assert time.thread_time() - start < 2
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(MAGICS), st.binary(max_size=400))
 def test_anything_after_a_magic_is_answered(magic, rest):
     answer(magic + rest)
@@ -94,7 +94,7 @@ def test_any_bytes_are_answered(data):
     answer(data)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data(), st.booleans())
 def test_damaged_files_are_answered(draw, scaled_decode):
     files = valid_files()

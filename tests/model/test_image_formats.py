@@ -421,9 +421,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.parametrize(("colour_type", "bits"), [(6, 8), (4, 8), (0, 16), (2, 8)], ids=["RGBA", "LA", "I;16", "RGB"])
-def test_the_largest_picture_takes_less_than_500_megabytes(colour_type, bits):
-    data = black_png(8000, 8000, bits=bits, colour_type=colour_type)
+@pytest.mark.parametrize("colour_type", [2, 6], ids=["RGB", "RGBA"])
+def test_the_largest_picture_takes_less_than_500_megabytes(colour_type):
+    data = black_png(8000, 8000, colour_type=colour_type)
 
     done = subprocess.run([sys.executable, "-c", PEAK], input=data, capture_output=True, check=True)
 
@@ -478,6 +478,18 @@ def test_files_of_very_many_parts_are_refused_soon(data):
     assert time.process_time() - start < 0.5
 
 
+@pytest.mark.parametrize("filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"])
+def test_what_stands_between_the_segments_of_a_jpeg_is_skipped_soon(filler):
+    image = noise(64, 48)
+    plain = encode(image, "JPEG")
+    start = time.process_time()
+
+    pixels = seen(insert_after_soi(plain, filler), image)
+
+    assert time.process_time() - start < 0.5
+    assert np.array_equal(pixels, seen(plain, image))
+
+
 def test_gif_comments_without_end_are_skipped_soon():
     data = encode(noise(8, 8), "GIF")
     header = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
@@ -522,6 +534,15 @@ GREY = [
 
 def test_a_small_tiff_by_hand_decodes():
     assert preprocess(tiff(*GREY), config()).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_bigtiff_is_read_like_tiff(orientation):
+    wanted = config()
+    small, big = (encode(scene(), "TIFF", orientation, big_tiff=big) for big in (False, True))
+
+    assert big[2] == 43
+    assert np.array_equal(preprocess(big, wanted), preprocess(small, wanted))
 
 
 @pytest.mark.parametrize(
