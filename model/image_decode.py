@@ -84,13 +84,14 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImageP
 _READERS: dict[Format, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
-    "WEBP": WebPImageFile,
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
     "TIFF": TiffImageFile,
 }
 """What this installation can read."""
 
+if features.check("webp"):
+    _READERS["WEBP"] = WebPImageFile
 if features.check("avif"):
     _READERS["AVIF"] = AvifImageFile
 if importlib.util.find_spec("pillow_heif") is not None:
@@ -100,6 +101,7 @@ SUPPORTED_FORMATS: tuple[Format, ...] = tuple(_READERS)
 """Formats that `decode` reads here, as Pillow names them."""
 
 _NOT_SUPPORTED = {
+    "WEBP": "WebP pictures are not supported: this Pillow is built without libwebp",
     "AVIF": "AVIF pictures are not supported: this Pillow is built without libavif",
     "HEIF": "HEIC pictures are not supported: pip install 'vitserve[heic]' adds them",
 }
