@@ -18,12 +18,18 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class ServerProcess:
-    """Starts, waits until it is ready, and ends with SIGTERM."""
+    """Starts, waits until it is ready, and ends with SIGTERM.
 
-    def __init__(self, log: Path, **settings: object) -> None:
+    Args:
+        log: file for everything that it writes.
+        wait: until it is ready; without it there is no `url`.
+        settings: in lower case; by default on a free port, and without a delay before it stops.
+    """
+
+    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
+        settings = {"port": 0, "drain_delay": 0} | settings
         environment |= {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}
-        environment |= {"VIT_PORT": "0", "VIT_DRAIN_DELAY": str(settings.get("drain_delay", 0))}
         self._log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -33,7 +39,8 @@ class ServerProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
-        self.url = self._wait_until_ready()
+        if wait:
+            self.url = self._wait_until_ready()
 
     def _wait_until_ready(self) -> str:
         deadline = time.monotonic() + 60
