@@ -1,0 +1,237 @@
+"""What the tests of a running service share: the server with a client, pictures, raw sockets."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from model.predictor import Predictor
+from model.preprocess import preprocess
+from tests.acceptance.server import ServerProcess
+
+SIZE = 16
+CHECKPOINT_NAME = "tiny"
+LABELS = tuple(f"label {i}" for i in range(10))
+
+PATIENCE = 60.0
+"""Seconds after which a test gives up, on however busy a machine."""
+
+
+Serve = Callable[..., "Served"]
+"""What the fixtures `serve` and `serve_module` give: starts a server with settings as keywords."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so.
+
+    Raises:
+        AssertionError: it is not so for `PATIENCE` seconds.
+    """
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)
+
+
+class Served:
+    """A server process and a client of it."""
+
+    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
+        self.process = ServerProcess(log, wait=wait, **settings)
+        if wait:
+            self.connect(self.process.url)
+
+    def connect(self, url: str) -> None:
+        """Talk to it at `url` from now on."""
+        self.url = url
+        self.host, self.port = "127.0.0.1", int(url.rpartition(":")[2])
+        self.client = client(url)
+
+    def kill(self) -> None:
+        """End it, however it is doing."""
+        with self.process:
+            if hasattr(self, "client"):
+                self.client.close()
+
+    @property
+    def log(self) -> str:
+        return self.process.log
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.client.get(path, **options)
+
+    def classify(self, picture: bytes, query: str = "", **options: Any) -> httpx.Response:
+        headers = {"Content-Type": "application/octet-stream"} | options.pop("headers", {})
+        return self.client.post(f"/classify?{query}", content=picture, headers=headers, **options)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels; 0 where there is none."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    @contextmanager
+    def raw(self) -> Iterator[Raw]:
+        with Raw(self.host, self.port) as connection:
+            yield connection
+
+    def idle(self) -> bool:
+        """Whether nothing is being handled."""
+        return self.metric("vit_inflight_requests") == 0 and self.metric("vit_queue_depth") == 0
+
+
+def client(url: str, **options: Any) -> httpx.Client:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.Client(base_url=url, timeout=PATIENCE, limits=limits, trust_env=False, **options)
+
+
+class Raw:
+    """A socket that says what it is told to."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.socket = socket.create_connection((host, port), timeout=PATIENCE)
+        self.buffer = b""
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def post(self, body: bytes, *, path: str = "/classify", sent: int | None = None, headers: str = "") -> None:
+        """A request whose body is sent up to `sent` bytes."""
+        lines = f"Host: x\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        self.send(f"POST {path} HTTP/1.1\r\n{lines}".encode() + body[:sent])
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body) of the next answer."""
+        while b"\r\n\r\n" not in self.buffer:
+            self._receive()
+        head, _, self.buffer = self.buffer.partition(b"\r\n\r\n")
+        lines = head.decode("latin-1").splitlines()
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+        length = int(headers.get("content-length", 0))
+        while len(self.buffer) < length:
+            self._receive()
+        body, self.buffer = self.buffer[:length], self.buffer[length:]
+        return int(lines[0].split()[1]), headers, body
+
+    def problem(self) -> tuple[int, str]:
+        """(status, code) of the next answer, which must be a problem document."""
+        status, headers, body = self.answer()
+        return status, code_of(status, headers, body)
+
+    def is_closed(self) -> bool:
+        """Whether the server says nothing more and closes."""
+        try:
+            return self.buffer == b"" and self.socket.recv(1000) == b""
+        except ConnectionResetError:
+            return True
+
+    def _receive(self) -> None:
+        data = self.socket.recv(1 << 16)
+        assert data, f"closed after {self.buffer!r}"
+        self.buffer += data
+
+
+def code_of(status: int, headers: Mapping[str, str], body: bytes) -> str:
+    """The problem code; the answer must be a whole problem document."""
+    assert headers["content-type"] == "application/problem+json"
+    document = json.loads(body)
+    assert set(document) == {"type", "title", "status", "detail", "code", "request_id"}
+    assert document["status"] == status
+    assert document["request_id"] == headers["x-request-id"]
+    code: str = document["code"]
+    return code
+
+
+def problem(response: httpx.Response) -> tuple[int, str]:
+    """(status, code) of a response."""
+    return response.status_code, code_of(response.status_code, response.headers, response.content)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """PNG files and the scores that the model gives each of them alone.
+
+    Attributes:
+        files: PNG.
+        scores: float32 [files, classes], in index order.
+    """
+
+    files: list[bytes]
+    scores: NDArray[np.float32]
+
+    @classmethod
+    def make(cls, predictor: Predictor, *, count: int, side: int = SIZE) -> Pictures:
+        """`count` pictures of many sizes; no two have scores that could be taken for one another."""
+        generator = np.random.default_rng(1)
+        classes = predictor.config.num_classes
+        files: list[bytes] = []
+        vectors: list[NDArray[np.float32]] = []
+        for attempt in range(4 * count):
+            patches = Image.fromarray(generator.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+            buffer = io.BytesIO()
+            patches.resize((side + attempt % 7, side + attempt % 5), Image.Resampling.BILINEAR).save(buffer, "PNG")
+            pixels = preprocess(buffer.getvalue(), predictor.checkpoint.preprocess)
+            prediction = predictor.predict(pixels[np.newaxis], top_k=classes)
+            vector = np.zeros(classes, np.float32)
+            vector[prediction.indices[0]] = prediction.scores[0]
+            if all(np.abs(vector - other).max() > 0.01 for other in vectors):
+                files.append(buffer.getvalue())
+                vectors.append(vector)
+            if len(files) == count:
+                return cls(files, np.stack(vectors))
+        raise AssertionError(f"only {len(files)} pictures that the model tells apart")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def check(self, index: int, document: dict[str, Any]) -> None:
+        """The answer is this picture's own: every class that it names has its score."""
+        found = {p["index"]: p["score"] for p in document["predictions"]}
+        for class_index, score in found.items():
+            assert abs(score - self.scores[index, class_index]) < 1e-3, f"picture {index} got another's answer"
+        best = int(self.scores[index].argmax())
+        assert document["predictions"][0]["index"] == best
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work(0)` ... `work(count - 1)`, each on a thread of its own; their results in order."""
+    with ThreadPoolExecutor(count) as pool:
+        futures: list[Future[Any]] = [pool.submit(work, i) for i in range(count)]
+        return [future.result(PATIENCE) for future in futures]
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S")
+"""The beginning of every line of a text log."""
