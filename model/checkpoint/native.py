@@ -97,6 +97,8 @@ def write(
     save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / f"{CONFIG_FILE}.part"
     config.write_text(json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+    # safetensors makes files that only their owner reads; a service often runs as another user.
+    weights.chmod(config.stat().st_mode)
     # Renamed only when complete: a reader sees the old folder or the new one, never half a file.
     weights.replace(folder / WEIGHTS_FILE)
     config.replace(folder / CONFIG_FILE)

@@ -45,7 +45,8 @@ Trying vitserve out, tests, and teaching: it starts in seconds and needs no down
 **Not for** decisions about people or anything that costs if wrong. It knows {config.num_classes} classes and nothing
 else: a picture of something else gets one of them all the same, often with a high score. Every picture is shrunk
 to {rows} x {columns} pixels before the model sees it, and the model has only ever seen pictures that were that small
-from the start, mostly with one object that fills them; on photographs its accuracy is lower than the figure above.
+from the start, mostly with one object that fills them: expect less than the figure above on photographs, where its
+accuracy has not been measured.
 
 ## Data
 
@@ -54,14 +55,14 @@ CIFAR-10 (Alex Krizhevsky, *Learning Multiple Layers of Features from Tiny Image
 licence; the pictures were collected from the web and their rights stay with their owners. The checkpoint contains
 none of them.
 
-{run.images:,} of the 50,000 training images were trained on; {run.held_out_images:,}, chosen with the recipe's seed,
-were held out for choosing the recipe and fitting the temperature. The 10,000 test images were read once, when weights
-and temperature were fixed.
+{run.images:,} of the {run.images + run.held_out_images:,} training images were trained on; {run.held_out_images:,},
+chosen with the recipe's seed, were held out for choosing the recipe and fitting the temperature. The {run.test.count:,} test images were read when
+weights and temperature were fixed; nothing was chosen by them.
 
 ## Architecture
 
-Width {config.width}, {config.depth} blocks, {config.heads} heads, MLP width {config.mlp_width}, patches of
-{config.patch_size} x {config.patch_size} pixels, pooling by {"CLS token" if config.pool == "cls" else "mean"}
+Width {config.width}, {config.depth} blocks, {config.heads} heads, MLP width {config.mlp_width},
+{config.patch_size} x {config.patch_size} pixel patches, pooling by {"CLS token" if config.pool == "cls" else "mean"}
 (`{checkpoint.architecture}`). Dosovitskiy et al. 2020, <https://arxiv.org/abs/2010.11929>.
 
 Preprocessing: shorter side to {preprocess.resize_size[0]} pixels ({preprocess.interpolation}), centre crop, mean
@@ -70,10 +71,10 @@ Preprocessing: shorter side to {preprocess.resize_size[0]} pixels ({preprocess.i
 ## Training
 
 - {run.epochs:.2f} epochs of batches of {recipe.batch_size}{limit}; seed {recipe.seed}.
-- {"AdamW" if optimiser.name == "adamw" else "AdamW and Muon"}: AdamW at {optimiser.learning_rate:g}{muon};
+- AdamW at {optimiser.learning_rate:g}{muon};
   weight decay {optimiser.weight_decay:g}; warm-up over {optimiser.warmup:.0%} of the schedule, then a cosine to zero.
-- Random shifts by up to {augmentation.crop_padding} pixels{" and mirroring" if augmentation.flip else ""}; label
-  smoothing {recipe.label_smoothing:g}; stochastic depth {recipe.drop_path:g}.
+- Random shifts by up to {augmentation.crop_padding} pixels{" and mirroring" if augmentation.flip else ""};
+  label smoothing {recipe.label_smoothing:g}; stochastic depth {recipe.drop_path:g}.
 - Position embeddings start {"at a sine-cosine code" if recipe.initialisation.positions == "sincos" else "random"};
   patch embedding starts {"at whitening filters" if recipe.initialisation.whiten_patches else "random"}; both learned.
 - Arithmetic in {run.precision}, float32 master weights.
@@ -101,7 +102,8 @@ Of the weights as stored (float16), computed in float32. Other arithmetic may mo
 {_row(f"**Test, temperature {run.temperature:.3f}**", run.test)}
 
 The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images, is stored in
-the checkpoint, and is applied to every score that the service gives.
+the checkpoint, and is applied to every score that the service gives. It is the one with the lowest loss; the
+calibration error, which looks at the top score alone, may move either way.
 
 | Class | Test accuracy |
 |---|---|

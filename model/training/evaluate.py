@@ -82,7 +82,7 @@ def predict_scores(
     """
     classes = predictor.checkpoint.config.num_classes
     scores = np.empty((len(pixels), classes), dtype=np.float32)
-    with tqdm(total=len(pixels), desc="evaluate", unit="img", disable=not progress) as bar:
+    with tqdm(total=len(pixels), desc="evaluate", unit="img", disable=None if progress else True) as bar:
         for start in range(0, len(pixels), predictor.max_batch):
             batch = pixels[start : start + predictor.max_batch]
             answer = predictor.predict(np.ascontiguousarray(batch.transpose(0, 2, 3, 1)), top_k=classes)

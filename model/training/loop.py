@@ -293,7 +293,7 @@ class Trainer:
                 total=self.steps_per_epoch * self.recipe.batch_size,
                 desc=f"epoch {self.epoch + 1}/{self.recipe.epochs}",
                 unit="img",
-                disable=not progress,
+                disable=None if progress else True,  # None: shown on a terminal alone
                 mininterval=1.0,
             ) as bar,
         ):

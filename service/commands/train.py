@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from service import logs
+
 _RECIPE = Path(__file__).resolve().parents[2] / "model" / "training" / "recipes" / "cifar10.toml"
-_OVERRIDES = {"epochs": int, "batch_size": int, "seed": int, "threads": int}
+_OVERRIDES = {"epochs": int, "minutes": float, "batch_size": int, "seed": int, "threads": int}
 
 
 def add_parser(commands: Any) -> None:
@@ -31,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from model.training.recipe import read_recipe  # noqa: PLC0415  torch takes seconds to import
     from model.training.train import run as train  # noqa: PLC0415
 
+    logs.configure("text", "info")
     given = {name: value for name in _OVERRIDES if (value := getattr(arguments, name)) is not None}
     train(arguments.data, arguments.out, read_recipe(arguments.recipe).override(**given), resume=arguments.resume)
     return 0

@@ -44,6 +44,11 @@ def test_stored_weights_are_half_precision(finished: tuple[Path, Run]) -> None:
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float16}
 
 
+def test_weights_are_readable_for_whoever_reads_the_config(finished: tuple[Path, Run]) -> None:
+    out, _ = finished
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
 def test_the_temperature_lowers_the_loss_on_the_held_out_images(finished: tuple[Path, Run]) -> None:
     _, result = finished
     assert result.held_out.loss < result.held_out_uncalibrated.loss
