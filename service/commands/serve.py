@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
     """Say where to look and what to try, once there is something to see."""
     info = engine.info
-    if info is None:
+    if info is None or server.should_exit:  # stopped while it was loading
         return
     if not server.started:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)

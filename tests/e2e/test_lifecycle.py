@@ -1,0 +1,238 @@
+"""From start to stop: when it is ready, how it fails to start, and that it ends without losing anyone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import LOG_LINE, PATIENCE, Pictures, Raw, Serve, Served, client, free_port, problem, until
+
+
+def end(server: Served, number: signal.Signals = signal.SIGTERM) -> None:
+    server.process.process.send_signal(number)
+
+
+def exit_code(server: Served) -> int:
+    return server.process.process.wait(PATIENCE)
+
+
+def is_draining(server: Served) -> bool:
+    response = server.get("/readyz")
+    return response.status_code == 503 and problem(response)[1] == "draining"
+
+
+def refuses_connections(server: Served) -> bool:
+    try:
+        Raw(server.host, server.port).socket.close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def complaint(*arguments: str, **settings: str) -> str:
+    """What a server that cannot start says on standard error; it must end with code 1."""
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "VIT_LOG_LEVEL": "warning"}
+    environment |= {f"VIT_{name.upper()}": value for name, value in settings.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=PATIENCE,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    return done.stderr.strip()
+
+
+# Starting
+
+
+def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
+    serve: Serve, checkpoint: Path, pictures: Pictures
+) -> None:
+    port = free_port()
+    server = serve(wait=False, port=port)
+    server.connect(f"http://127.0.0.1:{port}")
+    seen: Counter[tuple[int, str]] = Counter()
+
+    def ready() -> bool:
+        try:
+            response = server.get("/readyz")
+        except httpx.ConnectError:
+            return False
+        if response.status_code == 200:
+            return True
+        seen[problem(response)] += 1
+        assert int(response.headers["retry-after"]) >= 1
+        assert server.get("/healthz").status_code == 200
+        # The model may come while we ask.
+        early = server.classify(pictures.files[0])
+        assert early.status_code == 200 or problem(early) == (503, "engine_unavailable")
+        return False
+
+    until(ready)
+    assert set(seen) == {(503, "engine_unavailable")}
+    pictures.check(0, server.classify(pictures.files[0]).json())
+
+
+def test_a_wrong_setting_is_one_line() -> None:
+    assert complaint(port="http").startswith("vitserve: VIT_PORT='http': ")
+    line = complaint("--max-batch", "0")
+    assert line.startswith("vitserve: VIT_MAX_BATCH='0': ")
+    assert "\n" not in line
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = complaint(port=str(port))
+    assert line == f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+@pytest.mark.parametrize("broken", ["folder", "config", "weights"])
+def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
+    broken: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    if broken != "folder":
+        shutil.copytree(checkpoint, folder)
+    if broken == "config":
+        config = json.loads((folder / "config.json").read_text())
+        del config["preprocess"]["mean"]
+        (folder / "config.json").write_text(json.dumps(config))
+    if broken == "weights":
+        (folder / "model.safetensors").write_bytes(b"\x00" * 100)
+    line = complaint(checkpoint=str(folder), port="0")
+    assert LOG_LINE.match(line)
+    assert "CRITICAL" in line
+    assert "\n" not in line
+    assert str(folder) in line
+    if broken == "config":
+        assert "mean" in line
+
+
+# Stopping
+
+
+def test_it_ends_with_zero_when_nobody_asks_anything(serve: Serve) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        server = serve()
+        end(server, number)
+        assert exit_code(server) == 0
+
+
+def test_draining_answers_whoever_was_accepted_and_sends_others_away(serve: Serve, pictures: Pictures) -> None:
+    """While it drains it still listens; then it finishes what it has, a body that is half here included."""
+    server = serve(drain_delay=2, request_timeout=30)
+    slow, idle = Raw(server.host, server.port), Raw(server.host, server.port)
+    slow.post(pictures.files[1], sent=20)
+    idle.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert idle.answer()[0] == 200
+    until(lambda: server.metric("vit_inflight_requests") == 1)
+
+    stop = threading.Event()
+    outcomes: Counter[str] = Counter()
+    lock = threading.Lock()
+    wrong: list[object] = []
+
+    def call(number: int) -> None:
+        """Ask until told to go elsewhere, as a load balancer would."""
+        with client(server.url) as own:
+            for turn in range(10_000):
+                index = (number + 16 * turn) % len(pictures)
+                response = own.post(
+                    "/classify?top_k=10", content=pictures.files[index], headers={"Content-Type": "image/png"}
+                )
+                with lock:
+                    outcomes[str(response.status_code)] += 1
+                if response.status_code != 200:
+                    assert problem(response) == (503, "draining")
+                    assert response.headers["connection"] == "close"
+                    return
+                pictures.check(index, response.json())
+                if stop.is_set():
+                    wrong.append("it never drained")
+                    return
+
+    def guarded(number: int) -> None:
+        try:
+            call(number)
+        except (AssertionError, httpx.HTTPError, ValueError) as error:
+            wrong.append(error)
+
+    callers = [threading.Thread(target=guarded, args=(number,)) for number in range(16)]
+    for caller in callers:
+        caller.start()
+    until(lambda: outcomes["200"] > 50)
+
+    end(server)
+    until(lambda: is_draining(server))
+    assert server.get("/healthz").headers["connection"] == "close"
+    assert server.get("/healthz").status_code == 200
+    for caller in callers:
+        caller.join(PATIENCE)
+    stop.set()
+    assert wrong == []
+    assert outcomes["503"] == 16
+
+    until(lambda: refuses_connections(server))
+    assert idle.is_closed()
+    assert server.process.process.poll() is None
+    slow.send(pictures.files[1][20:])
+    status, headers, body = slow.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    pictures.check(1, json.loads(body))
+    assert exit_code(server) == 0
+    assert "Traceback" not in server.log
+
+
+def test_a_second_signal_ends_it_at_once(serve: Serve, pictures: Pictures) -> None:
+    server = serve(drain_delay=600, drain_timeout=600)
+    with server.raw() as caller:
+        caller.post(pictures.files[0], sent=20)
+        end(server)
+        until(lambda: is_draining(server))
+        end(server)
+        assert exit_code(server) == 128 + signal.SIGTERM
+
+
+def test_the_drain_timeout_bounds_how_long_it_waits_for_callers(serve: Serve, pictures: Pictures) -> None:
+    server = serve(drain_delay=0.2, drain_timeout=2, request_timeout=3_000)
+    with server.raw() as caller:
+        caller.post(pictures.files[0], sent=20)
+        until(lambda: server.metric("vit_inflight_requests") == 1)
+        started = time.monotonic()
+        end(server)
+        assert exit_code(server) == 0
+        assert time.monotonic() - started > 1.5
+    assert "not everything was answered within 2 s" in server.log
+
+
+def test_it_can_be_stopped_while_it_loads(serve: Serve) -> None:
+    port = free_port()
+    server = serve(wait=False, port=port)
+    server.connect(f"http://127.0.0.1:{port}")
+    until(_listens(server))
+    end(server)
+    assert exit_code(server) == 0
+    assert "Traceback" not in server.log
+
+
+def _listens(server: Served) -> Callable[[], bool]:
+    return lambda: not refuses_connections(server)

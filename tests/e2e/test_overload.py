@@ -1,0 +1,249 @@
+"""Too many callers, callers that leave, callers that never finish: each costs itself an answer, nobody else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from serving import Pictures, Raw, Serve, Served, client, problem, together, until
+
+PLACES = 4
+MAX_BATCH = 3
+
+
+@pytest.fixture(scope="module")
+def holding(serve_module: Serve) -> Served:
+    """Launches batches of three only, so that two images wait until their time is up."""
+    return serve_module(
+        queue_size=PLACES,
+        max_batch=MAX_BATCH,
+        max_delay_ms=10_000,
+        request_timeout=5,
+        max_upload_bytes=1_000_000,
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "holding" in request.fixturenames:
+        until(request.getfixturevalue("holding").idle)
+
+
+@contextmanager
+def unfinished(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
+    """`count` callers whose bodies are not complete: each holds a place."""
+    until(server.idle)
+    with ExitStack() as stack:
+        callers = [stack.enter_context(server.raw()) for _ in range(count)]
+        for caller in callers:
+            caller.post(picture, sent=20)
+        until(lambda: server.metric("vit_inflight_requests") == count)
+        yield callers
+
+
+def test_beyond_the_last_place_new_work_is_refused_at_once_and_who_has_one_is_answered(
+    holding: Served, pictures: Pictures
+) -> None:
+    with unfinished(holding, pictures.files[0], PLACES) as callers:
+        for _ in range(3):
+            refused = holding.classify(pictures.files[1])
+            assert problem(refused) == (503, "queue_full")
+            assert int(refused.headers["retry-after"]) >= 1
+        assert holding.get("/readyz").status_code == 200
+        for caller in callers[:MAX_BATCH]:
+            caller.send(pictures.files[0][20:])
+        for caller in callers[:MAX_BATCH]:
+            status, _, body = caller.answer()
+            assert status == 200
+            document = json.loads(body)
+            pictures.check(0, document)
+            assert document["batch_size"] == MAX_BATCH
+    assert holding.metric("vit_rejected_total", reason="queue_full") == 3
+
+
+def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holding: Served, pictures: Pictures) -> None:
+    launched = holding.metric("vit_batch_size_sum")
+    with unfinished(holding, pictures.files[0], 1) as [caller]:
+        assert problem(holding.classify(pictures.files[1])) == (504, "deadline_exceeded")
+        assert caller.problem() == (408, "request_timeout")
+    assert holding.metric("vit_batch_size_sum") == launched
+
+
+def test_a_caller_that_leaves_while_sending_frees_its_place(holding: Served, pictures: Pictures) -> None:
+    before = holding.metric("vit_cancelled_total")
+    with unfinished(holding, pictures.files[0], PLACES):
+        pass
+    until(holding.idle)
+    until(lambda: holding.metric("vit_cancelled_total") == before + PLACES)
+
+
+def test_a_caller_that_leaves_while_waiting_frees_its_place_and_is_never_launched(
+    holding: Served, pictures: Pictures
+) -> None:
+    cancelled, launched = holding.metric("vit_cancelled_total"), holding.metric("vit_batch_size_sum")
+    with ExitStack() as stack:
+        for _ in range(MAX_BATCH - 1):
+            stack.enter_context(holding.raw()).post(pictures.files[0])
+        until(lambda: holding.metric("vit_queue_depth") == 2)
+    until(holding.idle)
+    assert holding.metric("vit_cancelled_total") == cancelled + 2
+    assert holding.metric("vit_batch_size_sum") == launched
+
+
+def test_a_batch_gets_all_its_places_or_none(holding: Served, pictures: Pictures) -> None:
+    def batch(count: int) -> httpx.Response:
+        files = [("file", ("a.png", picture)) for picture in pictures.files[:count]]
+        return holding.client.post("/classify/batch", files=files)
+
+    with unfinished(holding, pictures.files[0], 1):
+        assert problem(batch(PLACES)) == (503, "queue_full")
+        results = batch(PLACES - 1).json()["results"]
+    for index, result in enumerate(results):
+        pictures.check(index, result)
+
+
+LARGE = 30 << 20
+
+
+def chunks() -> Iterator[bytes]:
+    for _ in range(LARGE >> 16):
+        yield bytes(1 << 16)
+
+
+RAW = {"Content-Type": "image/png"}
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "content-length": lambda: {"content": bytes(LARGE), "headers": RAW},
+    "chunked": lambda: {"content": chunks(), "headers": RAW},
+    "multipart": lambda: {"files": [("file", ("large.png", bytes(LARGE)))]},
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_refusal_reaches_a_caller_that_is_still_sending(body: str, holding: Served, pictures: Pictures) -> None:
+    def send() -> httpx.Response:
+        return holding.client.post("/classify", **BODIES[body]())
+
+    too_large = send()
+    assert problem(too_large) == (413, "upload_too_large")
+    assert too_large.headers["connection"] == "close"
+    with unfinished(holding, pictures.files[0], PLACES):
+        full = send()
+    assert problem(full) == (503, "queue_full")
+    assert full.headers["connection"] == "close"
+
+
+def test_a_refusal_reaches_a_caller_that_reads_only_after_its_last_byte(holding: Served) -> None:
+    with holding.raw() as caller:
+        caller.post(bytes(LARGE))
+        assert caller.problem() == (413, "upload_too_large")
+
+
+def test_a_caller_that_asks_first_is_refused_before_it_sends(holding: Served, pictures: Pictures) -> None:
+    with holding.raw() as caller:
+        caller.post(bytes(LARGE), sent=0, headers="Expect: 100-continue\r\n")
+        assert caller.problem() == (413, "upload_too_large")
+    with holding.raw() as caller:
+        caller.post(pictures.files[0], sent=0, headers="Expect: 100-continue\r\n")
+        assert caller.answer()[0] == 100
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+        b"POST /classify HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000,
+    ],
+    ids=lambda attack: repr(attack[-30:]),
+)
+def test_what_is_not_http_is_400_and_harms_nobody(attack: bytes, holding: Served) -> None:
+    with holding.raw() as caller:
+        caller.send(attack)
+        assert caller.problem() == (400, "malformed_request")
+        assert caller.is_closed()
+    assert holding.get("/healthz").status_code == 200
+
+
+def test_a_declared_length_that_is_huge_is_413_before_a_byte(holding: Served) -> None:
+    with holding.raw() as caller:
+        caller.send(b"POST /classify HTTP/1.1\r\nContent-Type: image/png\r\nContent-Length: 4000000000000\r\n\r\n")
+        assert caller.problem() == (413, "upload_too_large")
+
+
+def test_pipelined_requests_are_answered_in_order(holding: Served, pictures: Pictures) -> None:
+    with holding.raw() as caller:
+        for path in ("/healthz", "/nope", "/labels"):
+            caller.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert [caller.answer()[0] for _ in range(3)] == [200, 404, 200]
+
+
+def test_under_overload_everyone_gets_a_right_answer_or_a_refusal(serve: Serve, pictures: Pictures) -> None:
+    server = serve(queue_size=PLACES)
+    callers, rounds = 32, 8
+    barrier = threading.Barrier(callers)
+
+    def call(number: int) -> Counter[str]:
+        outcomes: Counter[str] = Counter()
+        with client(server.url) as own:
+            barrier.wait()
+            for turn in range(rounds):
+                index = (number * rounds + turn) % len(pictures)
+                response = own.post(
+                    "/classify?top_k=10", content=pictures.files[index], headers={"Content-Type": "image/png"}
+                )
+                if response.status_code == 200:
+                    pictures.check(index, response.json())
+                    outcomes["answered"] += 1
+                else:
+                    assert problem(response) == (503, "queue_full")
+                    assert "retry-after" in response.headers
+                    outcomes["refused"] += 1
+        return outcomes
+
+    outcomes = sum(together(callers, call), Counter())
+    assert outcomes.total() == callers * rounds
+    assert outcomes["answered"] > 0
+    assert outcomes["refused"] > 0
+    until(server.idle)
+    assert server.metric("vit_images_total") == outcomes["answered"]
+    assert server.metric("vit_batch_size_sum") == outcomes["answered"]
+    assert server.metric("vit_rejected_total", reason="queue_full") == outcomes["refused"]
+    assert server.classify(pictures.files[0]).status_code == 200
+
+
+def test_many_callers_at_once_each_get_their_own_scores(serve: Serve, pictures: Pictures) -> None:
+    server = serve()
+    callers, rounds = 48, 10
+    barrier = threading.Barrier(callers)
+
+    def call(number: int) -> None:
+        with client(server.url) as own:
+            barrier.wait()
+            for turn in range(rounds):
+                index = (number + turn * callers) % len(pictures)
+                response = own.post(
+                    "/classify?top_k=10&attention=true",
+                    content=pictures.files[index],
+                    headers={"Content-Type": "image/png"},
+                )
+                assert response.status_code == 200, response.text
+                pictures.check(index, response.json())
+
+    together(callers, call)
+    total = callers * rounds
+    assert server.metric("vit_images_total") == server.metric("vit_batch_size_sum") == total
+    assert server.metric("vit_requests_total", endpoint="/classify", code="200") == total
+    assert server.metric("vit_batch_size_count") < total  # images shared batches
+    assert server.idle()
