@@ -56,8 +56,8 @@ licence; the pictures were collected from the web and their rights stay with the
 none of them.
 
 {run.images:,} of the {run.images + run.held_out_images:,} training images were trained on; {run.held_out_images:,},
-chosen with the recipe's seed, were held out for choosing the recipe and fitting the temperature. The {run.test.count:,} test images were read when
-weights and temperature were fixed; nothing was chosen by them.
+chosen with the recipe's seed, were held out for choosing the recipe and fitting the temperature. The
+{run.test.count:,} test images were read when weights and temperature were fixed; nothing was chosen by them.
 
 ## Architecture
 
