@@ -104,16 +104,27 @@ class Predictor:
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
         """
-        try:
-            self._exercise(self._model, (1, self.max_batch))
-        except RuntimeError as error:
-            raise DeviceError(f"{self.device}: warm-up failed: {_first_line(error)}") from error
+        self._check((1, self.max_batch))
         if self.compiled != _PENDING:
             return
         if self._device.type == "cuda":
             self._compile()
         else:
             threading.Thread(target=self._compile, name="compile", daemon=True).start()
+
+    def check(self) -> None:
+        """Run the smallest batch, to see whether the device still computes.
+
+        Raises:
+            DeviceError: it does not, or gives scores that are not finite.
+        """
+        self._check((1,))
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        try:
+            self._exercise(self._model, sizes)
+        except RuntimeError as error:
+            raise DeviceError(f"{self.device}: the model does not run: {_first_line(error)}") from error
 
     def _exercise(self, model: VisionTransformer, sizes: Sequence[int]) -> None:
         rows, columns = self.config.image_size

@@ -1,0 +1,58 @@
+# vitserve. On a fresh machine `make run` and `make test` do all of their own set-up.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help run test check format bench clean
+
+help:
+	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
+	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make check   lint, format, types and import contracts"
+	@echo "make format  format the code"
+	@echo "make bench   load a running server (URL=http://127.0.0.1:8000) and print rates and latencies"
+	@echo "make clean   remove the virtual environment and caches"
+
+# A stamp a set of packages: nothing is installed a second time until a file that names packages changes.
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vitserve needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing vitserve into $(VENV) (torch is large: some minutes on a slow line) ..."
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.run
+	$(PIP) -e '.[test,check]'
+	@touch $@
+
+run: $(VENV)/.run
+	@exec $(BIN)/vitserve serve
+
+test: $(VENV)/.test
+	$(BIN)/pytest
+
+check: $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+URL ?= http://127.0.0.1:8000
+bench: $(VENV)/.run
+	$(BIN)/vitserve bench --url $(URL)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -1,0 +1,65 @@
+"""Places in the service: a bound on the images that are received, decoded, queued or computed at once.
+
+A place is reserved from the request's head, before its body is read, and given back with the answer,
+the error or the disconnect. So overload costs a refusal and no work, and memory is bounded.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from service.errors import QueueFull
+
+
+class Places:
+    """Counts the places that are taken. Belongs to one event loop.
+
+    Args:
+        capacity: images in the service at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.taken = 0
+
+    def reserve(self) -> Reservation:
+        """One place, at once.
+
+        Raises:
+            QueueFull: none is free.
+        """
+        reservation = Reservation(self)
+        reservation.extend()
+        return reservation
+
+
+class Reservation:
+    """The places of one request; a context manager that gives them back.
+
+    All or none: when `extend` fails, the request fails, and leaving the context frees what it had.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._held = 0
+
+    def extend(self) -> None:
+        """One place more.
+
+        Raises:
+            QueueFull: none is free.
+        """
+        if self._places.taken >= self._places.capacity:
+            raise QueueFull(f"all {self._places.capacity} places in the service are taken")
+        self._places.taken += 1
+        self._held += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._places.taken -= self._held
+        self._held = 0

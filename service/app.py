@@ -1,0 +1,149 @@
+"""The application: routes, middleware, and one table from errors to answers.
+
+Engines are handed in: nothing here imports a model or torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from model.errors import VitError
+from service.admission import Places
+from service.engine import Engine
+from service.errors import (
+    ClientDisconnected,
+    InvalidParameter,
+    MalformedRequest,
+    MethodNotAllowed,
+    NotFound,
+    ServiceError,
+)
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
+from service.middleware import ApiKeys, Exchange
+from service.pipeline import Pipeline
+from service.problems import MEDIA_TYPE, body, problem_of
+from service.recent import RecentImages
+from service.routes import attention, classify, operations
+from service.settings import Settings
+
+VERSION = importlib.metadata.version("vitserve")
+
+_PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
+
+
+def create_app(
+    settings: Settings,
+    engine: Engine,
+    metrics: Metrics,
+    lifecycle: Lifecycle | None = None,
+    on_engine_change: Callable[[], None] = lambda: None,
+) -> ASGIApp:
+    """The ASGI application around an engine.
+
+    Args:
+        settings: see `service.settings`.
+        engine: started when the application starts, closed when it stops.
+        metrics: the same that the engine's owner counts batches in.
+        lifecycle: shared with the server that decides when to stop.
+        on_engine_change: called on the event loop after each change of the engine's state.
+    """
+    lifecycle = lifecycle or Lifecycle()
+    recent = RecentImages(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
+    threads = settings.decode_threads or min(os.cpu_count() or 1, 16)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+    pipeline = Pipeline(settings, engine, metrics, Places(settings.queue_size), recent, lifecycle, pool)
+
+    def engine_changed() -> None:
+        if engine.info is not None:
+            metrics.set_model(engine.info, VERSION)
+        on_engine_change()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start(engine_changed)
+        yield
+        await engine.close()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="vitserve",
+        version=VERSION,
+        description="Image classification with a Vision Transformer.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    app.state.pipeline = pipeline
+    for routes in (classify.router, attention.router, operations.router):
+        app.include_router(routes)
+    app.add_exception_handler(ServiceError, _on_error)
+    app.add_exception_handler(VitError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
+
+    metrics.watch_engine(lambda: engine.status)
+    metrics.recent_images.set_function(lambda: float(recent.usage()[0]))
+    metrics.recent_bytes.set_function(lambda: float(recent.usage()[1]))
+
+    public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
+    keys = [key.get_secret_value() for key in settings.api_keys]
+    layers: ASGIApp = ApiKeys(app, keys, public, metrics)
+    if settings.cors_origins:
+        layers = CORSMiddleware(
+            layers,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
+        )
+    return Exchange(layers, metrics, app.openapi()["paths"].keys() | {"/", "/docs", "/openapi.json"}, lifecycle)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Every error of a route becomes a problem document."""
+    if isinstance(error, ClientDisconnected):
+        # Nobody is left to read it: the answer is never sent, and not counted as one.
+        return _NoAnswer()
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+    problem = problem_of(_translate(request, error))
+    pipeline: Pipeline = request.app.state.pipeline
+    pipeline.metrics.rejected.labels(problem.code).inc()
+    content = body(problem, request.scope["vit.request_id"])
+    return Response(content, problem.status, headers | problem.headers(), MEDIA_TYPE)
+
+
+def _translate(request: Request, error: Exception) -> Exception:
+    """FastAPI's own errors as ours."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        name = first["loc"][-1]
+        return InvalidParameter(f"{name}: {str(first['msg'])[:1].lower()}{str(first['msg'])[1:]}")
+    if isinstance(error, HTTPException):
+        if error.status_code == 404:
+            return NotFound(f"{request.url.path}: no such path")
+        if error.status_code == 405:
+            return MethodNotAllowed(f"{request.method} {request.url.path}: no such method on this path")
+        return MalformedRequest(str(error.detail))
+    return error
+
+
+class _NoAnswer(Response):
+    """Says nothing to a caller that went away."""
+
+    async def __call__(self, scope: object, receive: object, send: object) -> None:
+        """Send nothing."""

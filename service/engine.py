@@ -1,0 +1,358 @@
+"""Engines: who computes. One protocol; `LocalEngine` runs the model on a thread of this process.
+
+    event loop                      engine thread
+    ----------                      -------------
+    submit() --> BatchQueue.put --> poll -> predict -> results
+         ^                                               |
+         +---- one call_soon_threadsafe a batch ---------+
+
+Every submitted image gets exactly one outcome: its result, an error of its own, or cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import VitError
+from model.prediction import MapRequest, Prediction
+from service.batching import BatchQueue, Entry, Poll
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, ServiceError
+from service.messages import (
+    BatchReport,
+    EngineStatus,
+    InferenceRequest,
+    InferenceResult,
+    ModelInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+Outcome = InferenceResult | ServiceError
+
+
+class Predicts(Protocol):
+    """What an engine needs of `model.predictor.Predictor`; an engine itself imports no torch."""
+
+    batch_sizes: tuple[int, ...] | None
+    compiled: str
+    max_batch: int
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda:N`."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run once before the first request."""
+        ...
+
+    def check(self) -> None:
+        """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
+        ...
+
+    def launch_size(self, count: int) -> int:
+        """Images launched for a batch of `count`."""
+        ...
+
+    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+        """See `model.predictor.Predictor.predict`."""
+        ...
+
+
+class Engine(Protocol):
+    """Computes images; the web side knows no more of it."""
+
+    info: ModelInfo | None
+    """Set once the model is loaded."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """How it is doing right now."""
+        ...
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading; `on_change` is called on the event loop whenever the state changes."""
+        ...
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        """One image's answer.
+
+        Cancelling the call takes the image out of the queue if it was not launched.
+
+        Args:
+            request: the image.
+            timeout: seconds from now within which it must be launched.
+
+        Raises:
+            DeadlineExceeded: it was not launched in time.
+            InferenceFailed: the model gave no answer for this image.
+            EngineUnavailable: no model is ready.
+            QueueFull: too many images wait.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish what is launched, refuse the rest."""
+        ...
+
+
+class _Pending:
+    """A request in the queue and the future that its caller awaits."""
+
+    __slots__ = ("future", "request")
+
+    def __init__(self, request: InferenceRequest, future: asyncio.Future[InferenceResult]) -> None:
+        self.request = request
+        self.future = future
+
+
+class LocalEngine:
+    """One thread of this process owns the predictor: it loads it, warms it up and runs every batch.
+
+    Args:
+        load: builds the predictor and says what was loaded; called on the engine's thread.
+        device: what the status says until the predictor is there.
+        queue_size, max_delay: see `BatchQueue`.
+        on_batch: told of every launch, on the event loop; for metrics.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Predicts, ModelInfo]],
+        *,
+        device: str,
+        queue_size: int,
+        max_delay: float,
+        on_batch: Callable[[BatchReport], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info: ModelInfo | None = None
+        self._load = load
+        self._device = device
+        self._queue_size = queue_size
+        self._max_delay = max_delay
+        self._on_batch = on_batch
+        self._clock = clock
+        self._state: Literal["loading", "ready", "failed", "closed"] = "loading"
+        self._reason = "the model is loading"
+        self._wake = threading.Condition()
+        self._queue: BatchQueue[_Pending] | None = None
+        self._predictor: Predicts | None = None
+        self._closing = False
+        self._on_change: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def status(self) -> EngineStatus:
+        """How it is doing right now."""
+        predictor, queue = self._predictor, self._queue
+        return EngineStatus(
+            device=predictor.device if predictor else self._device,
+            state=self._state,
+            reason=self._reason,
+            compiled=predictor.compiled if predictor else "",
+            batch_sizes=predictor.batch_sizes if predictor else None,
+            queue_depth=len(queue) if queue is not None else 0,
+        )
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading on the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._on_change = on_change
+        self._thread.start()
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        """See `Engine.infer`."""
+        if self._state != "ready" or self._queue is None:
+            raise EngineUnavailable(self._reason)
+        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        with self._wake:
+            entry = self._queue.put(_Pending(request, future), deadline=self._clock() + timeout)
+            self._wake.notify()
+        timer = self._loop.call_later(timeout, self._expire, entry)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with self._wake:
+                self._queue.cancel(entry)
+            raise
+        finally:
+            timer.cancel()
+
+    async def close(self) -> None:
+        """Finish the running batch; what still waits is answered `EngineUnavailable`."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    # The event loop's side.
+
+    def _expire(self, entry: Entry[_Pending]) -> None:
+        """The time is up: if it is still waiting it will never be launched, and its caller hears now."""
+        assert self._queue is not None
+        with self._wake:
+            waiting = self._queue.cancel(entry)
+        if waiting:
+            self._deliver([(entry.item, DeadlineExceeded("the image was not launched in time"))])
+
+    def _deliver(self, outcomes: list[tuple[_Pending, Outcome]], report: BatchReport | None = None) -> None:
+        for pending, outcome in outcomes:
+            if pending.future.done():  # its caller went away after the launch
+                continue
+            if isinstance(outcome, InferenceResult):
+                pending.future.set_result(outcome)
+            else:
+                pending.future.set_exception(outcome)
+        if report is not None:
+            self._on_batch(report)
+
+    def _change(
+        self, state: Literal["loading", "ready", "failed", "closed"], reason: str, info: ModelInfo | None
+    ) -> None:
+        self._state, self._reason, self.info = state, reason, info
+        self._on_change()
+
+    # The engine thread's side.
+
+    def _run(self) -> None:
+        reason = "the engine stopped"
+        state: Literal["failed", "closed"] = "failed"
+        try:
+            self._predictor, info = self._load()
+            self._predictor.warm_up()
+            self._queue = BatchQueue(
+                capacity=self._queue_size,
+                max_batch=self._predictor.max_batch,
+                max_delay=self._max_delay,
+                clock=self._clock,
+            )
+            self._call_loop(self._change, "ready", "", info)
+            self._serve(self._predictor, self._queue)
+            reason, state = "the engine is closed", "closed"
+        except (VitError, EngineUnavailable) as error:
+            reason = str(error)
+        except BaseException as error:
+            # Nobody may wait for a thread that is no more: say so below, and let the traceback be seen.
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if state == "failed":
+                logger.critical("engine %s: %s", self._device, reason)
+            left = self._queue.close() if self._queue is not None else []
+            outcomes: list[tuple[_Pending, Outcome]] = [(entry.item, EngineUnavailable(reason)) for entry in left]
+            self._call_loop(self._deliver, outcomes)
+            self._call_loop(self._change, state, reason, self.info)
+
+    def _serve(self, predictor: Predicts, queue: BatchQueue[_Pending]) -> None:
+        while True:
+            with self._wake:
+                poll = queue.poll()
+                while not poll.batch and not poll.expired:
+                    if self._closing:
+                        return
+                    self._wake.wait(poll.wait)
+                    poll = queue.poll()
+                launched = self._clock()
+            outcomes: list[tuple[_Pending, Outcome]] = [
+                (entry.item, DeadlineExceeded("the image was not launched in time")) for entry in poll.expired
+            ]
+            report = self._launch(predictor, poll, launched, outcomes) if poll.batch else None
+            self._call_loop(self._deliver, outcomes, report)
+
+    def _launch(
+        self, predictor: Predicts, poll: Poll[_Pending], launched: float, outcomes: list[tuple[_Pending, Outcome]]
+    ) -> BatchReport:
+        batch = poll.batch
+        try:
+            prediction = self._predict(predictor, batch)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
+            outcomes += self._one_by_one(predictor, batch, launched)
+        else:
+            seconds = self._clock() - launched
+            outcomes += [
+                (entry.item, self._outcome(entry, prediction, row, len(batch), launched, seconds))
+                for row, entry in enumerate(batch)
+            ]
+        return BatchReport(
+            device=predictor.device,
+            size=len(batch),
+            padding=predictor.launch_size(len(batch)) - len(batch),
+            release=poll.release,
+            inference_seconds=self._clock() - launched,
+        )
+
+    def _one_by_one(
+        self, predictor: Predicts, batch: list[Entry[_Pending]], launched: float
+    ) -> list[tuple[_Pending, Outcome]]:
+        """A batch failed: only the images that fail alone are at fault, unless the device is."""
+        outcomes: list[tuple[_Pending, Outcome]] = []
+        for entry in batch:
+            try:
+                prediction = self._predict(predictor, [entry])
+            except (RuntimeError, ValueError, MemoryError) as error:
+                outcomes.append((entry.item, InferenceFailed("the model failed on this image")))
+                logger.error("an image failed alone: %s", error)
+            else:
+                seconds = self._clock() - launched
+                outcomes.append((entry.item, self._outcome(entry, prediction, 0, 1, launched, seconds)))
+        if not any(isinstance(outcome, InferenceResult) for _, outcome in outcomes):
+            self._check_device(predictor, outcomes)
+        return outcomes
+
+    def _check_device(self, predictor: Predicts, outcomes: list[tuple[_Pending, Outcome]]) -> None:
+        """No image went through. If an empty one does not either, the device is gone, and so is the engine.
+
+        Raises:
+            EngineUnavailable: the device no longer computes.
+        """
+        try:
+            predictor.check()
+        except VitError as error:
+            reason = f"the device failed: {error}"
+            self._call_loop(self._deliver, [(pending, EngineUnavailable(reason)) for pending, _ in outcomes])
+            raise EngineUnavailable(reason) from error
+
+    @staticmethod
+    def _predict(predictor: Predicts, batch: list[Entry[_Pending]]) -> Prediction:
+        requests = [entry.item.request for entry in batch]
+        maps = [request.map for request in requests]
+        return predictor.predict(
+            np.stack([request.pixels for request in requests]),
+            top_k=max(request.top_k for request in requests),
+            maps=maps if any(maps) else (),
+        )
+
+    @staticmethod
+    def _outcome(
+        entry: Entry[_Pending], prediction: Prediction, row: int, size: int, launched: float, seconds: float
+    ) -> Outcome:
+        if not prediction.finite[row]:
+            return InferenceFailed("the model gave no finite score for this image")
+        top_k = entry.item.request.top_k
+        return InferenceResult(
+            scores=prediction.scores[row, :top_k],
+            indices=prediction.indices[row, :top_k],
+            map=prediction.maps[row],
+            batch_size=size,
+            queue_seconds=launched - entry.arrived,
+            inference_seconds=seconds,
+        )
+
+    def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop is closed: the process is ending and nobody waits any more.
+            logger.debug("the event loop is closed")

@@ -1,0 +1,52 @@
+"""From settings to a predictor: the only place of the service that loads a model, and torch with it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from service.messages import ModelInfo
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from model.predictor import Predictor
+
+
+def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
+    """Read the checkpoint and put its model on the device; warm-up is the owner's.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read exactly.
+        DeviceError: the device or dtype is not available here.
+    """
+    # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
+    from model.predictor import Predictor  # noqa: PLC0415
+
+    checkpoint = load_checkpoint(settings.checkpoint, image_size=settings.image_size)
+    predictor = Predictor(
+        checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        compile_mode=settings.compile,
+        max_batch=settings.max_batch,
+        threads=settings.threads,
+    )
+    info = ModelInfo(
+        name=settings.model_name or checkpoint.name,
+        source=checkpoint.source,
+        revision=checkpoint.revision,
+        format=checkpoint.format,
+        architecture=checkpoint.architecture,
+        parameters=predictor.parameters,
+        config=checkpoint.config,
+        preprocess=checkpoint.preprocess,
+        labels=checkpoint.labels,
+        temperature=checkpoint.temperature,
+        multi_label=checkpoint.multi_label,
+        device=predictor.device,
+        dtype=predictor.dtype,
+        max_batch=predictor.max_batch,
+    )
+    return predictor, info

@@ -1,0 +1,114 @@
+"""What web code and engines say to one another: frozen, typed, free of torch and of HTTP.
+
+Only intervals cross from the engine to the web side, never clock readings: two processes need not
+share a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import PreprocessConfig, ViTConfig
+from model.prediction import AttentionMap, MapRequest
+
+Release = Literal["full", "idle", "delay"]
+"""Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One image on its way to the model.
+
+    Attributes:
+        pixels: uint8 [H, W, C], the model's input size.
+        top_k: how many classes to answer with.
+        map: the attention map wanted beside them, if any.
+    """
+
+    pixels: NDArray[np.uint8]
+    top_k: int
+    map: MapRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResult:
+    """One image's answer.
+
+    Attributes:
+        scores: float32 [top_k], highest first.
+        indices: int64 [top_k].
+        map: present when it was asked for.
+        batch_size: images that were launched together.
+        queue_seconds: from entering the queue to launch.
+        inference_seconds: from launch to result, of the whole batch.
+    """
+
+    scores: NDArray[np.float32]
+    indices: NDArray[np.int64]
+    map: AttentionMap | None
+    batch_size: int
+    queue_seconds: float
+    inference_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """One launch, for the metrics of the engine's owner.
+
+    Attributes:
+        device: where it ran.
+        size: images in it.
+        padding: rows added to reach a fixed launch size.
+        release: why it was launched.
+        inference_seconds: from launch to result.
+    """
+
+    device: str
+    size: int
+    padding: int
+    release: Release
+    inference_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the loaded model is; the answer of GET /model."""
+
+    name: str
+    source: str
+    revision: str | None
+    format: str
+    architecture: str
+    parameters: int
+    config: ViTConfig
+    preprocess: PreprocessConfig
+    labels: tuple[str, ...]
+    temperature: float
+    multi_label: bool
+    device: str
+    dtype: str
+    max_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How an engine is doing right now.
+
+    Attributes:
+        state: `loading`, `ready`, `failed` or `closed`.
+        reason: why it is not ready; empty when it is.
+        compiled: `compiled`, `compiling`, or why not.
+        batch_sizes: fixed launch sizes, None when any size is launched.
+        queue_depth: images waiting.
+    """
+
+    device: str
+    state: Literal["loading", "ready", "failed", "closed"]
+    reason: str
+    compiled: str
+    batch_sizes: tuple[int, ...] | None
+    queue_depth: int

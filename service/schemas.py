@@ -1,0 +1,149 @@
+"""What is on the wire, as pydantic models: answers are built from them and documented by them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from model.prediction import AttentionMap
+
+
+class Prediction(BaseModel):
+    """One class and its score."""
+
+    label: Annotated[str, Field(description="human description; labels may repeat", examples=["tabby, tabby cat"])]
+    index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
+    score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
+
+
+class Attention(BaseModel):
+    """Where the model looked."""
+
+    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
+    grid: Annotated[tuple[int, int], Field(description="[rows, columns] of patches")]
+    layer: Annotated[int, Field(description="0 is the first")]
+    head: int | Literal["mean", "max"]
+    values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
+    kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
+
+
+class Timings(BaseModel):
+    """Milliseconds of each stage."""
+
+    decode: float
+    queue: float
+    inference: float
+    total: Annotated[float, Field(description="from the request's head")]
+
+
+class Classification(BaseModel):
+    """The answer of POST /classify."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    model: str
+    predictions: Annotated[list[Prediction], Field(description="highest score first")]
+    attention: Attention | None = None
+    timings_ms: Timings
+    batch_size: Annotated[int, Field(description="images that were computed together")]
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: Annotated[str, Field(examples=["invalid_image"])]
+    request_id: str
+
+
+class FailedItem(BaseModel):
+    """One picture of a batch that has no answer."""
+
+    error: ProblemDocument
+
+
+class BatchClassification(BaseModel):
+    """The answer of POST /classify/batch, in the order of the files."""
+
+    results: list[Classification | FailedItem]
+
+
+class AttentionDocument(BaseModel):
+    """The answer of /attention with `format=json`."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    method: str
+    layer: int
+    head: int | Literal["mean", "max"]
+    grid: tuple[int, int]
+    values: list[list[float]]
+    kept_mass: float
+
+
+class Labels(BaseModel):
+    """The answer of GET /labels."""
+
+    model: str
+    labels: Annotated[list[str], Field(description="in index order")]
+
+
+class Model(BaseModel):
+    """The answer of GET /model."""
+
+    name: str
+    source: str
+    revision: str | None
+    format: str
+    architecture: str
+    parameters: int
+    input_size: Annotated[tuple[int, int], Field(description="[rows, columns] in pixels")]
+    channels: int
+    patch_size: int
+    grid: Annotated[tuple[int, int], Field(description="[rows, columns] of patches")]
+    layers: int
+    heads: int
+    width: int
+    classes: int
+    pool: str
+    temperature: float
+    multi_label: bool
+    device: str
+    dtype: str
+    compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
+    max_batch: int
+    batch_sizes: Annotated[list[int] | None, Field(description="fixed launch sizes; null: any up to max_batch")]
+    preprocessing: dict[str, Any]
+    attention_source: Annotated[
+        str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
+    ]
+    attention_methods: list[str]
+
+
+def significant(value: float, digits: int = 7) -> float:
+    """A float32 without the digits that it does not have: 0.8299999833 -> 0.83."""
+    return float(f"{value:.{digits}g}")
+
+
+def rounded(values: NDArray[np.float32]) -> list[list[float]]:
+    """A map as nested lists, to 7 decimals."""
+    nested: list[list[float]] = values.astype(np.float64).round(7).tolist()
+    return nested
+
+
+def attention_document(found: AttentionMap, *, image_id: str | None, method: str) -> AttentionDocument:
+    """The JSON form of a map."""
+    rows, columns = found.values.shape
+    return AttentionDocument(
+        id=image_id,
+        method=method,
+        layer=found.layer,
+        head=found.head,
+        grid=(rows, columns),
+        values=rounded(found.values),
+        kept_mass=significant(found.kept_mass),
+    )

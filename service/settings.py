@@ -1,0 +1,171 @@
+"""Every setting of the service, typed and documented for an operator.
+
+Each is read from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`); the flag wins.
+Built once by the composition root and handed to whoever needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from model.config import Size
+from service.errors import SettingsError
+
+ENV_PREFIX = "VIT_"
+
+
+def _image_size(value: object) -> object:
+    """`384` or `384x256` (rows x columns)."""
+    if value in (None, ""):
+        return None
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
+        if match is None:
+            raise ValueError("expected pixels like 384, or rows x columns like 384x256")
+        return int(match[1]), int(match[2] or match[1])
+    return value
+
+
+def _comma_separated(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _device(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch(r"auto|cpu|cuda(:\d+)?(,cuda:\d+)*", value):
+        raise ValueError("expected auto, cpu, cuda, cuda:0 or cuda:0,cuda:1")
+    if isinstance(value, str) and "," in value:
+        raise ValueError("this version runs one engine: name one device")
+    return value
+
+
+def _workers(value: int) -> int:
+    if value != 1:
+        raise ValueError("this version runs one web process: expected 1")
+    return value
+
+
+def _recent_url(value: object) -> object:
+    if value != "memory://":
+        raise ValueError("this version keeps pictures in memory: expected memory://")
+    return value
+
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Settings(BaseSettings):
+    """All settings; see each field's description.
+
+    Raises:
+        pydantic.ValidationError: a value outside its range; `load_settings` turns it into one line.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    checkpoint: str = Field("bundled", min_length=1, description="`bundled`, or a folder with a checkpoint")
+    image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
+        None,
+        description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
+    )
+    model_name: str | None = Field(
+        None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
+    )
+    device: Annotated[str, BeforeValidator(_device)] = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:0`")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="`auto` is the fastest dtype native to the device"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU"
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
+    decode_threads: int | None = Field(
+        None, ge=1, le=256, description="threads that decode images. Default: all cores, at most 16"
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; `0.0.0.0` in the container")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    workers: Annotated[int, AfterValidator(_workers)] = Field(1, description="web processes; this version runs one")
+    max_batch: int | None = Field(None, ge=1, le=4096, description="largest batch. Default: 32 on the CPU, 64 on CUDA")
+    max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
+        0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
+    )
+    queue_size: int = Field(
+        256, ge=1, le=1_000_000, description="images in the service at once: received, decoded, queued or computed"
+    )
+    request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        10, description="seconds from the request's head within which its image must be launched"
+    )
+    max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
+    max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="per request body")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
+    max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
+    scaled_decode: bool = Field(
+        True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
+    )
+    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
+        (), description="comma-separated; when set, `Authorization: Bearer` is needed"
+    )
+    metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
+    recent_ttl: Seconds = Field(600, description="seconds that a picture is kept for GET /attention; 0 keeps none")
+    recent_bytes: ByteSize = Field(
+        ByteSize(256 << 20), ge=0, description="memory for kept pictures, oldest out first; 0 keeps none"
+    )
+    recent_url: Annotated[str, BeforeValidator(_recent_url)] = Field("memory://", description="where pictures are kept")
+    drain_delay: Seconds = Field(2, description="seconds after SIGTERM during which the service still listens")
+    drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
+        (), description="comma-separated origins that browsers may call from; `*` for any"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; no .env file is read behind the operator's back."""
+        return init_settings, env_settings
+
+
+def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from flags and the environment.
+
+    Args:
+        flags: field name to value, for the flags that were given.
+
+    Raises:
+        SettingsError: one line that names the setting, the value and what is allowed.
+    """
+    try:
+        return Settings(**(flags or {}))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else "?"
+        message = str(first["msg"]).removeprefix("Value error, ")
+        value = "***" if name == "api_keys" else repr(_given(name, flags, first["input"]))
+        raise SettingsError(f"{ENV_PREFIX}{name.upper()}={value}: {message[:1].lower()}{message[1:]}") from None
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that start like a setting but are none: most often a slip of the pen."""
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def _given(name: str, flags: Mapping[str, Any] | None, parsed: object) -> object:
+    """The value as the operator wrote it, before any parsing."""
+    if flags and name in flags:
+        return flags[name]
+    return os.environ.get(f"{ENV_PREFIX}{name.upper()}", parsed)
