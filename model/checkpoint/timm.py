@@ -36,8 +36,8 @@ _POOL: Final[dict[str, Pool]] = {
     "avgmax": "mean_max",
     "map": "attention",
 }
-_UNUSED_ARGS: Final = frozenset({"weight_init", "fix_init", "strict_img_size", "dynamic_img_size"})
-"""Arguments that change training or checks, never an answer (`dynamic_img_size` is read on its own)."""
+_UNUSED_ARGS: Final = frozenset({"weight_init", "fix_init", "strict_img_size"})
+"""Arguments that change training or checks, never an answer."""
 
 
 def _pair(value: Any) -> Any:
@@ -70,6 +70,8 @@ class TimmArguments(BaseModel):
     final_norm: bool = True
     fc_norm: bool | None = None
     pool_include_prefix: bool = False
+    dynamic_img_size: bool = False
+    """Whether the model resizes its own positions to the input."""
     norm_layer: Literal["layernorm"] | None = None
     act_layer: Activation | None = None
     # Not timm's own names: what its entry points pass as Python objects.
@@ -178,9 +180,13 @@ def read(files: Files, options: Options) -> Checkpoint:
     pretrained = config["pretrained_cfg"]
     if not isinstance(pretrained, dict):
         raise CheckpointError(f"{where}: pretrained_cfg: expected an object")
-    vit, dynamic = _architecture(where, config, pretrained)
+    arguments = _arguments(where, config, pretrained)
+    try:
+        vit = arguments.vit_config()
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {first_problem(error)}") from None
     size = _input_size(where, pretrained)[1:]
-    if size != vit.image_size and not dynamic:
+    if size != vit.image_size and not arguments.dynamic_img_size:
         raise CheckpointError(f"{where}: pretrained_cfg.input_size {size} disagrees with img_size {vit.image_size}")
     preprocess = options.preprocess_or(None if options.preprocess else _preprocess(where, pretrained), where)
     labels, notes = _labels(where, config, pretrained, vit.num_classes, options)
@@ -206,8 +212,8 @@ def _name(architecture: str, pretrained: dict[str, Any]) -> str:
     return f"{architecture}.{tag}" if isinstance(tag, str) and tag else architecture
 
 
-def _architecture(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> tuple[ViTConfig, bool]:
-    """The architecture, and whether its model resizes its own positions to the input."""
+def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments:
+    """The architecture's own arguments, and over them what the config says."""
     arguments = architecture_arguments(config["architecture"], where)
     given = config.get("model_args") or {}
     if not isinstance(given, dict):
@@ -222,11 +228,8 @@ def _architecture(where: str, config: dict[str, Any], pretrained: dict[str, Any]
         arguments[key] = value
     if arguments["num_classes"] == 0:
         raise CheckpointError(f"{where}: num_classes is 0: a backbone without a classification head")
-    dynamic = given.get("dynamic_img_size", False)
-    if not isinstance(dynamic, bool):
-        raise CheckpointError(f"{where}: model_args.dynamic_img_size {dynamic!r}: expected true or false")
     try:
-        return TimmArguments.model_validate(arguments).vit_config(), dynamic
+        return TimmArguments.model_validate(arguments)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {first_problem(error)}") from None
 

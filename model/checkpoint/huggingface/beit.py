@@ -6,6 +6,8 @@ them to the input at each forward pass, here it is done once, while reading.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import Field, model_validator
@@ -110,6 +112,16 @@ def _unused(name: str) -> bool:
     return name.endswith("relative_position_index") or name == "beit.embeddings.mask_token"
 
 
+def _hub_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """From transformers 5's names in memory to those of the hub."""
+    renamed = rename_encoder("beit")(tensors)
+    names = {
+        name: name.replace("beit.shared_position_bias.", "beit.encoder.relative_position_bias.") for name in renamed
+    }
+    own = re.compile(r"(beit\.encoder\.layer\.\d+\.)(relative_position_bias\.)")
+    return {own.sub(r"\1attention.attention.\2", names[name]): tensor for name, tensor in renamed.items()}
+
+
 FAMILY: Final = Family(
     class_name="BeitForImageClassification",
     model_type="beit",
@@ -118,6 +130,6 @@ FAMILY: Final = Family(
     convert=_convert,
     unused=_unused,
     preprocessor=PreprocessorDefaults(center_crop=False, square=True),
-    hub_names=rename_encoder("beit"),
+    hub_names=_hub_names,
     resizes=True,
 )
