@@ -87,7 +87,8 @@ class Repository(Files):
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", "no status")
             raise CheckpointError(f"{self.source}: the hub answered {status} for {name}: {first_line(error)}") from None
-        except (OSError, ValueError, RuntimeError, errors.XetDownloadError, self._transport_error()) as error:
+        except (OSError, ValueError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
+            # The bases are those of the HTTP client's errors, whichever client this version is built on.
             raise CheckpointError(f"{self.source}: {name} could not be fetched: {first_line(error)}") from None
         if self.revision is None:
             self._pin(path)
@@ -110,11 +111,6 @@ class Repository(Files):
         for part in path.parts:
             if _COMMIT.fullmatch(part):
                 self.revision = part
-
-    def _transport_error(self) -> type[BaseException]:
-        import httpx  # noqa: PLC0415 - huggingface_hub's own HTTP client
-
-        return httpx.HTTPError
 
 
 def _huggingface_hub(source: str) -> ModuleType:
