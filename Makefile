@@ -28,6 +28,9 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e '.[test]'
+# References that the tests compare with. Without their dependencies, which would replace a CPU build of torch;
+# the ones that are used came with the line above.
+	$(PIP) --no-deps timm torchvision
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.run

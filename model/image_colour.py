@@ -12,7 +12,11 @@ from PIL import Image
 
 Converter = Callable[[Image.Image], Image.Image]
 
-_PIECE_PIXELS = 4_000_000
+_GREY = ("1", "L", "LA", "La")
+_ROUTES: dict[str, tuple[str, ...]] = {"La": ("LA",), "LAB": ("RGB",)}
+"""Modes that Pillow converts to grey only by way of others."""
+
+_PIECE_PIXELS = 1_000_000
 """Pixels looked at together when a picture's range is measured."""
 
 
@@ -35,19 +39,21 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
         The function, or None where there is nothing to convert.
     """
     image.info.pop("transparency", None)
-    if image.mode in (mode, "L"):
+    stored = image.mode
+    if stored in (mode, "L"):
         return None
-    if image.mode.startswith("I;16"):
+    if stored.startswith("I;16"):
         return _high_byte
-    if image.mode in ("I", "F"):
+    if stored in ("I", "F"):
         return _scaler(*_range(image))
-    if image.mode in ("1", "LA"):
-        return lambda piece: piece.convert("L")
-    if image.mode == "La":
-        return lambda piece: piece.convert("LA").convert("L")
-    if image.mode == "LAB":
-        return lambda piece: piece.convert("RGB").convert(mode)
-    return lambda piece: piece.convert(mode)
+    route = _ROUTES.get(stored, ()) + (("L",) if stored in _GREY else (mode,))
+
+    def convert(piece: Image.Image) -> Image.Image:
+        for step in route:
+            piece = piece.convert(step)
+        return piece
+
+    return convert
 
 
 def _high_byte(piece: Image.Image) -> Image.Image:
@@ -59,9 +65,13 @@ def _scaler(low: float, high: float) -> Converter:
     factor = 255.0 / (high - low) if high > low else 0.0
 
     def scale(piece: Image.Image) -> Image.Image:
+        # Doubles: the span of the numbers may be wider than a 32-bit integer or float can say.
         values = np.asarray(piece).astype(np.float64)
-        values = (np.where(np.isfinite(values), values, low) - low) * factor
-        return Image.fromarray((values + 0.5).clip(0, 255).astype(np.uint8))
+        values[~np.isfinite(values)] = low
+        values -= low
+        values *= factor
+        values += 0.5
+        return Image.fromarray(values.clip(0, 255, out=values).astype(np.uint8))
 
     return scale
 

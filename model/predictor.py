@@ -91,6 +91,11 @@ class Predictor:
         return str(self._device)
 
     @property
+    def gpu_uuid(self) -> str | None:
+        """Which GPU this is, whatever its number; None on the CPU."""
+        return None if self._device.type == "cpu" else str(torch.cuda.get_device_properties(self._device).uuid)
+
+    @property
     def dtype(self) -> str:
         """Name of the dtype that the network runs in."""
         return str(self._dtype).removeprefix("torch.")

@@ -1,14 +1,16 @@
 """From the bytes of an upload to the uint8 picture that a model sees. PIL and numpy, never torch.
 
-bytes -> decoded -> resized and centre-cropped -> upright, as the checkpoint's `PreprocessConfig` says. The
-pixels are those that torchvision's `Resize` and `CenterCrop` give for the upright RGB picture (timm and
-transformers use the same), but only the part that survives the crop is resized, colours are converted strip by
-strip, and the picture is turned when it is small.
+    bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright -> uint8 array
+
+The pixels are those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which timm's and
+transformers' PIL transforms use too. Only the order of the work differs: what the crop throws away is never
+resized, and the picture is turned when it is small.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,13 +19,11 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
-from model.image_colour import Converter, converter
+from model.image_colour import converter
 from model.image_decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Picture, decode
+from model.image_resize import passes_rows_first, resize
 
-__all__ = ["DEFAULT_MAX_PIXELS", "preprocess"]
-
-Box = tuple[float, float, float, float]
-"""(left, top, right, bottom) in pixels of the picture, fractions allowed."""
+__all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size"]
 
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -34,15 +34,11 @@ _RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 
-_SUPPORT = {
-    Image.Resampling.NEAREST: 0.5,
-    Image.Resampling.BOX: 0.5,
-    Image.Resampling.BILINEAR: 1.0,
-    Image.Resampling.HAMMING: 1.0,
-    Image.Resampling.BICUBIC: 2.0,
-    Image.Resampling.LANCZOS: 3.0,
-}
-"""Radius of each filter in output pixels when shrinking (Pillow's libImaging/Resample.c)."""
+_SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
+"""Filters with edges: they take another pixel if a position is off by the least bit."""
+
+_WHOLE = 4096
+"""Up to this many pixels, an axis is resized whole for the sake of such a filter."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -55,12 +51,6 @@ _TRANSPOSE = {
 }
 """What turns a picture of this Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
 
-_STRIP_PIXELS = 8_000_000
-"""Pixels converted at once: bounds what a conversion adds to a picture's memory."""
-
-_INTERMEDIATE_PIXELS = 16_000_000
-"""A picture between the two passes of a resize may have this many; beyond, the passes are swapped if it helps."""
-
 
 def preprocess(
     data: bytes | bytearray | memoryview,
@@ -71,13 +61,15 @@ def preprocess(
 ) -> NDArray[np.uint8]:
     """Decode one upload into the picture that the model sees.
 
-    Thread-safe; Pillow releases the GIL while it decodes and resizes.
+    Thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. Needs at most about 7 bytes
+    of memory for each pixel allowed, beside the upload itself.
 
     Args:
         data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
             installed. Of several pictures the first counts. Alpha and ICC profiles are ignored.
         config: the checkpoint's preprocessing; one `mean` makes a greyscale picture.
-        max_pixels: how many pixels the picture may have.
+        max_pixels: how many pixels the picture may have as stored. Formats whose decoders hold several copies of
+            it (WebP, AVIF, HEIC, some TIFF and progressive JPEG) may have fewer.
         scaled_decode: decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the size they are resized to.
 
     Returns:
@@ -86,7 +78,7 @@ def preprocess(
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format.
-        ImageTooLarge: more pixels than `max_pixels`; raised before they are allocated.
+        ImageTooLarge: too many pixels, or too much memory to decode them; raised before they are allocated.
         InvalidImage: empty, truncated or corrupt.
         ValueError: `config` has neither 1 nor 3 channels.
     """
@@ -98,25 +90,27 @@ def preprocess(
         new_width, new_height = resized_size(width, height, config)
         return 2 * new_width, 2 * new_height
 
-    picture = decode(data, max_pixels=max_pixels, smallest=smallest if scaled_decode else None)
+    picture = decode(bytes(data), max_pixels=max_pixels, smallest=smallest if scaled_decode else None)
     try:
-        small = _fit(picture, config, "RGB" if channels == 3 else "L")
+        pixels = np.asarray(_fit(picture, config, "RGB" if channels == 3 else "L"))
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
-    pixels = np.asarray(small)
     if pixels.ndim == 2:
         return np.repeat(pixels[:, :, np.newaxis], channels, axis=2)
-    return pixels.copy()  # Pillow's view is read-only
+    return pixels.copy()  # Pillow's own array is read-only
 
 
 def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:
-    """(width, height) of an upright picture after the resize, before the centre crop, in pixels.
+    """(width, height) of an upright picture after the resize and before the centre crop, in pixels.
 
     A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's `ResizeKeepRatio`.
     """
     rows, columns = config.resize_size
     if config.resize == "squash":
         return columns, rows
+    if config.resize == "border":
+        ratio = max(height / rows, width / columns)
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
     if rows == columns:
         if width <= height:
             return columns, int(rows * height / width)
@@ -125,120 +119,82 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
-def crop_box(width: int, height: int, config: PreprocessConfig) -> Box:
-    """The part that the model sees of an upright picture of `width` x `height`, in that picture's pixels."""
-    new_width, new_height = resized_size(width, height, config)
-    rows, columns = config.size
-    # As torchvision's center_crop: a half goes to the even neighbour.
-    left, top = round((new_width - columns) / 2.0), round((new_height - rows) / 2.0)
-    return (
-        left * width / new_width,
-        top * height / new_height,
-        (left + columns) * width / new_width,
-        (top + rows) * height / new_height,
-    )
+@dataclass(frozen=True)
+class _Span:
+    """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
+
+    low: float
+    high: float
+    size: int
+    skip: int
+
+
+def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str) -> _Span:
+    """What of `source` pixels, resized to `resized`, ends up in the middle `wanted`."""
+    # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+    first = (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
+    last = first + wanted
+    # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
+    # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
+    step = resized // math.gcd(source, resized)
+    step //= step & -step
+    spare = wanted * 1.5
+    if resample in _SHARP:
+        step, spare = resized, _WHOLE
+    even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
+    if even_last - even_first <= spare:
+        return _Span(
+            even_first * source / resized, even_last * source / resized, even_last - even_first, first - even_first
+        )
+    return _Span(first * source / resized, last * source / resized, wanted, 0)
 
 
 def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
-    """Resize and crop a picture as it is stored, then turn the small result upright."""
-    image, orientation, (width, height) = picture.image, picture.orientation, picture.size
-    swapped = orientation >= 5
-    rows, columns = config.size
-    box = _as_stored(crop_box(*((height, width) if swapped else (width, height)), config), picture)
-    box = (box[0] / picture.scale, box[1] / picture.scale, box[2] / picture.scale, box[3] / picture.scale)
-    small = _resize(
-        image,
-        converter(image, mode),
-        (rows, columns) if swapped else (columns, rows),
-        box,
-        _RESAMPLING[config.interpolation],
-        # The passes keep the order that they would have on the upright picture: each rounds to uint8.
-        rows_first=swapped,
+    """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
+    resample = _RESAMPLING[config.interpolation]
+    swapped = picture.orientation >= 5
+    width, height = picture.size[::-1] if swapped else picture.size
+    new_width, new_height = resized_size(width, height, config)
+    # Less than the model's size only with a border, which is added last.
+    rows, columns = min(config.size[0], new_height), min(config.size[1], new_width)
+    across = _span(width, new_width, columns, resample, config.crop_rounding)
+    down = _span(height, new_height, rows, resample, config.crop_rounding)
+
+    # The order that the passes would have in a resize of the whole upright picture.
+    rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if picture.scale == 1 else None
+    small = resize(
+        picture.image,
+        (down.size, across.size) if swapped else (across.size, down.size),
+        _as_stored(across, down, picture),
+        resample,
+        convert=converter(picture.image, mode),
+        rows_first=rows_first,
     )
-    return small.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else small
+    if picture.orientation in _TRANSPOSE:
+        small = small.transpose(_TRANSPOSE[picture.orientation])
+    if small.size != (columns, rows):
+        small = small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
+    return small if (rows, columns) == config.size else _bordered(small, config)
 
 
-def _as_stored(box: Box, picture: Picture) -> Box:
-    """A box of the upright picture as a box of the picture as it is stored."""
+def _bordered(small: Image.Image, config: PreprocessConfig) -> Image.Image:
+    """The picture in the middle of one of the model's size, filled with the mean colour; an odd pixel goes after."""
+    rows, columns = config.size
+    fill = tuple(round(255 * mean) for mean in config.mean)
+    whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
+    whole.paste(small, ((columns - small.width) // 2, (rows - small.height) // 2))
+    return whole
+
+
+def _as_stored(across: _Span, down: _Span, picture: Picture) -> tuple[float, float, float, float]:
+    """The spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
     width, height = picture.size
-    left, top, right, bottom = box
+    left, right, top, bottom = across.low, across.high, down.low, down.high
     if picture.orientation >= 5:
-        left, top, right, bottom = top, left, bottom, right
+        left, right, top, bottom = top, bottom, left, right
     if picture.orientation in (2, 3, 7, 8):
         left, right = width - right, width - left
     if picture.orientation in (3, 4, 6, 7):
         top, bottom = height - bottom, height - top
-    return left, top, right, bottom
-
-
-def _resize(
-    image: Image.Image,
-    convert: Converter | None,
-    size: tuple[int, int],
-    box: Box,
-    resample: Image.Resampling,
-    *,
-    rows_first: bool,
-) -> Image.Image:
-    """Convert and resize `box` of `image` to `size` (width, height), strip by strip.
-
-    Args:
-        rows_first: resize vertically, then horizontally; else the other way round, as Pillow does.
-    """
-    between = size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])
-    if max(between) > _INTERMEDIATE_PIXELS:
-        rows_first = between[1] < between[0]
-
-    # Strips lie across the axis that is resized last, so that the first pass of a strip is complete.
-    axis = 0 if rows_first else 1
-    scale = (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]
-    margin = [math.ceil(_SUPPORT[resample] * max(1.0, s)) + 1 for s in scale]
-    other = 1 - axis
-    low = max(0, math.floor(box[other]) - margin[other])
-    high = min(image.size[other], math.ceil(box[2 + other]) + margin[other])
-
-    step = size[axis]
-    if convert is not None:
-        step = max(1, int(_STRIP_PIXELS / (high - low) / scale[axis]) - 2 * math.ceil(margin[axis] / scale[axis]))
-    result: Image.Image | None = None
-    for start in range(0, size[axis], step):
-        stop = min(start + step, size[axis])
-        first, last = box[axis] + start * scale[axis], box[axis] + stop * scale[axis]
-        region = [0, 0, 0, 0]
-        region[other], region[2 + other] = low, high
-        region[axis] = max(0, math.floor(first) - margin[axis])
-        region[2 + axis] = min(image.size[axis], math.ceil(last) + margin[axis])
-        whole = region == [0, 0, *image.size]
-        piece = image if whole else image.crop((region[0], region[1], region[2], region[3]))
-        if convert is not None:
-            piece = convert(piece)
-        part = list(box)
-        part[axis], part[2 + axis] = first, last
-        target = list(size)
-        target[axis] = stop - start
-        small = _two_passes(
-            piece,
-            (target[0], target[1]),
-            (part[0] - region[0], part[1] - region[1], part[2] - region[0], part[3] - region[1]),
-            resample,
-            rows_first=rows_first,
-        )
-        if target == list(size):
-            return small
-        if result is None:
-            result = Image.new(small.mode, size)
-        result.paste(small, (start, 0) if axis == 0 else (0, start))
-    assert result is not None
-    return result
-
-
-def _two_passes(
-    image: Image.Image, size: tuple[int, int], box: Box, resample: Image.Resampling, *, rows_first: bool
-) -> Image.Image:
-    # Rounding may leave a corner a hair outside the picture, which Pillow refuses.
-    left, top = max(0.0, box[0]), max(0.0, box[1])
-    right, bottom = min(float(image.width), box[2]), min(float(image.height), box[3])
-    if not rows_first:
-        return image.resize(size, resample, (left, top, right, bottom))
-    tall = image.resize((image.width, size[1]), resample, (0, top, image.width, bottom))
-    return tall.resize(size, resample, (left, 0, right, size[1]))
+    scale = picture.scale
+    return left / scale, top / scale, right / scale, bottom / scale

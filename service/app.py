@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from model.errors import VitError
@@ -32,7 +33,7 @@ from service.errors import (
 )
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
-from service.middleware import ApiKeys, Exchange
+from service.middleware import PROBES, ApiKeys, Exchange
 from service.pipeline import Pipeline
 from service.problems import MEDIA_TYPE, body, problem_of
 from service.recent import RecentImages
@@ -93,6 +94,7 @@ def create_app(
     app.add_exception_handler(VitError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)  # a defect of ours; raised again after its answer, and logged
 
     metrics.watch_engine(lambda: engine.status)
     metrics.recent_images.set_function(lambda: float(recent.usage()[0]))
@@ -117,12 +119,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnected):
         # Nobody is left to read it: the answer is never sent, and not counted as one.
         return _NoAnswer()
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers = dict(error.headers or {})
-    problem = problem_of(_translate(request, error))
+    translated = _translate(request, error)
+    headers = {"Allow": _allowed(request)} if isinstance(translated, MethodNotAllowed) else {}
+    problem = problem_of(translated)
     pipeline: Pipeline = request.app.state.pipeline
-    pipeline.metrics.rejected.labels(problem.code).inc()
+    if request.url.path not in PROBES:
+        pipeline.metrics.rejected.labels(problem.code).inc()
     content = body(problem, request.scope["vit.request_id"])
     return Response(content, problem.status, headers | problem.headers(), MEDIA_TYPE)
 
@@ -140,6 +142,15 @@ def _translate(request: Request, error: Exception) -> Exception:
             return MethodNotAllowed(f"{request.method} {request.url.path}: no such method on this path")
         return MalformedRequest(str(error.detail))
     return error
+
+
+def _allowed(request: Request) -> str:
+    """The methods that the request's path has; each is a route of its own."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.path == request.url.path:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 class _NoAnswer(Response):

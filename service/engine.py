@@ -241,57 +241,83 @@ class LocalEngine:
             self._serve(self._predictor, self._queue)
             reason, state = "the engine is closed", "closed"
         except (VitError, EngineUnavailable) as error:
-            reason = str(error)
+            reason = _reason(error)
         except BaseException as error:
             # Nobody may wait for a thread that is no more: say so below, and let the traceback be seen.
-            reason = f"{type(error).__name__}: {error}"
+            reason = _reason(error)
             raise
         finally:
             if state == "failed":
                 logger.critical("engine %s: %s", self._device, reason)
-            left = self._queue.close() if self._queue is not None else []
+            with self._wake:  # an image that is just being put is either refused or handed back here
+                left = self._queue.close() if self._queue is not None else []
             outcomes: list[tuple[_Pending, Outcome]] = [(entry.item, EngineUnavailable(reason)) for entry in left]
             self._call_loop(self._deliver, outcomes)
             self._call_loop(self._change, state, reason, self.info)
 
     def _serve(self, predictor: Predicts, queue: BatchQueue[_Pending]) -> None:
-        while True:
-            with self._wake:
-                poll = queue.poll()
-                while not poll.batch and not poll.expired:
-                    if self._closing:
-                        return
-                    self._wake.wait(poll.wait)
-                    poll = queue.poll()
-                launched = self._clock()
+        while (poll := self._next(queue)) is not None:
+            launched = self._clock()
             outcomes: list[tuple[_Pending, Outcome]] = [
                 (entry.item, DeadlineExceeded("the image was not launched in time")) for entry in poll.expired
             ]
-            report = self._launch(predictor, poll, launched, outcomes) if poll.batch else None
-            self._call_loop(self._deliver, outcomes, report)
+            report: BatchReport | None = None
+            try:
+                if poll.batch:
+                    results, report = self._launch(predictor, poll, launched)
+                    outcomes += results
+            except BaseException as error:
+                # Whatever ends the engine, those that were on board hear of it.
+                outcomes += [(entry.item, EngineUnavailable(_reason(error))) for entry in poll.batch]
+                raise
+            finally:
+                self._call_loop(self._deliver, outcomes, report)
+
+    def _next(self, queue: BatchQueue[_Pending]) -> Poll[_Pending] | None:
+        """What to do next, as soon as there is something; None when the engine is to close."""
+        with self._wake:
+            while not self._closing:
+                poll = queue.poll()
+                if poll.batch or poll.expired:
+                    return poll
+                self._wake.wait(poll.wait)
+        return None
 
     def _launch(
-        self, predictor: Predicts, poll: Poll[_Pending], launched: float, outcomes: list[tuple[_Pending, Outcome]]
-    ) -> BatchReport:
+        self, predictor: Predicts, poll: Poll[_Pending], launched: float
+    ) -> tuple[list[tuple[_Pending, Outcome]], BatchReport]:
+        """One batch, each of its images with an outcome.
+
+        Raises:
+            EngineUnavailable: the device no longer computes.
+        """
         batch = poll.batch
+        outcomes: list[tuple[_Pending, Outcome]]
         try:
             prediction = self._predict(predictor, batch)
         except (RuntimeError, ValueError, MemoryError) as error:
             logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
-            outcomes += self._one_by_one(predictor, batch, launched)
+            outcomes = self._one_by_one(predictor, batch, launched)
         else:
             seconds = self._clock() - launched
-            outcomes += [
+            outcomes = [
                 (entry.item, self._outcome(entry, prediction, row, len(batch), launched, seconds))
                 for row, entry in enumerate(batch)
             ]
-        return BatchReport(
+        if all(isinstance(outcome, InferenceFailed) for _, outcome in outcomes):
+            # Nothing went through. If an empty image does not either, the device is gone, and so is the engine.
+            try:
+                predictor.check()
+            except VitError as error:
+                raise EngineUnavailable(f"the device failed: {error}") from error
+        report = BatchReport(
             device=predictor.device,
             size=len(batch),
             padding=predictor.launch_size(len(batch)) - len(batch),
             release=poll.release,
             inference_seconds=self._clock() - launched,
         )
+        return outcomes, report
 
     def _one_by_one(
         self, predictor: Predicts, batch: list[Entry[_Pending]], launched: float
@@ -307,22 +333,7 @@ class LocalEngine:
             else:
                 seconds = self._clock() - launched
                 outcomes.append((entry.item, self._outcome(entry, prediction, 0, 1, launched, seconds)))
-        if not any(isinstance(outcome, InferenceResult) for _, outcome in outcomes):
-            self._check_device(predictor, outcomes)
         return outcomes
-
-    def _check_device(self, predictor: Predicts, outcomes: list[tuple[_Pending, Outcome]]) -> None:
-        """No image went through. If an empty one does not either, the device is gone, and so is the engine.
-
-        Raises:
-            EngineUnavailable: the device no longer computes.
-        """
-        try:
-            predictor.check()
-        except VitError as error:
-            reason = f"the device failed: {error}"
-            self._call_loop(self._deliver, [(pending, EngineUnavailable(reason)) for pending, _ in outcomes])
-            raise EngineUnavailable(reason) from error
 
     @staticmethod
     def _predict(predictor: Predicts, batch: list[Entry[_Pending]]) -> Prediction:
@@ -356,3 +367,8 @@ class LocalEngine:
         except RuntimeError:
             # The loop is closed: the process is ending and nobody waits any more.
             logger.debug("the event loop is closed")
+
+
+def _reason(error: BaseException) -> str:
+    """Why an engine ended: errors of ours speak for themselves, others need their type's name."""
+    return str(error) if isinstance(error, VitError | ServiceError) else f"{type(error).__name__}: {error}"

@@ -1,30 +1,39 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on a request's head, and our form of refusal."""
+"""uvicorn's HTTP/1.1 protocol with bounds on what is no body, and our form of refusal."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import MalformedRequest
+from service.middleware import BROKEN_FRAMING, request_id_from
 from service.problems import MEDIA_TYPE, body, problem_of
 
 _MAX_HEAD_BYTES = 64 << 10
 _HEAD_SECONDS = 30.0
+_LINGER_SECONDS = 2.0
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses heads that are too large or too slow; answers broken framing with a problem document."""
+    """Refuses heads (and chunk extensions, and trailers) that are too large or too slow.
 
-    _head_bytes = 0
-    _in_head = True
+    Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
+    answered here with a problem document, unless an earlier request still waits for its answer: that one goes
+    out, then the connection closes.
+    """
+
+    _overhead = 0
+    """Bytes since the last that belonged to a body or ended a request."""
+    _in_head = False
+    _refused = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock: a connection that never asks anything is closed."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(_HEAD_SECONDS, transport.close)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -32,20 +41,21 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bound the head: the parser itself takes headers without end."""
+        """Bound what the parser takes without end: headers, chunk extensions, trailers, and waiting for them."""
+        if self._refused:  # what still comes has no meaning any more
+            return
+        self._overhead += len(data)
         super().data_received(data)
-        if self._in_head and self.parser is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self.send_400_response(f"The request's head is larger than {_MAX_HEAD_BYTES} bytes.")
+        if self._overhead > _MAX_HEAD_BYTES:
+            self.send_400_response(f"more than {_MAX_HEAD_BYTES} bytes that are no body")
+        elif self.cycle is None or self.cycle.response_complete:
+            # A new head has begun, and uvicorn has stopped its clock for idle connections.
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = 0
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
@@ -53,12 +63,35 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Body bytes are bounded by whoever reads them."""
+        self._overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._overhead = 0
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, and close."""
-        if self.transport.is_closing():
+        """What came is not HTTP: see to an answer, and close."""
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
+        self._stop_head_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(msg)
+            return
+        self.cycle.keep_alive = False
+        if self.cycle.more_body:
+            cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = msg
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
+
+    def _refuse(self, msg: str) -> None:
+        given = dict(self.headers).get(b"x-request-id", b"") if self._in_head else b""
+        request_id = request_id_from(given.decode("latin-1"))
         problem = problem_of(MalformedRequest(msg))
-        request_id = secrets.token_hex(16)
         content = body(problem, request_id)
         head = [STATUS_LINE[problem.status]]
         for name, value in (
@@ -70,7 +103,13 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             head += [name, b": ", value, b"\r\n"]
         self.transport.write(b"".join([*head, b"\r\n", content]))
-        self.transport.close()
+        # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:

@@ -48,5 +48,6 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         device=predictor.device,
         dtype=predictor.dtype,
         max_batch=predictor.max_batch,
+        gpu_uuid=predictor.gpu_uuid,
     )
     return predictor, info

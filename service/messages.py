@@ -92,6 +92,7 @@ class ModelInfo:
     device: str
     dtype: str
     max_batch: int
+    gpu_uuid: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,24 @@ over replicas. Each service has a registry of its own: two apps in one process d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
+from service.gpu_metrics import watch_gpu
 from service.messages import BatchReport, EngineStatus, ModelInfo
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -26,7 +37,10 @@ class Metrics:
     """The service's metrics; `render` is what Prometheus scrapes."""
 
     def __init__(self) -> None:
+        # The moment each series began would be a second series beside every one.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
+        self._watches_gpu = False
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
@@ -55,7 +69,6 @@ class Metrics:
         self.batch_padding = Counter(
             "vit_batch_padding_total", "Rows launched beside images", ["device"], registry=registry
         )
-        self.queue_depth = Gauge("vit_queue_depth", "Images waiting for a batch", ["device"], registry=registry)
         self.inflight = Gauge("vit_inflight_requests", "Requests being handled", registry=registry)
         self.rejected = Counter(
             "vit_rejected_total", "Images and requests refused, by problem code", ["reason"], registry=registry
@@ -66,7 +79,6 @@ class Metrics:
         self.top1_score = Histogram(
             "vit_top1_score", "Score of the first class of each answer", buckets=_SCORE, registry=registry
         )
-        self.engine_up = Gauge("vit_engine_up", "1 when the engine answers", ["device"], registry=registry)
         self.engine_restarts = Counter(
             "vit_engine_restarts_total", "Engines started again after a failure", ["device"], registry=registry
         )
@@ -81,16 +93,15 @@ class Metrics:
 
     def watch_engine(self, status: Callable[[], EngineStatus]) -> None:
         """Read the engine's state at every scrape instead of being told of each change."""
-        device = status().device
-        self.engine_up.labels(device).set_function(lambda: float(status().state == "ready"))
-        self.queue_depth.labels(device).set_function(lambda: float(status().queue_depth))
-        # So that rates start from zero and not from nothing.
-        self.engine_restarts.labels(device)
+        self.registry.register(_EngineCollector(status))
 
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Tell what is served."""
         self.model_info.clear()
         self.model_info.labels(info.name, info.architecture, info.device, info.dtype, version).set(1)
+        self._watches_gpu = self._watches_gpu or watch_gpu(self.registry, info.device, info.gpu_uuid)
+        # So that rates start from zero and not from nothing.
+        self.engine_restarts.labels(info.device)
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
@@ -101,3 +112,20 @@ class Metrics:
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's gauges; its device is known for sure (`cuda:0`, not `auto`) only when it is ready."""
+
+    def __init__(self, status: Callable[[], EngineStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """Both gauges, from one look at the engine."""
+        status = self._status()
+        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
+        up.add_metric([status.device], float(status.state == "ready"))
+        yield up
+        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
+        depth.add_metric([status.device], float(status.queue_depth))
+        yield depth

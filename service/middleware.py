@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import Unauthorized
+from service.errors import MalformedRequest, Unauthorized
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.problems import CLIENT_DISCONNECTED, MEDIA_TYPE, body, problem_of
@@ -27,11 +27,22 @@ from service.problems import CLIENT_DISCONNECTED, MEDIA_TYPE, body, problem_of
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
-# How long and how much of an unread body is read and thrown away after an early refusal.
-_LINGER_SECONDS = 2.0
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
+
+BROKEN_FRAMING = "vit.broken_framing"
+"""Key of the scope under which the HTTP protocol says how a body broke its framing."""
+
+# How long, how long without a byte, and how much of an unread body is read and thrown away after an early refusal.
+_LINGER_SECONDS = 10.0
+_LINGER_IDLE_SECONDS = 2.0
 _LINGER_BYTES = 256 << 20
+
+
+def request_id_from(given: str) -> str:
+    """The caller's id for its request if it is fit for headers and logs, else one of ours."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 class Exchange:
@@ -56,7 +67,8 @@ class Exchange:
             await self._app(scope, receive, send)
             return
         answer = _Answer(scope, receive, send, self._lifecycle)
-        self._metrics.inflight.inc()
+        counted = scope["path"] not in PROBES
+        self._metrics.inflight.inc(counted)
         try:
             await self._app(scope, answer.receive, answer.send)
         except Exception as error:  # the last barrier: a defect of ours still gets its answer
@@ -64,7 +76,7 @@ class Exchange:
             if not answer.started:
                 await answer.send_problem(error)
         finally:
-            self._metrics.inflight.dec()
+            self._metrics.inflight.dec(counted)
             self._finish(scope, answer)
 
     def _finish(self, scope: Scope, answer: _Answer) -> None:
@@ -75,7 +87,7 @@ class Exchange:
         self._metrics.request_duration.labels(endpoint).observe(seconds)
         if answer.status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
-        level = logging.DEBUG if path in _QUIET else logging.INFO
+        level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
             fields = {
                 "request_id": answer.request_id,
@@ -98,10 +110,10 @@ class _Answer:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle) -> None:
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        self.request_id = request_id_from(headers.get("x-request-id", ""))
         self.status = CLIENT_DISCONNECTED  # until an answer starts
         self.started = False
+        self._scope = scope
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
@@ -113,6 +125,8 @@ class _Answer:
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._unread = False
+        if BROKEN_FRAMING in self._scope:
+            raise MalformedRequest(self._scope[BROKEN_FRAMING])
         return message
 
     async def send(self, message: Message) -> None:
@@ -141,8 +155,9 @@ class _Answer:
         try:
             async with asyncio.timeout(_LINGER_SECONDS):
                 while self._unread and left > 0:
-                    left -= len((await self.receive()).get("body", b""))
-        except TimeoutError:
+                    async with asyncio.timeout(_LINGER_IDLE_SECONDS):
+                        left -= len((await self.receive()).get("body", b""))
+        except (TimeoutError, MalformedRequest):
             return
 
 
@@ -173,7 +188,7 @@ class ApiKeys:
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        offered = given.strip().encode("utf-8", "surrogateescape")
+        offered = given.strip().encode("latin-1")  # the bytes as they were sent
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
         matches = [hmac.compare_digest(offered, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)

@@ -160,8 +160,27 @@ class Pipeline:
         return decoded
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run CPU work beside the event loop, on the decode threads."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+        """Run CPU work beside the event loop, on the decode threads.
+
+        When the caller is cancelled, work that no thread has begun is skipped; but the call ends only after the
+        thread has let go of the picture, so that its place in the service is not given to another before.
+        """
+        abandoned = False
+
+        def unless_abandoned() -> T:
+            if abandoned:
+                raise ClientDisconnected("the caller went away")
+            return work()
+
+        future = asyncio.get_running_loop().run_in_executor(self.pool, unless_abandoned)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            abandoned = True
+            await asyncio.wait((future,))
+            if not future.cancelled():
+                future.exception()  # seen, though nobody asks for it any more
+            raise
 
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
@@ -194,6 +213,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        watcher.result()  # raises what else may become of a request's body
         raise ClientDisconnected("the caller went away")
     finally:
         watcher.cancel()

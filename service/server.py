@@ -41,7 +41,6 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
-        graceful = max(0.0, settings.drain_timeout - settings.drain_delay - 1.0)
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -55,7 +54,7 @@ class Server(uvicorn.Server):
             server_header=False,
             backlog=2048,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(graceful),
+            timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
         )
         super().__init__(config)
         self._settings = settings
@@ -85,6 +84,7 @@ class Server(uvicorn.Server):
         self._lifecycle.draining = True
         self._lifecycle.exit_code = exit_code
         self.should_exit = True
+        self._bound_draining()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._drain is not None:
@@ -95,9 +95,12 @@ class Server(uvicorn.Server):
         self._drain = asyncio.get_running_loop().create_task(self._drain_then_stop())
 
     async def _drain_then_stop(self) -> None:
-        asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._give_up)
+        self._bound_draining()
         await asyncio.sleep(self._settings.drain_delay)
         self.should_exit = True
+
+    def _bound_draining(self) -> None:
+        asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._give_up)
 
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)

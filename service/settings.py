@@ -58,7 +58,7 @@ def _recent_url(value: object) -> object:
     return value
 
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 
 
 class Settings(BaseSettings):

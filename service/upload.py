@@ -27,6 +27,9 @@ from service.errors import (
 FIELD = "file"
 """Name of the multipart field that carries a picture."""
 
+# A body of nothing but tiny parts would cost the event loop a minute of parsing.
+_MAX_OTHER_PARTS = 1000
+
 Picture = bytearray | UploadTooLarge
 """The bytes of one file, or that they were too many."""
 
@@ -60,31 +63,38 @@ async def read_pictures(
 
     Raises:
         UploadTooLarge: the body, or the only picture of a request.
+        MissingImage: an empty body, or no part named `file`.
         UnsupportedMediaType: the declared type holds no picture.
         MalformedRequest: broken multipart.
-        MissingImage: no part named `file`.
         TooManyImages: more than `limits.files`.
         ClientDisconnected: the caller went away.
     """
     kind, options = parse_options_header(headers.get("content-type", ""))
     multipart = kind == b"multipart/form-data"
     limit = limits.body_bytes if multipart else min(limits.file_bytes, limits.body_bytes)
-    chunks = _bounded(receive, limit, _content_length(headers))
+    declared = _content_length(headers)
+    if declared > limit:
+        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
     refusal = _refusal(headers, kind, options.get(b"boundary"))
-    if refusal is not None:
-        # The size of a body goes before its form, and without a Content-Length only reading tells it.
-        async for _ in chunks:
-            pass
+    if refusal is not None and declared:
         raise refusal
-    if not multipart:
-        picture = bytearray()
-        async for chunk in chunks:
-            picture += chunk
-        return [picture]
-    form = _Form(options[b"boundary"], limits, on_further_picture)
-    async for chunk in chunks:
-        form.feed(chunk)
-    return form.finish()
+    pictures = _Form(options[b"boundary"], limits, on_further_picture) if multipart and refusal is None else _Raw()
+    total = 0
+    async for chunk in _bounded(receive, limit):
+        total += len(chunk)
+        if refusal is None:
+            try:
+                pictures.feed(chunk)
+            except MalformedRequest as error:
+                refusal = error
+        if refusal is not None and declared:
+            raise refusal
+        # The size of a body goes before its form, and without a Content-Length only reading on tells it.
+    if not total:
+        raise MissingImage("the body is empty")
+    if refusal is not None:
+        raise refusal
+    return pictures.finish()
 
 
 def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
@@ -109,9 +119,7 @@ def _content_length(headers: Headers) -> int:
         raise MalformedRequest("Content-Length is not a number") from None
 
 
-async def _bounded(receive: Receive, limit: int, declared: int) -> AsyncIterator[bytes]:
-    if declared > limit:
-        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
     total = 0
     while True:
         message = await receive()
@@ -126,6 +134,19 @@ async def _bounded(receive: Receive, limit: int, declared: int) -> AsyncIterator
             return
 
 
+class _Raw:
+    """The body is the picture."""
+
+    def __init__(self) -> None:
+        self._picture = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._picture += chunk
+
+    def finish(self) -> list[Picture]:
+        return [self._picture]
+
+
 class _Form:
     """The pictures of a multipart form, collected as they arrive (RFC 7578)."""
 
@@ -137,6 +158,7 @@ class _Form:
         self._header = bytearray()
         self._value = bytearray()
         self._field: bytes | None = None
+        self._parts = 0
         self._ended = False
         try:
             self._parser = MultipartParser(
@@ -172,6 +194,9 @@ class _Form:
 
     def _on_part_begin(self) -> None:
         self._field = None
+        self._parts += 1
+        if self._parts > self._limits.files + _MAX_OTHER_PARTS:
+            raise MalformedRequest(f"multipart: more than {_MAX_OTHER_PARTS} parts that are not named {FIELD!r}")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]

@@ -64,6 +64,8 @@ class Checkpoint:
                 f"{self.source}: mean and std have {len(self.preprocess.mean)} channels, "
                 f"the model takes {self.config.in_channels}"
             )
+        if self.config.in_channels not in (1, 3):
+            raise CheckpointError(f"{self.source}: takes {self.config.in_channels} channels; pictures have 1 or 3")
 
     def resized(self, size: Size) -> Checkpoint:
         """The same model for another input size: position embeddings and preprocessing follow.

@@ -1,0 +1,349 @@
+"""What an upload is, and what of it a decoder has to see.
+
+Sniffs the format by its magic and takes the file apart: of JPEG, PNG, GIF and TIFF the decoder gets the first
+picture's data only, byte for byte. Metadata, thumbnails, comments, further pictures and animation are left out
+once the orientation is read: Pillow spends time and memory on them, in Python and so under the interpreter's
+lock, that a hostile file can drive up without bound and that a classifier has no use for.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from model.errors import InvalidImage, UnsupportedImageFormat
+from model.image_exif import UPRIGHT, directory_orientation, orientation, read_directory
+
+Format = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF"]
+"""As Pillow and pillow-heif name their readers. A multi-picture MPO begins with a whole JPEG and is read as one."""
+
+_MAX_PARTS = 65_536
+"""Segments, chunks or blocks in a file. Honest files have at most a few thousand."""
+
+_MAX_VALUES = 262_144
+"""Values of one TIFF field, such as the places of the strips."""
+
+_MAX_PROFILE_BYTES = 1_048_576
+"""Inflated size of an Exif block that ImageMagick hid in a PNG text."""
+
+_MAX_RUN_LENGTH_BYTES = 2_097_152
+"""Size of a run-length encoded BMP: Pillow decodes those in Python, run by run."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A picture file, ready for its decoder.
+
+    Attributes:
+        format: which reader to give it to.
+        data: the first picture, of most formats without metadata.
+        orientation: Exif orientation 1...8; None: only the reader can tell, once the file is open.
+        size: (width, height) in pixels, of formats whose reader allocates them as soon as the file is open.
+        scans: JPEG: passes over the whole picture.
+        buffered: JPEG: the decoder holds all coefficients before it makes the first pixel.
+        scalable: JPEG: the decoder can make the picture at 1/2, 1/4 and 1/8.
+    """
+
+    format: Format
+    data: bytes
+    orientation: int | None = None
+    size: tuple[int, int] | None = None
+    scans: int = 1
+    buffered: bool = False
+    scalable: bool = False
+
+
+def unpack(data: bytes) -> Container:
+    """Sniff a file and leave out what its decoder need not see.
+
+    Raises:
+        UnsupportedImageFormat: not the magic of an allowed format.
+        InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
+    """
+    if not data:
+        raise InvalidImage("the picture is empty: 0 bytes")
+    for magic, opener in _OPENERS:
+        if magic.match(data):
+            return opener(data)
+    raise UnsupportedImageFormat("not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF")
+
+
+def _parts() -> Iterator[int]:
+    """Counts parts; more than any honest file has is an error."""
+    yield from range(_MAX_PARTS)
+    raise InvalidImage(f"the file is made of more than {_MAX_PARTS} parts")
+
+
+# --- JPEG (ITU-T T.81, annex B) -----------------------------------------------------------------------------
+
+_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff])")
+_JPEG_BARE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
+"""Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
+
+_JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_JPEG_PROGRESSIVE = {0xC2, 0xCA}
+_JPEG_DCT = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+"""Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+
+_JPEG_SOS = 0xDA
+_JPEG_APP1 = 0xE1
+_JPEG_METADATA = {*range(0xE0, 0xF0), 0xFE}
+_JPEG_COLOUR = (b"JFIF\0", b"Adobe")
+"""The application segments that say which colours the components are."""
+
+_XMP_PREFIX = b"http://ns.adobe.com/xap/1.0/\0"
+
+
+def _jpeg(data: bytes) -> Container:
+    view = memoryview(data)
+    kept = [view[:2]]
+    exif = xmp = None
+    frame, components = 0, 0
+    position = 2
+    scans, buffered = 1, False
+    for _ in _parts():
+        found = _JPEG_MARKER.search(data, position)
+        if found is None:
+            kept.append(view[position:])
+            break
+        marker, start = found[1][0], found.end()
+        if marker in _JPEG_BARE:
+            kept.append(view[position:start])
+            position = start
+            continue
+        length = int.from_bytes(data[start : start + 2], "big")
+        end = start + max(2, length)
+        if marker == _JPEG_SOS:
+            kept.append(view[position:])
+            buffered = frame in _JPEG_PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
+            scans = data.count(b"\xff\xda", start) + 1 if buffered else 1
+            break
+        if marker in _JPEG_METADATA and not data.startswith(_JPEG_COLOUR, start + 2):
+            if marker == _JPEG_APP1:
+                segment = data[start + 2 : end]
+                if exif is None and segment.startswith(b"Exif\0\0"):
+                    exif = segment
+                elif xmp is None and segment.startswith(_XMP_PREFIX):
+                    xmp = segment
+        else:
+            kept.append(view[position:end])
+        if marker in _JPEG_FRAMES:
+            frame, components = marker, (data[start + 7 : start + 8] or b"\0")[0]
+        position = end
+    return Container(
+        "JPEG",
+        b"".join(kept),
+        orientation=orientation(exif, xmp),
+        scans=scans,
+        buffered=buffered,
+        scalable=frame in _JPEG_DCT,
+    )
+
+
+# --- PNG (W3C PNG, third edition, section 5) ------------------------------------------------------------------
+
+_PNG_PICTURE = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
+_PNG_TEXTS = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
+
+
+def _png(data: bytes) -> Container:
+    view = memoryview(data)
+    kept = [view[:8]]
+    texts: dict[bytes, bytes] = {}
+    position = first = 8  # kept chunks that follow one another are kept as one slice
+    for _ in _parts():
+        length, kind = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
+        end = position + 12 + length
+        if kind not in _PNG_PICTURE and len(kind) == 4:
+            kept.append(view[first:position])
+            first = end
+            if kind in _PNG_TEXTS:
+                body = data[position + 8 : end - 4]
+                texts.setdefault(kind if kind == b"eXIf" else body.partition(b"\0")[0], kind + body)
+        position = end
+        if kind == b"IEND" or position >= len(data):
+            break
+    kept.append(view[first:position])
+    exif = texts.get(b"eXIf", b"")[4:] or _png_raw_profile(texts.get(b"Raw profile type exif", b""))
+    return Container("PNG", b"".join(kept), orientation=orientation(exif, texts.get(b"XML:com.adobe.xmp")))
+
+
+def _png_raw_profile(text: bytes) -> bytes | None:
+    """Exif as ImageMagick wrote it before PNG had a chunk for it: hexadecimal digits in a text chunk."""
+    kind, (_, _, value) = text[:4], text[4:].partition(b"\0")
+    try:
+        if kind == b"zTXt":
+            value = zlib.decompressobj().decompress(value[1:], _MAX_PROFILE_BYTES)
+        # A line break, the name, the length, then the digits.
+        return bytes.fromhex(b"".join(value.split(b"\n")[3:]).decode("ascii"))
+    except (ValueError, zlib.error):
+        return None
+
+
+# --- GIF (GIF89a specification) -------------------------------------------------------------------------------
+
+_GIF_BLOCK = re.compile(rb"[!,;]")
+_GIF_GRAPHIC_CONTROL = b"\xf9"
+
+
+def _gif(data: bytes) -> Container:
+    if len(data) < 13:
+        raise InvalidImage("the GIF header is cut off")
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    header = position = 13 + _gif_palette_bytes(flags)
+    control = b""
+    picture = None
+    for _ in range(_MAX_PARTS):
+        found = _GIF_BLOCK.search(data, position)
+        if found is None or found[0] == b";":
+            break
+        block = found.start()
+        if found[0] == b",":
+            if len(data) < block + 10:
+                break
+            # Every frame counts for the canvas: a player would have to allocate it.
+            left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, block + 1)
+            width, height = max(width, left + columns), max(height, top + rows)
+            picture = block if picture is None else picture
+            position = _gif_end(data, block + 11 + _gif_palette_bytes(flags))
+        else:
+            position = _gif_end(data, block + 2)
+            if picture is None and data[block + 1 : block + 2] == _GIF_GRAPHIC_CONTROL:
+                control = data[block:position]
+    if picture is None:
+        raise InvalidImage("the GIF file holds no picture")
+    first = b"".join((data[:header], control, memoryview(data)[picture:]))
+    return Container("GIF", first, orientation=UPRIGHT, size=(width, height))
+
+
+def _gif_palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _gif_end(data: bytes, position: int) -> int:
+    """Where the chain of data blocks that begins at `position` ends; the end of the file if it is too long."""
+    for _ in range(_MAX_PARTS):
+        if position >= len(data):
+            break
+        length = data[position]
+        position += 1 + length
+        if length == 0:
+            return position
+    return len(data)
+
+
+# --- TIFF (TIFF 6.0, BigTIFF) -----------------------------------------------------------------------------------
+
+_TIFF_XMP = 700
+_TIFF_PICTURE = {
+    *(256, 257, 258, 259, 262, 266, 273, 277, 278, 279, 284),  # size, samples, compression, strips
+    *(292, 293, 317, 320, 322, 323, 324, 325, 332, 338, 339, 347),  # fax, predictor, colours, tiles, JPEG tables
+    *(512, 513, 514, 515, 517, 518, 519, 520, 521, 529, 530, 531, 532),  # JPEG of old, YCbCr
+}
+
+
+def _tiff(data: bytes) -> Container:
+    directory = read_directory(data)
+    if directory is None:
+        raise InvalidImage("the TIFF file's first directory cannot be read")
+    fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _TIFF_PICTURE}
+    if sum(field.value_size * field.count for field in fields.values()) > len(data):
+        raise InvalidImage("the TIFF file's directory claims more data than the file has")
+    if any(field.value_size > 1 and field.count > _MAX_VALUES for field in fields.values()):
+        raise InvalidImage(f"the TIFF file has more than {_MAX_VALUES} strips, tiles or colours")
+    stated = directory_orientation(directory)
+    if stated is None:
+        xmp = directory.find(_TIFF_XMP)
+        stated = orientation(None, directory.value(xmp, data) if xmp else None)
+
+    # A directory of the picture's own fields, appended, takes the place of the first and is the last: values
+    # stay where they are, other pictures and metadata cannot be reached.
+    start = len(data) + len(data) % 2
+    count = struct.pack(directory.order + ("Q" if directory.big else "H"), len(fields))
+    entries = b"".join(fields[tag].entry for tag in sorted(fields))
+    offset = struct.pack(directory.order + ("Q" if directory.big else "L"), start)
+    head = data[:8] if directory.big else data[:4]
+    body = memoryview(data)[len(head) + len(offset) :]
+    padding = b"\0" * (start - len(data))
+    rewritten = b"".join((head, offset, body, padding, count, entries, b"\0" * len(offset)))
+    return Container("TIFF", rewritten, orientation=stated)
+
+
+# --- the others -----------------------------------------------------------------------------------------------------
+
+
+def _webp(data: bytes) -> Container:
+    """Reads the size as the WebP container specification has it; libwebp allocates the canvas when it opens it."""
+    kind, head = data[12:16], data[20:30]
+    size = None
+    if kind == b"VP8X" and len(head) == 10:
+        size = int.from_bytes(head[4:7], "little") + 1, int.from_bytes(head[7:10], "little") + 1
+    elif kind == b"VP8L" and head[:1] == b"\x2f" and len(head) >= 5:
+        bits = int.from_bytes(head[1:5], "little")
+        size = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 " and head[3:6] == b"\x9d\x01\x2a" and len(head) == 10:
+        size = int.from_bytes(head[6:8], "little") & 0x3FFF, int.from_bytes(head[8:10], "little") & 0x3FFF
+    if size is None:
+        raise InvalidImage("the WebP header is cut off or corrupt")
+    return Container("WEBP", data, size=size)
+
+
+def _bmp(data: bytes) -> Container:
+    run_length = int.from_bytes(data[30:34], "little") in (1, 2) and data[14:18] != b"\x0c\0\0\0"
+    if run_length and len(data) > _MAX_RUN_LENGTH_BYTES:
+        raise InvalidImage(f"a run-length encoded BMP of more than {_MAX_RUN_LENGTH_BYTES} bytes is not read")
+    return Container("BMP", data, orientation=UPRIGHT)
+
+
+_AVIF_BRANDS = {b"avif", b"avis"}
+_HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
+_EXIF_HEADER = re.compile(rb"II\*\0|MM\0\*")
+
+
+def _heif_family(data: bytes) -> Container:
+    """AVIF and HEIC are one container (ISO/IEC 23008-12); the brands in its first box say which."""
+    brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
+    compatible = {brands[start : start + 4] for start in range(0, len(brands), 4)}
+    if compatible & _AVIF_BRANDS:
+        _check_boxes(data)
+        # Pillow reads the Exif block when it opens an AVIF file: all of it, so it has to be an honest one.
+        for found in _EXIF_HEADER.finditer(data):
+            directory = read_directory(data[found.start() :])
+            if directory and sum(field.value_size * field.count for field in directory.fields) > len(data):
+                raise InvalidImage("the AVIF file's Exif block claims more data than the file has")
+        return Container("AVIF", data)
+    if compatible & _HEIC_BRANDS:
+        return Container("HEIF", data, orientation=UPRIGHT)
+    raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def _check_boxes(data: bytes) -> None:
+    """The boxes at the top have to fill the file: libavif does not tell a cut file from one it cannot read."""
+    position = 0
+    for _ in _parts():
+        if position == len(data):
+            return
+        size = int.from_bytes(data[position : position + 4], "big")
+        if size == 1:
+            size = int.from_bytes(data[position + 8 : position + 16], "big")
+        if size == 0 and len(data) - position >= 8:  # to the end of the file
+            return
+        if size < 8 or position + size > len(data):
+            raise InvalidImage("the AVIF file is cut off or its boxes are corrupt")
+        position += size
+
+
+_OPENERS: tuple[tuple[re.Pattern[bytes], Callable[[bytes], Container]], ...] = (
+    (re.compile(rb"\xff\xd8\xff"), _jpeg),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    (re.compile(rb"RIFF.{4}WEBP", re.DOTALL), _webp),
+    (re.compile(rb"GIF8[79]a"), _gif),
+    (re.compile(rb"II[*+]\0|II\0\*|MM\0[*+]|MM\*\0"), _tiff),
+    (re.compile(rb".{4}ftyp", re.DOTALL), _heif_family),
+    (re.compile(rb"BM"), _bmp),
+)
+"""Magic numbers, the most usual formats first."""

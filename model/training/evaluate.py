@@ -1,0 +1,119 @@
+"""How good a served model is on labelled pictures, through the same predictor that serves them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from model.checkpoint import Checkpoint
+from model.errors import DatasetError
+from model.prediction import Prediction
+from model.training import cifar10
+from model.training.calibration import expected_calibration_error
+
+
+class BatchPredictor(Protocol):
+    """The part of `model.predictor.Predictor` that an evaluation needs."""
+
+    checkpoint: Checkpoint
+    max_batch: int
+
+    def predict(self, images: NDArray[np.uint8], *, top_k: int) -> Prediction:
+        """uint8 [B, H, W, C], B <= max_batch -> the `top_k` best classes of each image."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured.
+
+    Attributes:
+        count: images.
+        accuracy: share of images whose top-1 answer is right.
+        per_class: the same for the images of each class, by its label.
+        loss: mean negative log-likelihood of the right class, in nats.
+        calibration_error: expected calibration error of the top-1 score, 15 bins.
+    """
+
+    count: int
+    accuracy: float
+    per_class: dict[str, float]
+    loss: float
+    calibration_error: float
+
+
+def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = False) -> Evaluation:
+    """Measure a predictor on the 10,000 test images.
+
+    Args:
+        predictor: of a model that takes CIFAR-10's size and has its labels.
+        data: folder with the binary version of CIFAR-10.
+        progress: show a bar.
+
+    Raises:
+        DatasetError: the data cannot be read, or the model's labels or input are not CIFAR-10's.
+    """
+    checkpoint = predictor.checkpoint
+    names = cifar10.read_labels(data)
+    if checkpoint.labels != names:
+        raise DatasetError(f"{data}: classes {', '.join(names)} are not those of the model {checkpoint.name}")
+    if checkpoint.config.image_size != cifar10.IMAGE_SIZE or checkpoint.config.in_channels != cifar10.CHANNELS:
+        rows, columns = checkpoint.config.image_size
+        raise DatasetError(f"{data}: images of 32x32 pixels do not fit the model {checkpoint.name} of {rows}x{columns}")
+    images = cifar10.read_test(data)
+    return measure(predict_scores(predictor, images.pixels, progress=progress), images.labels, names)
+
+
+def predict_scores(
+    predictor: BatchPredictor, pixels: NDArray[np.uint8], *, progress: bool = False
+) -> NDArray[np.float32]:
+    """All scores of all pictures, in batches as large as the predictor takes.
+
+    Args:
+        pixels: uint8 [N, C, H, W].
+
+    Returns:
+        float32 [N, K] in class order.
+    """
+    classes = predictor.checkpoint.config.num_classes
+    scores = np.empty((len(pixels), classes), dtype=np.float32)
+    with tqdm(total=len(pixels), desc="evaluate", unit="img", disable=not progress) as bar:
+        for start in range(0, len(pixels), predictor.max_batch):
+            batch = pixels[start : start + predictor.max_batch]
+            answer = predictor.predict(np.ascontiguousarray(batch.transpose(0, 2, 3, 1)), top_k=classes)
+            np.put_along_axis(scores[start : start + len(batch)], answer.indices, answer.scores, axis=1)
+            bar.update(len(batch))
+    return scores
+
+
+def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]) -> Evaluation:
+    """Compare scores with the truth.
+
+    Args:
+        scores: [N, K], each row summing to 1.
+        labels: [N].
+        names: of the K classes, all different.
+
+    Raises:
+        DatasetError: no images.
+    """
+    count = len(labels)
+    if count == 0:
+        raise DatasetError("nothing to evaluate: no images")
+    correct = scores.argmax(axis=1) == labels
+    images = np.bincount(labels, minlength=len(names))
+    hits = np.bincount(labels, weights=correct, minlength=len(names))
+    right_class = scores[np.arange(count), labels].astype(np.float64)
+    return Evaluation(
+        count=count,
+        accuracy=float(correct.mean()),
+        per_class={name: float(hits[i] / images[i]) for i, name in enumerate(names) if images[i]},
+        # A score that underflowed to 0 costs as much as the smallest number above it, not infinity.
+        loss=float(-np.log(right_class.clip(np.finfo(np.float32).tiny)).mean()),
+        calibration_error=expected_calibration_error(scores.max(axis=1), correct),
+    )

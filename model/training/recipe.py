@@ -1,0 +1,145 @@
+"""A training recipe: every choice that a run depends on, frozen, read from a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from model.checkpoint.files import first_problem
+from model.config import Pool, Size, ViTConfig
+from model.errors import TrainingError
+
+RECIPES: Final = Path(__file__).resolve().parent / "recipes"
+"""The recipes that travel with the code."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Architecture(_Table):
+    """The part of a `ViTConfig` that the data do not decide."""
+
+    patch_size: Annotated[int, Field(ge=1)]
+    width: Annotated[int, Field(ge=4, multiple_of=4)]
+    depth: Annotated[int, Field(ge=1)]
+    heads: Annotated[int, Field(ge=1)]
+    mlp_width: Annotated[int, Field(ge=1)]
+    pool: Pool = "cls"
+
+    def config(self, image_size: Size, num_classes: int) -> ViTConfig:
+        """The whole architecture, for these data.
+
+        Raises:
+            TrainingError: it does not fit them.
+        """
+        try:
+            return ViTConfig(
+                **self.model_dump(),
+                image_size=image_size,
+                num_classes=num_classes,
+                class_token=self.pool == "cls",
+            )
+        except ValidationError as error:
+            raise TrainingError(f"architecture: {first_problem(error)}") from None
+
+
+class Initialisation(_Table):
+    """How the weights start."""
+
+    positions: Literal["random", "sincos"] = "sincos"
+    """`sincos`: the position embeddings start at a 2D sine-cosine code and are learned from there."""
+    whiten_patches: bool = True
+    """Half of the patch embedding starts as the whitening filters of the training patches."""
+
+
+class Optimiser(_Table):
+    """`adamw` for all parameters, or `muon` for the blocks' matrices and AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "muon"
+    learning_rate: Positive
+    """AdamW's at its peak."""
+    muon_learning_rate: Positive = 2e-3
+    """Muon's at its peak, scaled to match AdamW's step sizes (Liu et al. 2025)."""
+    betas: tuple[Share, Share] = (0.9, 0.98)
+    weight_decay: NotNegative = 0.05
+    """Decoupled; biases and LayerNorm weights are spared."""
+    warmup: Share = 0.1
+    """Share of all steps over which the rate rises linearly; then it falls to zero along a cosine."""
+
+
+class Augmentation(_Table):
+    """Done anew in every epoch."""
+
+    crop_padding: Annotated[int, Field(ge=0)] = 4
+    flip: bool = True
+
+
+class Recipe(_Table):
+    """Everything that decides what a run learns; written into the checkpoint that comes out.
+
+    Raises:
+        pydantic.ValidationError: a field is missing, unknown, or out of range.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    seed: Annotated[int, Field(ge=0)] = 0
+    epochs: Annotated[int, Field(ge=1)]
+    minutes: Positive | None = None
+    """Wall time after which the schedule ends even if epochs are left; the learning rate then falls with
+    whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
+    batch_size: Annotated[int, Field(ge=1)]
+    held_out: Annotated[int, Field(ge=1)] = 5000
+    """Training images that no gradient sees: for choices and for the temperature."""
+    evaluate_every: Annotated[int, Field(ge=1)] = 1
+    """Epochs between evaluations on the held-out images."""
+    label_smoothing: Share = 0.1
+    drop_path: Share = 0.0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of activations and gradients; master weights and optimiser state are float32 whatever it is."""
+    compile: bool = True
+    """Compile the blocks where a C++ compiler is found."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of one operator on the CPU; 0: torch's own choice."""
+    architecture: Architecture
+    initialisation: Initialisation = Initialisation()
+    optimiser: Optimiser
+    augmentation: Augmentation = Augmentation()
+
+    def override(self, **values: Any) -> Recipe:
+        """The same recipe with some top-level fields replaced and all checked again.
+
+        Raises:
+            TrainingError: a value is not allowed.
+        """
+        return _validated({**self.model_dump(), **values}, "recipe")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe.
+
+    Raises:
+        TrainingError: the file cannot be read, is no TOML, or holds what a recipe may not.
+    """
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TrainingError(f"{path}: not TOML: {error}") from error
+    return _validated(values, str(path))
+
+
+def _validated(values: dict[str, Any], source: str) -> Recipe:
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise TrainingError(f"{source}: {first_problem(error)}") from None

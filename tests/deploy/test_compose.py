@@ -1,0 +1,115 @@
+"""The compose files, the image and Prometheus' configuration agree with the service and with each other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.settings import ENV_PREFIX, Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def compose(*names: str) -> list[dict[str, Any]]:
+    return [yaml.safe_load((REPOSITORY / name).read_text()) for name in names]
+
+
+BASE, GPU, CPU = compose("docker-compose.yml", "docker-compose.override.yml", "docker-compose.cpu.yml")
+
+
+def default(value: str) -> str:
+    """What `${NAME:-default}` becomes when NAME is not set."""
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value)
+
+
+def image_environment() -> dict[str, str]:
+    instruction = re.search(
+        r"^ENV ((?:.*\\\n)*.*)$", (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[-1], re.M
+    )
+    assert instruction
+    return dict(pair.split("=", 1) for pair in instruction[1].replace("\\\n", " ").split())
+
+
+def devices(*files: dict[str, Any]) -> list[dict[str, Any]]:
+    """The GPUs reserved: compose appends the lists of all files."""
+    found: list[dict[str, Any]] = []
+    for file in files:
+        resources = file["services"]["vitserve"].get("deploy", {}).get("resources", {})
+        found += resources.get("reservations", {}).get("devices", [])
+    return found
+
+
+def test_every_setting_can_be_given_to_the_container():
+    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    # Fixed inside, as the published port and the health check rely on them; outside they choose the host's port.
+    fixed = {"VIT_HOST", "VIT_PORT"}
+
+    assert set(BASE["services"]["vitserve"]["environment"]) == settings - fixed
+    assert fixed <= image_environment().keys()
+    assert default(BASE["services"]["vitserve"]["ports"][0]) == "127.0.0.1:8000:8000"
+
+
+def test_with_nothing_set_the_bundled_checkpoint_is_served():
+    assert default(BASE["services"]["vitserve"]["environment"]["VIT_CHECKPOINT"]) == "bundled"
+
+
+def test_a_plain_up_reserves_the_gpu_and_the_cpu_file_does_not():
+    (gpu,) = devices(BASE, GPU)
+
+    assert gpu["driver"] == "nvidia"
+    assert "gpu" in gpu["capabilities"]
+    assert devices(BASE, CPU) == []
+
+
+def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
+    argument = CPU["services"]["vitserve"]["build"]["args"]["TORCH_INDEX_URL"]
+
+    assert default(argument).endswith("/whl/cpu")
+    assert ":-" not in argument, "an empty value must mean the default index"
+
+
+def test_docker_waits_longer_than_the_service_drains():
+    seconds = re.fullmatch(r"(\d+)s", default(BASE["services"]["vitserve"]["stop_grace_period"]))
+
+    assert seconds
+    assert int(seconds[1]) > Settings.model_fields["drain_timeout"].default
+
+
+def test_caches_are_in_the_volume():
+    environment = image_environment()
+    (target,) = [mount.split(":")[1] for mount in BASE["services"]["vitserve"]["volumes"] if mount.startswith("cache:")]
+
+    for name in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert environment[name].startswith(f"{target}/")
+
+
+def test_prometheus_scrapes_the_service_where_it_listens():
+    config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    (static,) = job["static_configs"]
+    host, port = static["targets"][0].split(":")
+
+    assert host in BASE["services"]
+    assert port == image_environment()["VIT_PORT"]
+    assert job.get("metrics_path", "/metrics") == "/metrics"
+
+
+def test_prometheus_accepts_its_configuration():
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (it comes with Prometheus)")
+
+    done = subprocess.run(
+        [promtool, "check", "config", REPOSITORY / "deploy/prometheus/prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,56 @@
+"""What the documents name exists: settings and metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from service.gpu_metrics import GpuCollector
+from service.messages import EngineStatus
+from service.metrics import Metrics
+from service.settings import ENV_PREFIX, Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("deploy/**/*.yml")])
+STATUS = EngineStatus(device="cpu", state="loading", reason="", compiled="off", batch_sizes=None, queue_depth=0)
+_SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+
+
+class Nvml(SimpleNamespace):
+    """Answers every question."""
+
+    NVMLError = OSError
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: SimpleNamespace(gpu=0, used=0, total=0) if "Rates" in name or "Info" in name else 0
+
+
+@pytest.fixture(scope="module")
+def metric_names() -> set[str]:
+    metrics = Metrics()
+    metrics.watch_engine(lambda: STATUS)
+    metrics.registry.register(GpuCollector(Nvml(), uuid="", gpu="0"))
+    families = list(metrics.registry.collect())
+    return {family.name for family in families} | {
+        family.name + suffix for family in families for suffix in _SAMPLES.get(family.type, [])
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_metrics_that_are_named_exist(document, metric_names):
+    named = set(re.findall(r"\bvit_[a-z0-9_]+\b", document.read_text()))
+    # Architectures are called so too.
+    named = {name for name in named if not re.match(r"vit_(tiny|small|base|large|huge|so\d+m|w\d+)_", name)}
+
+    assert named <= metric_names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_settings_that_are_named_exist(document):
+    # VIT_SHARED is the tests' own.
+    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"VIT_SHARED"}
+
+    assert set(re.findall(r"\bVIT_[A-Z0-9]\w*\b", document.read_text())) <= settings

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from fakes import model_info
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.messages import BatchReport, EngineStatus
+from service.metrics import CONTENT_TYPE, Metrics
+
+COUNTERS = {
+    "vit_requests_total": {"endpoint", "code"},
+    "vit_images_total": set(),
+    "vit_batches_total": {"device", "release"},
+    "vit_batch_padding_total": {"device"},
+    "vit_rejected_total": {"reason"},
+    "vit_cancelled_total": set(),
+    "vit_engine_restarts_total": {"device"},
+}
+GAUGES = {
+    "vit_queue_depth": {"device"},
+    "vit_inflight_requests": set(),
+    "vit_engine_up": {"device"},
+    "vit_model_info": {"model", "architecture", "device", "dtype", "version"},
+    "vit_recent_images": set(),
+    "vit_recent_bytes": set(),
+}
+HISTOGRAMS = {
+    "vit_request_duration_seconds": {"endpoint"},
+    "vit_stage_duration_seconds": {"stage"},
+    "vit_batch_size": {"device"},
+    "vit_top1_score": set(),
+}
+
+
+def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineStatus:
+    return EngineStatus(device, state, "", "off", None, depth)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """With every series touched once."""
+    metrics = Metrics()
+    metrics.watch_engine(status)
+    metrics.set_model(model_info(), "1.2.3")
+    metrics.requests.labels("/classify", "200").inc()
+    metrics.request_duration.labels("/classify").observe(0.1)
+    metrics.stage_duration.labels("decode").observe(0.1)
+    metrics.rejected.labels("queue_full").inc()
+    metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
+    return metrics
+
+
+def families(metrics: Metrics) -> dict[str, tuple[str, dict[str, set[str]]]]:
+    """Family name -> (type, {sample name -> labels})."""
+    return {
+        family.name: (family.type, {sample.name: set(sample.labels) for sample in family.samples})
+        for family in text_string_to_metric_families(metrics.render().decode())
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_names_types_and_labels_are_those_that_dashboards_rely_on(metrics: Metrics) -> None:
+    found = families(metrics)
+    for name, labels in COUNTERS.items():
+        kind, samples = found.pop(name.removesuffix("_total"))
+        assert (kind, samples) == ("counter", {name: labels})
+    for name, labels in GAUGES.items():
+        kind, samples = found.pop(name)
+        assert (kind, samples) == ("gauge", {name: labels})
+    for name, labels in HISTOGRAMS.items():
+        kind, samples = found.pop(name)
+        assert kind == "histogram"
+        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+    assert not [name for name in found if name.startswith("vit_")]
+
+
+def test_no_summaries_and_no_series_that_only_tell_when_others_began(metrics: Metrics) -> None:
+    text = metrics.render().decode()
+    assert "summary" not in re.findall(r"^# TYPE vit_\S+ (\S+)", text, re.MULTILINE)
+    assert "_created" not in text
+
+
+def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> None:
+    metrics.observe_batch(BatchReport("cpu", 4, 0, "full", 0.01))
+    assert value(metrics, "vit_batches_total", device="cpu", release="idle") == 1
+    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 1
+    assert value(metrics, "vit_batch_size_sum", device="cpu") == 7
+    assert value(metrics, "vit_batch_size_count", device="cpu") == 2
+    assert value(metrics, "vit_batch_padding_total", device="cpu") == 1
+
+
+def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
+    now = status("loading", device="auto")
+    metrics = Metrics()
+    metrics.watch_engine(lambda: now)
+    assert value(metrics, "vit_engine_up", device="auto") == 0
+    now = status("ready", device="cuda:0", depth=7)
+    assert value(metrics, "vit_engine_up", device="cuda:0") == 1
+    assert value(metrics, "vit_queue_depth", device="cuda:0") == 7
+    assert value(metrics, "vit_engine_up", device="auto") is None
+    now = status("failed", device="cuda:0")
+    assert value(metrics, "vit_engine_up", device="cuda:0") == 0
+
+
+def test_the_model_is_told_once() -> None:
+    metrics = Metrics()
+    metrics.set_model(model_info(name="old"), "1")
+    metrics.set_model(model_info(name="new"), "1")
+    [sample] = [s for family in metrics.model_info.collect() for s in family.samples]
+    assert sample.labels == {
+        "model": "new",
+        "architecture": "fake_vit",
+        "device": "cpu",
+        "dtype": "float32",
+        "version": "1",
+    }
+    assert value(metrics, "vit_engine_restarts_total", device="cpu") == 0
+
+
+def test_two_services_in_one_process_do_not_mix() -> None:
+    one, other = Metrics(), Metrics()
+    one.images.inc()
+    assert value(other, "vit_images_total") == 0
+
+
+def test_the_content_type_is_prometheus_text_format() -> None:
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")

@@ -1,0 +1,207 @@
+"""Every setting, from the environment and from a flag; every wrong value, in one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import pytest
+
+from service.commands import serve
+from service.errors import SettingsError
+from service.settings import Settings, load_settings, unknown_variables
+
+DEFAULTS: dict[str, Any] = {
+    "checkpoint": "bundled",
+    "image_size": None,
+    "model_name": None,
+    "device": "auto",
+    "dtype": "auto",
+    "compile": "auto",
+    "threads": None,
+    "decode_threads": None,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "workers": 1,
+    "max_batch": None,
+    "max_delay_ms": 0,
+    "queue_size": 256,
+    "request_timeout": 10,
+    "max_upload_bytes": 20 * 1024**2,
+    "max_request_bytes": 128 * 1024**2,
+    "max_image_pixels": 64_000_000,
+    "max_images_per_request": 64,
+    "scaled_decode": True,
+    "api_keys": (),
+    "metrics_public": True,
+    "recent_ttl": 600,
+    "recent_bytes": 256 * 1024**2,
+    "recent_url": "memory://",
+    "drain_delay": 2,
+    "drain_timeout": 30,
+    "cors_origins": (),
+    "log_format": "text",
+    "log_level": "info",
+}
+
+GIVEN: list[tuple[str, str, Any]] = [
+    ("checkpoint", "/models/cats", "/models/cats"),
+    ("image_size", "384", (384, 384)),
+    ("image_size", "384x256", (384, 256)),
+    ("model_name", "cats v2", "cats v2"),
+    ("device", "cuda:1", "cuda:1"),
+    ("device", "cpu", "cpu"),
+    ("dtype", "bfloat16", "bfloat16"),
+    ("compile", "off", "off"),
+    ("threads", "3", 3),
+    ("decode_threads", "5", 5),
+    ("host", "0.0.0.0", "0.0.0.0"),
+    ("port", "9000", 9000),
+    ("workers", "1", 1),
+    ("max_batch", "48", 48),
+    ("max_delay_ms", "2.5", 2.5),
+    ("queue_size", "16", 16),
+    ("request_timeout", "0.5", 0.5),
+    ("max_upload_bytes", "1000", 1000),
+    ("max_upload_bytes", "5MiB", 5 * 1024**2),
+    ("max_request_bytes", "5MB", 5_000_000),
+    ("max_image_pixels", "1000000", 1_000_000),
+    ("max_images_per_request", "3", 3),
+    ("scaled_decode", "false", False),
+    ("api_keys", "one, two,", ("one", "two")),
+    ("metrics_public", "false", False),
+    ("recent_ttl", "0", 0),
+    ("recent_bytes", "0", 0),
+    ("recent_url", "memory://", "memory://"),
+    ("drain_delay", "0", 0),
+    ("drain_timeout", "7.5", 7.5),
+    ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
+    ("log_format", "json", "json"),
+    ("log_level", "debug", "debug"),
+]
+
+WRONG: list[tuple[str, str, str]] = [
+    ("image_size", "big", "384x256"),
+    ("image_size", "0x16", "greater than or equal to 1"),
+    ("image_size", "384x", "384x256"),
+    ("device", "gpu", "cuda:0"),
+    ("device", "cuda:0,cuda:1", "one"),
+    ("dtype", "int8", "'auto', 'float32', 'bfloat16' or 'float16'"),
+    ("compile", "maybe", "'auto', 'on' or 'off'"),
+    ("threads", "0", "greater than or equal to 1"),
+    ("decode_threads", "0", "greater than or equal to 1"),
+    ("port", "65536", "less than or equal to 65535"),
+    ("port", "http", "valid integer"),
+    ("workers", "2", "expected 1"),
+    ("max_batch", "0", "greater than or equal to 1"),
+    ("max_delay_ms", "-1", "greater than or equal to 0"),
+    ("max_delay_ms", "nan", "finite"),
+    ("queue_size", "0", "greater than or equal to 1"),
+    ("request_timeout", "0", "greater than 0"),
+    ("request_timeout", "inf", "finite"),
+    ("max_upload_bytes", "0", "greater than 0"),
+    ("max_upload_bytes", "many", "byte"),
+    ("max_request_bytes", "-5", "byte"),
+    ("max_image_pixels", "0", "greater than or equal to 1"),
+    ("max_images_per_request", "0", "greater than or equal to 1"),
+    ("scaled_decode", "perhaps", "valid boolean"),
+    ("metrics_public", "2", "valid boolean"),
+    ("recent_ttl", "-1", "greater than or equal to 0"),
+    ("recent_bytes", "lots", "byte"),
+    ("recent_url", "redis://cache", "memory://"),
+    ("drain_delay", "-0.1", "greater than or equal to 0"),
+    ("drain_timeout", "soon", "valid number"),
+    ("log_format", "xml", "'text' or 'json'"),
+    ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("VIT_"):
+            monkeypatch.delenv(name)
+
+
+def plain(value: Any) -> Any:
+    """Secrets as the strings they hide."""
+    return (
+        tuple(v.get_secret_value() if hasattr(v, "get_secret_value") else v for v in value)
+        if isinstance(value, tuple)
+        else value
+    )
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return {k: v for k, v in vars(parser.parse_args(["serve", *arguments])).items() if k in Settings.model_fields}
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    settings = load_settings()
+    assert {name: getattr(settings, name) for name in Settings.model_fields} == DEFAULTS
+
+
+def test_every_setting_is_tried_below() -> None:
+    assert {name for name, _, _ in GIVEN} == set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(("name", "text", "value"), GIVEN)
+def test_a_setting_is_read_from_the_environment(
+    name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"VIT_{name.upper()}", text)
+    assert plain(getattr(load_settings(), name)) == value
+
+
+@pytest.mark.parametrize(("name", "text", "value"), GIVEN)
+def test_a_setting_is_read_from_a_flag(name: str, text: str, value: Any) -> None:
+    assert plain(getattr(load_settings(parse([f"--{name.replace('_', '-')}", text])), name)) == value
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_PORT", "9000")
+    monkeypatch.setenv("VIT_HOST", "0.0.0.0")
+    settings = load_settings(parse(["--port", "9001"]))
+    assert (settings.host, settings.port) == ("0.0.0.0", 9001)
+
+
+def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.setenv(f"VIT_{name.upper()}", "")
+    settings = load_settings()
+    assert {name: getattr(settings, name) for name in Settings.model_fields} == DEFAULTS
+
+
+@pytest.mark.parametrize(("name", "text", "allowed"), WRONG)
+@pytest.mark.parametrize("source", ["environment", "flag"])
+def test_a_wrong_value_gives_one_line_with_setting_value_and_what_is_allowed(
+    name: str, text: str, allowed: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {}
+    if source == "environment":
+        monkeypatch.setenv(f"VIT_{name.upper()}", text)
+    else:
+        flags = parse([f"--{name.replace('_', '-')}={text}"])
+    with pytest.raises(SettingsError) as raised:
+        load_settings(flags)
+    line = str(raised.value)
+    assert line.startswith(f"VIT_{name.upper()}='{text}': ")
+    assert allowed in line
+    assert "\n" not in line
+
+
+def test_api_keys_are_never_shown() -> None:
+    settings = load_settings({"api_keys": "topsecret"})
+    assert "topsecret" not in repr(settings)
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().port = 1
+
+
+def test_a_slip_of_the_pen_is_noticed() -> None:
+    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == ["VIT_PROT"]

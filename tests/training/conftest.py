@@ -1,0 +1,41 @@
+"""A CIFAR-10 folder and a recipe so small that a whole run takes a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic import LABELS, write_batch
+
+from model.training.cifar10 import TEST_FILES, TRAIN_FILES
+from model.training.recipe import Recipe
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    """400 training and 100 test pictures in the binary layout."""
+    folder = tmp_path / "cifar"
+    folder.mkdir()
+    for seed, name in enumerate(TRAIN_FILES + TEST_FILES):
+        write_batch(folder / name, 100 if name in TEST_FILES else 80, seed)
+    (folder / "batches.meta.txt").write_text("\n".join(LABELS) + "\n\n")
+    return folder
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "tiny",
+            "seed": 3,
+            "epochs": 4,
+            "batch_size": 40,
+            "held_out": 80,
+            "label_smoothing": 0.0,
+            "drop_path": 0.1,
+            "precision": "float32",
+            "compile": False,
+            "architecture": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_width": 64},
+            "optimiser": {"learning_rate": 3e-3, "muon_learning_rate": 5e-3},
+        }
+    )

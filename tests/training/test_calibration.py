@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.training.calibration import TEMPERATURE_RANGE, expected_calibration_error, fit_temperature
+
+
+def calibrated_logits(count: int = 4000, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(count, classes, generator=generator)
+    labels = torch.multinomial(logits.softmax(dim=1), 1, generator=generator).squeeze(1)
+    return logits, labels
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
+def test_the_fitted_temperature_undoes_over_and_underconfidence(truth: float) -> None:
+    logits, labels = calibrated_logits()
+    assert fit_temperature(logits * truth, labels) == pytest.approx(truth, rel=0.06)
+
+
+def test_no_other_temperature_gives_a_lower_loss() -> None:
+    logits, labels = calibrated_logits()
+    logits = 2.5 * logits
+    best = fit_temperature(logits, labels)
+
+    def loss(temperature: float) -> float:
+        return F.cross_entropy(logits.double() / temperature, labels).item()
+
+    assert loss(best) < loss(1.0)
+    assert all(loss(best) <= loss(best * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+
+
+def test_logits_without_an_error_give_a_finite_temperature_within_range() -> None:
+    labels = torch.arange(5).repeat(20)
+    temperature = fit_temperature(10 * F.one_hot(labels, 5).float(), labels)
+    assert TEMPERATURE_RANGE[0] * 0.999 <= temperature <= TEMPERATURE_RANGE[1]
+    assert math.isfinite(temperature)
+
+
+def test_calibration_error_of_a_known_case() -> None:
+    # Two bins of two: (0.9, 0.9) with accuracy 0.5, gap 0.4; (0.5, 0.5) with accuracy 1, gap 0.5.
+    confidence = np.array([0.9, 0.9, 0.5, 0.5], dtype=np.float32)
+    correct = np.array([True, False, True, True])
+    assert expected_calibration_error(confidence, correct, bins=10) == pytest.approx(0.45, abs=1e-6)
+
+
+def test_calibration_error_is_nothing_when_confidence_is_right() -> None:
+    confidence = np.full(100, 0.75, dtype=np.float32)
+    correct = np.arange(100) < 75
+    assert expected_calibration_error(confidence, correct) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_gaps_that_cancel_within_a_bin_do_not_count_but_across_bins_they_do() -> None:
+    confidence = np.array([0.85, 0.95], dtype=np.float32)
+    correct = np.array([True, False])
+    assert expected_calibration_error(confidence, correct, bins=5) == pytest.approx(0.4, abs=1e-6)
+    assert expected_calibration_error(confidence, correct, bins=10) == pytest.approx(0.55, abs=1e-6)
+
+
+@pytest.mark.parametrize("edge", [0.0, 1.0])
+def test_a_confidence_at_the_edge_has_a_bin(edge: float) -> None:
+    confidence = np.array([edge], dtype=np.float32)
+    assert expected_calibration_error(confidence, np.array([edge == 1.0])) == 0.0
