@@ -38,7 +38,7 @@ _SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
 """Filters with edges: they take another pixel if a position is off by the least bit."""
 
 _WHOLE = 4096
-"""Up to this many pixels, an axis is resized whole for the sake of such a filter."""
+"""Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -139,7 +139,8 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
     step = resized // math.gcd(source, resized)
     step //= step & -step
     spare = wanted * 1.5
-    if resample in _SHARP:
+    # Enlarged, a position that is off counts for more, and the whole costs little.
+    if resample in _SHARP or source < resized:
         step, spare = resized, _WHOLE
     even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
     if even_last - even_first <= spare:
