@@ -19,6 +19,9 @@ MAX_SIZE = 2048
 _DEFAULT_SIZE = 384
 """Longer side where the picture is smaller than this and nothing is asked for: patches stay visible."""
 
+_COMPRESSION = 4
+"""Of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+
 
 def render_heatmap(
     values: NDArray[np.float32],
@@ -66,7 +69,7 @@ def render_heatmap(
         seen = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         drawing = Image.blend(seen.resize((width, height), Image.Resampling.BICUBIC), drawing, alpha)
     encoded = io.BytesIO()
-    drawing.save(encoded, "PNG")
+    drawing.save(encoded, "PNG", compress_level=_COMPRESSION)
     return encoded.getvalue()
 
 

@@ -24,11 +24,11 @@ Format = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF"]
 _MAX_PARTS = 65_536
 """Segments, chunks or blocks in a file. Honest files have at most a few thousand."""
 
-_MAX_VALUES = 262_144
+_MAX_VALUES = 65_536
 """Values of one TIFF field, such as the places of the strips."""
 
 _MAX_PROFILE_BYTES = 1_048_576
-"""Inflated size of an Exif block that ImageMagick hid in a PNG text."""
+"""Size of an Exif block that ImageMagick hid in a PNG text."""
 
 _MAX_RUN_LENGTH_BYTES = 2_097_152
 """Size of a run-length encoded BMP: Pillow decodes those in Python, run by run."""
@@ -80,7 +80,7 @@ def _parts() -> Iterator[int]:
 
 # --- JPEG (ITU-T T.81, annex B) -----------------------------------------------------------------------------
 
-_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff])")
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _JPEG_BARE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 """Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
 
@@ -106,34 +106,33 @@ def _jpeg(data: bytes) -> Container:
     position = 2
     scans, buffered = 1, False
     for _ in _parts():
+        # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
         found = _JPEG_MARKER.search(data, position)
         if found is None:
-            kept.append(view[position:])
             break
-        marker, start = found[1][0], found.end()
+        begin, marker, start = found.start(), found[0][1], found.end()
         if marker in _JPEG_BARE:
-            kept.append(view[position:start])
+            kept.append(view[begin:start])
             position = start
             continue
         length = int.from_bytes(data[start : start + 2], "big")
-        end = start + max(2, length)
+        position = start + max(2, length)
         if marker == _JPEG_SOS:
-            kept.append(view[position:])
+            kept.append(view[begin:])
             buffered = frame in _JPEG_PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
             scans = data.count(b"\xff\xda", start) + 1 if buffered else 1
             break
         if marker in _JPEG_METADATA and not data.startswith(_JPEG_COLOUR, start + 2):
             if marker == _JPEG_APP1:
-                segment = data[start + 2 : end]
+                segment = data[start + 2 : position]
                 if exif is None and segment.startswith(b"Exif\0\0"):
                     exif = segment
                 elif xmp is None and segment.startswith(_XMP_PREFIX):
                     xmp = segment
         else:
-            kept.append(view[position:end])
+            kept.append(view[begin:position])
         if marker in _JPEG_FRAMES:
             frame, components = marker, (data[start + 7 : start + 8] or b"\0")[0]
-        position = end
     return Container(
         "JPEG",
         b"".join(kept),
@@ -147,39 +146,42 @@ def _jpeg(data: bytes) -> Container:
 # --- PNG (W3C PNG, third edition, section 5) ------------------------------------------------------------------
 
 _PNG_PICTURE = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
-_PNG_TEXTS = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
+_PNG_TEXTS = {b"tEXt", b"zTXt", b"iTXt"}
+_PNG_XMP = b"XML:com.adobe.xmp\0"
+_PNG_RAW_PROFILE = b"Raw profile type exif\0"
 
 
 def _png(data: bytes) -> Container:
     view = memoryview(data)
     kept = [view[:8]]
-    texts: dict[bytes, bytes] = {}
+    exif = raw_profile = xmp = None
     position = first = 8  # kept chunks that follow one another are kept as one slice
     for _ in _parts():
         length, kind = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
-        end = position + 12 + length
+        body, end = position + 8, position + 12 + length
         if kind not in _PNG_PICTURE and len(kind) == 4:
             kept.append(view[first:position])
             first = end
-            if kind in _PNG_TEXTS:
-                body = data[position + 8 : end - 4]
-                texts.setdefault(kind if kind == b"eXIf" else body.partition(b"\0")[0], kind + body)
+            if kind == b"eXIf":
+                exif = data[body : end - 4]
+            elif kind in _PNG_TEXTS and data.startswith(_PNG_XMP, body):
+                xmp = data[body : end - 4]
+            elif kind in _PNG_TEXTS and data.startswith(_PNG_RAW_PROFILE, body):
+                raw_profile = _png_raw_profile(data[body + len(_PNG_RAW_PROFILE) : end - 4], packed=kind == b"zTXt")
         position = end
         if kind == b"IEND" or position >= len(data):
             break
     kept.append(view[first:position])
-    exif = texts.get(b"eXIf", b"")[4:] or _png_raw_profile(texts.get(b"Raw profile type exif", b""))
-    return Container("PNG", b"".join(kept), orientation=orientation(exif, texts.get(b"XML:com.adobe.xmp")))
+    return Container("PNG", b"".join(kept), orientation=orientation(exif or raw_profile, xmp))
 
 
-def _png_raw_profile(text: bytes) -> bytes | None:
+def _png_raw_profile(text: bytes, *, packed: bool) -> bytes | None:
     """Exif as ImageMagick wrote it before PNG had a chunk for it: hexadecimal digits in a text chunk."""
-    kind, (_, _, value) = text[:4], text[4:].partition(b"\0")
     try:
-        if kind == b"zTXt":
-            value = zlib.decompressobj().decompress(value[1:], _MAX_PROFILE_BYTES)
+        if packed:
+            text = zlib.decompressobj().decompress(text[1:], _MAX_PROFILE_BYTES)
         # A line break, the name, the length, then the digits.
-        return bytes.fromhex(b"".join(value.split(b"\n")[3:]).decode("ascii"))
+        return bytes.fromhex(b"".join(text[:_MAX_PROFILE_BYTES].split(b"\n")[3:]).decode("ascii"))
     except (ValueError, zlib.error):
         return None
 
@@ -251,25 +253,23 @@ def _tiff(data: bytes) -> Container:
     if directory is None:
         raise InvalidImage("the TIFF file's first directory cannot be read")
     fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _TIFF_PICTURE}
-    if sum(field.value_size * field.count for field in fields.values()) > len(data):
+    if sum(field.value_size * field.number for field in fields.values()) > len(data):
         raise InvalidImage("the TIFF file's directory claims more data than the file has")
-    if any(field.value_size > 1 and field.count > _MAX_VALUES for field in fields.values()):
+    if any(field.value_size > 1 and field.number > _MAX_VALUES for field in fields.values()):
         raise InvalidImage(f"the TIFF file has more than {_MAX_VALUES} strips, tiles or colours")
     stated = directory_orientation(directory)
     if stated is None:
         xmp = directory.find(_TIFF_XMP)
         stated = orientation(None, directory.value(xmp, data) if xmp else None)
 
-    # A directory of the picture's own fields, appended, takes the place of the first and is the last: values
-    # stay where they are, other pictures and metadata cannot be reached.
-    start = len(data) + len(data) % 2
+    # A directory of the picture's own fields takes the place of the first, which it fits, and is the last: metadata
+    # and other pictures cannot be reached from it.
+    view = memoryview(data)
     count = struct.pack(directory.order + ("Q" if directory.big else "H"), len(fields))
     entries = b"".join(fields[tag].entry for tag in sorted(fields))
-    offset = struct.pack(directory.order + ("Q" if directory.big else "L"), start)
-    head = data[:8] if directory.big else data[:4]
-    body = memoryview(data)[len(head) + len(offset) :]
-    padding = b"\0" * (start - len(data))
-    rewritten = b"".join((head, offset, body, padding, count, entries, b"\0" * len(offset)))
+    last = bytes(8 if directory.big else 4)
+    end = directory.offset + len(count) + len(entries) + len(last)
+    rewritten = b"".join((view[: directory.offset], count, entries, last, view[end:]))
     return Container("TIFF", rewritten, orientation=stated)
 
 
@@ -301,7 +301,7 @@ def _bmp(data: bytes) -> Container:
 
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
-_EXIF_HEADER = re.compile(rb"II\*\0|MM\0\*")
+_MAX_EXIF_BLOCKS = 8
 
 
 def _heif_family(data: bytes) -> Container:
@@ -310,15 +310,27 @@ def _heif_family(data: bytes) -> Container:
     compatible = {brands[start : start + 4] for start in range(0, len(brands), 4)}
     if compatible & _AVIF_BRANDS:
         _check_boxes(data)
-        # Pillow reads the Exif block when it opens an AVIF file: all of it, so it has to be an honest one.
-        for found in _EXIF_HEADER.finditer(data):
-            directory = read_directory(data[found.start() :])
-            if directory and sum(field.value_size * field.count for field in directory.fields) > len(data):
-                raise InvalidImage("the AVIF file's Exif block claims more data than the file has")
+        _check_exif(data)
         return Container("AVIF", data)
     if compatible & _HEIC_BRANDS:
         return Container("HEIF", data, orientation=UPRIGHT)
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def _check_exif(data: bytes) -> None:
+    """Pillow copies the values of the Exif block out as it opens an AVIF file: it has to be an honest one."""
+    view = memoryview(data)
+    blocks = 0
+    for header in (b"II*\0", b"MM\0*"):
+        start = data.find(header)
+        while start >= 0:
+            directory = read_directory(view[start:])
+            if directory and sum(field.value_size * field.number for field in directory.fields) > len(data):
+                raise InvalidImage("the AVIF file's Exif block claims more data than the file has")
+            blocks += 1
+            if blocks > _MAX_EXIF_BLOCKS:
+                raise InvalidImage(f"the AVIF file has more than {_MAX_EXIF_BLOCKS} Exif blocks")
+            start = data.find(header, start + 1)
 
 
 def _check_boxes(data: bytes) -> None:

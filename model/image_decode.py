@@ -12,6 +12,7 @@ import importlib.util
 import io
 import logging
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,17 +78,20 @@ Image.MAX_IMAGE_PIXELS = None
 
 # Pillow logs each chunk that it reads and what it finds odd. Here a file decodes or raises, and that says it all.
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
+# The one place left where it would also warn: about TIFF fields, and the Exif block of an AVIF file.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 _READERS: dict[Format, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
-    "WEBP": WebPImageFile,
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
     "TIFF": TiffImageFile,
 }
 """What this installation can read."""
 
+if features.check("webp"):
+    _READERS["WEBP"] = WebPImageFile
 if features.check("avif"):
     _READERS["AVIF"] = AvifImageFile
 if importlib.util.find_spec("pillow_heif") is not None:
@@ -97,6 +101,7 @@ SUPPORTED_FORMATS: tuple[Format, ...] = tuple(_READERS)
 """Formats that `decode` reads here, as Pillow names them."""
 
 _NOT_SUPPORTED = {
+    "WEBP": "WebP pictures are not supported: this Pillow is built without libwebp",
     "AVIF": "AVIF pictures are not supported: this Pillow is built without libavif",
     "HEIF": "HEIC pictures are not supported: pip install 'vitserve[heic]' adds them",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 UPRIGHT = 1
 _ORIENTATION_TAG = 274
@@ -24,20 +25,19 @@ _INTEGER_CODES = {1: "B", 3: "H", 4: "L"}
 """How `struct` reads the unsigned integer field types."""
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One entry of a directory.
 
     Attributes:
         tag: what it says.
         kind: field type, a key of `_TYPE_SIZES`.
-        count: how many values.
+        number: how many values.
         entry: the entry itself: 12 bytes, or 20 in BigTIFF.
     """
 
     tag: int
     kind: int
-    count: int
+    number: int
     entry: bytes
 
     @property
@@ -53,11 +53,13 @@ class Directory:
     Attributes:
         order: `<` or `>`: the byte order as `struct` names it.
         big: 64-bit counts and offsets (BigTIFF).
+        offset: where it begins.
         fields: in the file's order.
     """
 
     order: str
     big: bool
+    offset: int
     fields: tuple[Field, ...]
 
     def find(self, tag: int) -> Field | None:
@@ -70,7 +72,7 @@ class Directory:
 
     def value(self, field: Field, data: bytes) -> bytes:
         """A field's value as bytes, cut where the file ends."""
-        size = field.value_size * field.count
+        size = field.value_size * field.number
         inline = self.inline(field)
         if size <= len(inline):
             return inline[:size]
@@ -78,9 +80,9 @@ class Directory:
         return data[offset : offset + size]
 
 
-def read_directory(data: bytes) -> Directory | None:
+def read_directory(data: bytes | memoryview) -> Directory | None:
     """The first directory of a TIFF file or Exif block; None where there is none that can be read."""
-    order = {b"II": "<", b"MM": ">"}.get(data[:2])
+    order = {b"II": "<", b"MM": ">"}.get(bytes(data[:2]))
     if order is None:
         return None
     try:
@@ -91,12 +93,13 @@ def read_directory(data: bytes) -> Directory | None:
         entry, first = struct.Struct(order + ("HHQ8s" if big else "HHL4s")), offset + (8 if big else 2)
         if count > min(_MAX_ENTRIES, (len(data) - first) // entry.size):
             return None
-        table = data[first : first + count * entry.size]
+        table = bytes(data[first : first + count * entry.size])
     except (struct.error, OverflowError):
         return None
     return Directory(
         order,
         big,
+        offset,
         tuple(
             Field(tag, kind, number, table[start : start + entry.size])
             for start, (tag, kind, number, _) in zip(
@@ -112,7 +115,7 @@ def directory_orientation(directory: Directory) -> int | None:
     if field is None:
         return None
     code = _INTEGER_CODES.get(field.kind)
-    if code is None or field.count < 1:
+    if code is None or field.number < 1:
         return UPRIGHT
     (value,) = struct.unpack_from(directory.order + code, directory.inline(field))
     return _valid(int(value))

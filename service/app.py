@@ -42,6 +42,7 @@ from service.settings import Settings
 
 VERSION = importlib.metadata.version("vitserve")
 
+_ROUTERS = (classify.router, attention.router, operations.router)
 _PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
 
 
@@ -88,8 +89,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.pipeline = pipeline
-    for routes in (classify.router, attention.router, operations.router):
-        app.include_router(routes)
+    for router in _ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(ServiceError, _on_error)
     app.add_exception_handler(VitError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_error)
@@ -111,7 +112,8 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
-    return Exchange(layers, metrics, app.openapi()["paths"].keys() | {"/", "/docs", "/openapi.json"}, lifecycle)
+    endpoints = {route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route)}
+    return Exchange(layers, metrics, endpoints | {"/docs", "/openapi.json"}, lifecycle)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -147,7 +149,7 @@ def _translate(request: Request, error: Exception) -> Exception:
 def _allowed(request: Request) -> str:
     """The methods that the request's path has; each is a route of its own."""
     methods: set[str] = set()
-    for route in request.app.routes:
+    for route in (*request.app.routes, *(route for router in _ROUTERS for route in router.routes)):
         if isinstance(route, Route) and route.path == request.url.path:
             methods |= route.methods or set()
     return ", ".join(sorted(methods))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import MalformedRequest
@@ -21,12 +22,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
     answered here with a problem document, unless an earlier request still waits for its answer: that one goes
-    out, then the connection closes.
+    out, then the connection closes. A caller that offers another protocol is answered in this one.
     """
 
     _overhead = 0
     """Bytes since the last that belonged to a body or ended a request."""
     _in_head = False
+    _offer = False
+    """Whether this head offers to go on in another protocol."""
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -45,12 +48,32 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refused:  # what still comes has no meaning any more
             return
         self._overhead += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._overhead > _MAX_HEAD_BYTES:
             self.send_400_response(f"more than {_MAX_HEAD_BYTES} bytes that are no body")
         elif self.cycle is None or self.cycle.response_complete:
             # A new head has begun, and uvicorn has stopped its clock for idle connections.
             self._start_head_timer()
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows for another protocol, but no server need accept an offer: the same
+                # head without it, and then the body. (Java's client offers h2c with each of its first requests.)
+                data = self._head_without_offer() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("this is not HTTP/1.1")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -59,6 +82,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
+        self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offer:
+            return
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
@@ -70,6 +96,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole."""
+        if self._offer:
+            return
         self._overhead = 0
         super().on_message_complete()
 

@@ -122,11 +122,17 @@ class _Answer:
         scope["vit.request_id"] = self.request_id
 
     async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            self._unread = False
+        message = await self._receive_any()
         if BROKEN_FRAMING in self._scope:
             raise MalformedRequest(self._scope[BROKEN_FRAMING])
+        return message
+
+    async def _receive_any(self) -> Message:
+        message = await self._receive()
+        # What comes after broken framing is no body, and has no end but the connection's.
+        ended = not message.get("more_body", False) and BROKEN_FRAMING not in self._scope
+        if message["type"] == "http.disconnect" or ended:
+            self._unread = False
         return message
 
     async def send(self, message: Message) -> None:
@@ -156,8 +162,8 @@ class _Answer:
             async with asyncio.timeout(_LINGER_SECONDS):
                 while self._unread and left > 0:
                     async with asyncio.timeout(_LINGER_IDLE_SECONDS):
-                        left -= len((await self.receive()).get("body", b""))
-        except (TimeoutError, MalformedRequest):
+                        left -= len((await self._receive_any()).get("body", b""))
+        except TimeoutError:
             return
 
 

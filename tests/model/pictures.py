@@ -71,9 +71,8 @@ def black_png(width: int, height: int, *, bits: int = 8, colour_type: int = 0) -
     """A black PNG of any size, made without making the picture."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[colour_type]
     row = b"\0" * (1 + (width * bits * samples + 7) // 8)
-    packer, packed = zlib.compressobj(1), []
-    for _ in range(height):
-        packed.append(packer.compress(row))
+    packer = zlib.compressobj(1)
+    packed = [packer.compress(row) for _ in range(height)]
     header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"

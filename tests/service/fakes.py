@@ -6,9 +6,10 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,20 @@ BAD = 255
 """Red value of an image that the model fails on."""
 NAN = 254
 """Red value of an image whose scores are no numbers."""
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test to its end, within `PATIENCE`."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(PATIENCE):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
 
 
 def model_info(**changes: Any) -> ModelInfo:
@@ -271,7 +286,9 @@ class Exchange:
         query: str = "",
     ) -> None:
         raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        if body and not any(name in (b"content-length", b"transfer-encoding") for name, _ in raw):
+        if body is None:
+            raw.append((b"transfer-encoding", b"chunked"))
+        elif body and not any(name in (b"content-length", b"transfer-encoding") for name, _ in raw):
             raw.append((b"content-length", str(len(body)).encode()))
         self.scope: Message = {
             "type": "http",

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fakes import BAD, NAN, PATIENCE, FakePredictor, expected_indices, model_info, pixels, running
+from fakes import BAD, NAN, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, running
 
 from model.errors import CheckpointError, DeviceError
 from model.prediction import MapRequest
 from service.engine import LocalEngine
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.messages import InferenceRequest, ModelInfo
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(PATIENCE):
-                await test(*args, **kwargs)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 @on_a_loop

@@ -1,0 +1,107 @@
+"""The bundled checkpoint, served, against its offline evaluation on real CIFAR-10 images."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from model.checkpoint import BUNDLED, load_checkpoint
+from model.predictor import Predictor
+from model.training import cifar10
+from model.training.evaluate import evaluate_cifar10, predict_scores
+from service.client import Client
+from tests.acceptance.server import ServerProcess
+
+COUNT = 1000
+CONCURRENCY = 32
+
+
+@pytest.fixture(scope="module")
+def data(shared: Path) -> Path:
+    return shared / "data" / "cifar-10-batches-bin"
+
+
+@pytest.fixture(scope="module")
+def images(data: Path) -> cifar10.Images:
+    return cifar10.read_test(data).take(np.arange(COUNT))
+
+
+@pytest.fixture(scope="module")
+def offline(images: cifar10.Images) -> NDArray[np.float32]:
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32")
+    return predict_scores(predictor, images.pixels)
+
+
+def served_scores(server: ServerProcess, images: cifar10.Images) -> NDArray[np.float32]:
+    def ask(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        buffer = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
+        scores = np.zeros(cifar10.CLASSES, np.float32)
+        for found in client.classify(buffer.getvalue(), top_k=cifar10.CLASSES).predictions:
+            scores[found.index] = found.score
+        return scores
+
+    with Client(server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
+        return np.stack(list(pool.map(ask, images.pixels)))
+
+
+@pytest.mark.slow
+def test_every_image_gets_its_own_offline_scores(
+    images: cifar10.Images, offline: NDArray[np.float32], tmp_path: Path
+) -> None:
+    with ServerProcess(tmp_path / "log", dtype="float32", device="cpu") as server:
+        served = served_scores(server, images)
+        assert server.terminate() == 0
+    np.testing.assert_allclose(served, offline, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_batches(
+    images: cifar10.Images, offline: NDArray[np.float32], tmp_path: Path
+) -> None:
+    with ServerProcess(tmp_path / "log") as server:
+        served = served_scores(server, images)
+        metrics = server.metrics()
+        assert server.terminate() == 0
+    ordered = np.sort(offline, axis=1)
+    clear = ordered[:, -1] - ordered[:, -2] > 0.05
+    assert clear.mean() > 0.8
+    np.testing.assert_array_equal(served.argmax(axis=1)[clear], offline.argmax(axis=1)[clear])
+
+    sizes = {name: value for name, value in metrics.items() if name.startswith("vit_batch_size_")}
+    [images_launched] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_sum")]
+    [batches] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_count")]
+    assert images_launched == metrics["vit_images_total"] == COUNT
+    assert images_launched / batches > 4
+
+
+def test_the_model_card_tells_the_measured_accuracy(data: Path) -> None:
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32")
+    accuracy = evaluate_cifar10(predictor, data).accuracy
+    assert accuracy >= 0.65
+    assert f"{100 * accuracy:.2f}" in (BUNDLED / "MODEL_CARD.md").read_text()
+
+
+def test_the_bundled_checkpoint_is_small_and_in_half_precision() -> None:
+    checkpoint = load_checkpoint("bundled")
+    parameters = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    assert parameters <= 6_000_000
+    assert checkpoint.labels == (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
+    assert (BUNDLED / "model.safetensors").stat().st_size < 2.1 * parameters
