@@ -15,13 +15,41 @@ Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, l
 """(rows, columns) in pixels or patches."""
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-Pool = Literal["cls", "mean"]
-Activation = Literal["gelu", "gelu_tanh", "relu"]
+Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+_MAX_TOKENS = 65536
+_MAX_RELATIVE_TOKENS = 4096
+_MAX_PARAMETERS = 50_000_000_000
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ResNetStem(_Frozen):
+    """The hybrid of the ViT paper: a ResNetV2 before the Transformer instead of raw patches.
+
+    Standardised convolutions and group normalisation (Kolesnikov et al. 2019, BiT); each stage after
+    the first halves the resolution, and the root halves it twice.
+    """
+
+    layers: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=4)]
+    """Bottleneck blocks a stage; none at all is the root alone."""
+    same_padding: bool = True
+    """TensorFlow's padding, which is asymmetric where the stride does not divide the size."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of its output."""
+        return 64 if not self.layers else 256 * 2 ** (len(self.layers) - 1)
+
+    @property
+    def stride(self) -> int:
+        """Input pixels an output pixel stands for."""
+        return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
 class ViTConfig(_Frozen):
@@ -32,35 +60,107 @@ class ViTConfig(_Frozen):
     """
 
     image_size: Size
-    """(rows, columns) of the input in pixels; each a multiple of `patch_size`."""
+    """(rows, columns) of the input in pixels; each a multiple of `patch_size` unless `drop_remainder`."""
     patch_size: Annotated[int, Field(ge=1, le=1024)]
+    """Input pixels along a patch's edge; with a stem, the stem's stride times its own patches' edge."""
     width: Annotated[int, Field(ge=1, le=16384)]
     """Token dimension D."""
     depth: Annotated[int, Field(ge=1, le=256)]
     heads: Annotated[int, Field(ge=1, le=256)]
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
-    """Hidden dimension of the MLP; 4 x width in the paper."""
+    """Hidden dimension of the MLP; 4 x width in the paper. Of SwiGLU: the dimension after gating."""
     num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
-    pool: Pool = "cls"
+    drop_remainder: bool = False
+    """Rows and columns at the bottom and right that fill no patch are not looked at (SigLIP, 384 px by 14)."""
+
+    stem: ResNetStem | None = None
+    patch_embedding: Literal["convolution", "linear"] = "convolution"
+    """How patches become tokens: two ways to compute the same map."""
+    patch_bias: bool = True
+    position_embedding: Literal["learned", "sincos2d", "none"] = "learned"
+    """sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580)."""
+    position_prefix: bool = True
+    """The position embedding has entries for the prefix tokens too (timm: not `no_embed_class`)."""
+    relative_position_bias: bool = False
+    """Each block adds a learned bias a head and offset to its attention scores (BEiT)."""
+
     class_token: bool = True
-    norm_after_pool: bool = False
-    """The final LayerNorm stands after the mean pooling (timm's `fc_norm`) instead of before it."""
-    qkv_bias: bool = True
-    activation: Activation = "gelu"
+    distillation_token: bool = False
+    """A second token after CLS (Touvron et al. 2020, DeiT)."""
+    registers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Tokens that belong to no patch and no class (Darcet et al. 2023)."""
+
+    norm_before_blocks: bool = False
+    """A LayerNorm between the embedding and the first block (CLIP)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    qkv_bias: bool = True
+    projection_bias: bool = True
+    """Of the attention's output projection and of the MLP."""
+    qk_norm: bool = False
+    """A LayerNorm a head over queries and keys (Dehghani et al. 2023)."""
+    mlp: Literal["plain", "swiglu"] = "plain"
+    """swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first."""
+    activation: Activation = "gelu"
+    layer_scale: bool = False
+    """A learned factor a channel on both residual branches (Touvron et al. 2021, CaiT)."""
+
+    pool: Pool = "cls"
+    """mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head)."""
+    pool_prefix: bool = False
+    """Mean, max and attention pooling look at the prefix tokens too."""
+    final_norm: bool = True
+    norm_after_pool: bool = False
+    """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    distillation_head: bool = False
+    """A second linear head on the distillation token; the logits of both are averaged."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _sizes_agree(self) -> Self:
         rows, columns = self.image_size
-        if rows % self.patch_size or columns % self.patch_size:
+        if (rows % self.patch_size or columns % self.patch_size) and not self.drop_remainder:
             raise ValueError(f"image_size {rows}x{columns} is not a multiple of patch_size {self.patch_size}")
+        if rows < self.patch_size or columns < self.patch_size:
+            raise ValueError(f"image_size {rows}x{columns} is smaller than patch_size {self.patch_size}")
+        if self.stem is not None and self.patch_size % self.stem.stride:
+            raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {self.stem.stride}")
+        if self.stem is not None and self.patch_embedding != "convolution":
+            raise ValueError("a stem needs patch_embedding 'convolution'")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.pool == "cls" and not self.class_token:
-            raise ValueError("pool 'cls' needs class_token")
-        if self.norm_after_pool and self.pool == "cls":
-            raise ValueError("norm_after_pool needs pool 'mean'")
+        if self.position_embedding == "sincos2d" and self.width % 4:
+            raise ValueError(f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {self.width}")
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        """Refused here, before anything of these sizes is allocated, even without storage."""
+        if self.tokens > _MAX_TOKENS:
+            raise ValueError(f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed")
+        if self.depth * self.width * (4 * self.width + 2 * self.mlp_width) > _MAX_PARAMETERS:
+            raise ValueError(f"more than the {_MAX_PARAMETERS:,} parameters that are allowed")
+        if self.relative_position_bias and self.tokens > _MAX_RELATIVE_TOKENS:
+            raise ValueError(f"relative_position_bias with {self.tokens} tokens, at most {_MAX_RELATIVE_TOKENS}")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_agree(self) -> Self:
+        if self.pool in ("cls", "cls_mean") and not self.class_token:
+            raise ValueError(f"pool {self.pool!r} needs class_token")
+        if self.distillation_token and (not self.class_token or self.registers):
+            raise ValueError("distillation_token needs class_token and no registers")
+        if self.relative_position_bias and (not self.class_token or self.prefix_tokens != 1):
+            raise ValueError("relative_position_bias needs class_token as the only prefix token")
+        return self
+
+    @model_validator(mode="after")
+    def _head_agrees(self) -> Self:
+        if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
+            raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
+            raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
+        if self.pool == "attention" and self.mlp != "plain":
+            raise ValueError("pool 'attention' needs mlp 'plain'")
         return self
 
     @property
@@ -71,7 +171,7 @@ class ViTConfig(_Frozen):
     @property
     def prefix_tokens(self) -> int:
         """Tokens before the patches: those an attention map has no place for."""
-        return int(self.class_token)
+        return int(self.class_token) + int(self.distillation_token) + self.registers
 
     @property
     def tokens(self) -> int:
@@ -79,9 +179,20 @@ class ViTConfig(_Frozen):
         return self.prefix_tokens + math.prod(self.grid)
 
     @property
-    def attention_source(self) -> Literal["cls", "patch_mean"]:
-        """Whose attention a map shows: the CLS query's, or the mean over all patch queries."""
-        return "cls" if self.pool == "cls" else "patch_mean"
+    def position_tokens(self) -> int:
+        """Entries of the position embedding."""
+        return self.tokens if self.position_prefix else math.prod(self.grid)
+
+    @property
+    def attention_source(self) -> AttentionSource:
+        """Whose attention a map of the last layer shows.
+
+        The CLS query's; without one that the head reads, the mean over all patch queries; with
+        attention pooling the pooling query's (earlier layers then show the mean over patch queries).
+        """
+        if self.pool in ("cls", "cls_mean"):
+            return "cls"
+        return "pool_query" if self.pool == "attention" else "patch_mean"
 
 
 class PreprocessConfig(_Frozen):
@@ -91,6 +202,8 @@ class PreprocessConfig(_Frozen):
 
     * `shortest_edge`: aspect kept, the picture just covers `resize_size` (torchvision `Resize(int)`).
     * `squash`: aspect given up, exactly `resize_size` (Hugging Face's ViT, timm's `crop_mode=squash`).
+    * `border`: aspect kept, the picture just fits into `resize_size`; what it leaves of `size` is
+      filled with the mean colour (timm's `crop_mode=border`).
 
     Raises:
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
@@ -98,10 +211,12 @@ class PreprocessConfig(_Frozen):
 
     size: Size
     """(rows, columns) of the model's input in pixels."""
-    resize: Literal["shortest_edge", "squash"]
+    resize: Literal["shortest_edge", "squash", "border"]
     resize_size: Size
     """(rows, columns) before the centre crop; each at least `size`."""
     interpolation: Interpolation
+    crop_rounding: Literal["half_even", "down"] = "half_even"
+    """Where the crop starts if the margin is odd: as torchvision's `center_crop`, or as transformers'."""
     mean: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=4)]
     """Per channel, of pixels scaled to 0...1."""
     std: Annotated[tuple[Annotated[Finite, Field(gt=0)], ...], Field(min_length=1, max_length=4)]

@@ -38,7 +38,7 @@ _SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
 """Filters with edges: they take another pixel if a position is off by the least bit."""
 
 _WHOLE = 4096
-"""Up to this many pixels, an axis is resized whole for the sake of such a filter."""
+"""Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -108,6 +108,9 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     rows, columns = config.resize_size
     if config.resize == "squash":
         return columns, rows
+    if config.resize == "border":
+        ratio = max(height / rows, width / columns)
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
     if rows == columns:
         if width <= height:
             return columns, int(rows * height / width)
@@ -126,17 +129,18 @@ class _Span:
     skip: int
 
 
-def _span(source: int, resized: int, wanted: int, resample: Image.Resampling) -> _Span:
+def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str) -> _Span:
     """What of `source` pixels, resized to `resized`, ends up in the middle `wanted`."""
-    # As torchvision's center_crop: a half goes to the even neighbour.
-    first = round((resized - wanted) / 2.0)
+    # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+    first = (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
     last = first + wanted
     # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
     # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
     step = resized // math.gcd(source, resized)
     step //= step & -step
     spare = wanted * 1.5
-    if resample in _SHARP:
+    # Enlarged, a position that is off counts for more, and the whole costs little.
+    if resample in _SHARP or source < resized:
         step, spare = resized, _WHOLE
     even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
     if even_last - even_first <= spare:
@@ -152,8 +156,10 @@ def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) 
     swapped = picture.orientation >= 5
     width, height = picture.size[::-1] if swapped else picture.size
     new_width, new_height = resized_size(width, height, config)
-    rows, columns = config.size
-    across, down = _span(width, new_width, columns, resample), _span(height, new_height, rows, resample)
+    # Less than the model's size only with a border, which is added last.
+    rows, columns = min(config.size[0], new_height), min(config.size[1], new_width)
+    across = _span(width, new_width, columns, resample, config.crop_rounding)
+    down = _span(height, new_height, rows, resample, config.crop_rounding)
 
     # The order that the passes would have in a resize of the whole upright picture.
     rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if picture.scale == 1 else None
@@ -167,9 +173,18 @@ def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) 
     )
     if picture.orientation in _TRANSPOSE:
         small = small.transpose(_TRANSPOSE[picture.orientation])
-    if small.size == (columns, rows):
-        return small
-    return small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
+    if small.size != (columns, rows):
+        small = small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
+    return small if (rows, columns) == config.size else _bordered(small, config)
+
+
+def _bordered(small: Image.Image, config: PreprocessConfig) -> Image.Image:
+    """The picture in the middle of one of the model's size, filled with the mean colour; an odd pixel goes after."""
+    rows, columns = config.size
+    fill = tuple(round(255 * mean) for mean in config.mean)
+    whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
+    whole.paste(small, ((columns - small.width) // 2, (rows - small.height) // 2))
+    return whole
 
 
 def _as_stored(across: _Span, down: _Span, picture: Picture) -> tuple[float, float, float, float]:

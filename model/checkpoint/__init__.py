@@ -1,49 +1,89 @@
 """Checkpoints: one reader a format, each strict, all giving the same `Checkpoint`.
 
-To add a format, write a module with `FORMAT`, `recognises(config)` and `read(folder, config, source)`
-and name it in `READERS`.
+To add a format, write a module with `FORMAT`, `recognises(files)` and `read(files, options)` and name
+it in `READERS`. To add a family of transformers' classes, write one module in `huggingface/` and name
+it in its `FAMILIES`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from model.checkpoint import native, timm
+from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, torchvision
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import CONFIG_FILE, read_json
+from model.checkpoint.files import CONFIG_FILE, Files, Folder, SingleFile
+from model.checkpoint.hub import Repository, is_hub_id
+from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, Options
 from model.config import Size
 from model.errors import CheckpointError
+
+__all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "READERS", "Checkpoint", "Reader", "load_checkpoint"]
 
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 """The checkpoint that travels with the code."""
 
-READERS: Final = (native, timm)
 
-__all__ = ["BUNDLED", "READERS", "Checkpoint", "load_checkpoint"]
+class Reader(Protocol):
+    """What the module of a format offers."""
+
+    @property
+    def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
+        """Name of the format."""
+
+    def recognises(self, files: Files) -> bool:
+        """Whether the files are of this format."""
+
+    def read(self, files: Files, options: Options) -> Checkpoint:
+        """Read them; raises CheckpointError."""
 
 
-def load_checkpoint(source: str, *, image_size: Size | None = None) -> Checkpoint:
+READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)
+
+
+def load_checkpoint(
+    source: str,
+    *,
+    image_size: Size | None = None,
+    preprocess: str | None = None,
+    labels: str | None = None,
+    architecture: str | None = None,
+) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
     Args:
-        source: `bundled`, or a folder.
+        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
+            never looked for on the hub.
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
+        preprocess: a JSON file or one of `PREPROCESS_PRESETS`, instead of the checkpoint's own; needed
+            for formats that carry none.
+        labels: a file or one of `LABEL_PRESETS`, likewise.
+        architecture: for plain state dicts: a timm name, e.g. `vit_base_patch16_224`.
 
     Returns:
-        A checkpoint whose parts agree; its tensors are checked when it is built.
+        A checkpoint whose parts agree; its tensors' values are checked when it is built.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
-    folder = BUNDLED if source == "bundled" else Path(source).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"{source}: no such folder")
-    config = read_json(folder / CONFIG_FILE)
+    files = _open(source)
+    options = Options(image_size, preprocess, labels, architecture)
     for reader in READERS:
-        if reader.recognises(config):
-            checkpoint: Checkpoint = reader.read(folder, config, source)
+        if reader.recognises(files):
+            checkpoint = reader.read(files, options)
             return checkpoint if image_size is None else checkpoint.resized(image_size)
-    raise CheckpointError(
-        f"{folder / CONFIG_FILE}: not a format this version reads ({', '.join(r.FORMAT for r in READERS)})"
-    )
+    known = ", ".join(reader.FORMAT for reader in READERS)
+    if files.config is None:
+        raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}")
+    raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+
+
+def _open(source: str) -> Files:
+    path = BUNDLED if source == "bundled" else Path(source).expanduser()
+    if path.is_dir():
+        return Folder(path, source)
+    if path.is_file():
+        return SingleFile(path, source)
+    if is_hub_id(source):
+        return Repository(source)
+    raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")

@@ -1,4 +1,4 @@
-"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train`."""
+"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, first_problem, read_safetensors
+from model.checkpoint.checkpoint import Checkpoint, native_tensors
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, first_problem
+from model.checkpoint.options import Options
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 
@@ -36,32 +37,36 @@ class NativeConfig(BaseModel):
     """How it came about (recipe, accuracy, versions). For people; never read by the service."""
 
 
-def recognises(config: dict[str, Any]) -> bool:
+def recognises(files: Files) -> bool:
     """Whether a folder's `config.json` is ours."""
-    return config.get("format") == FORMAT
+    return files.config is not None and files.config.get("format") == FORMAT
 
 
-def read(folder: Path, config: dict[str, Any], source: str) -> Checkpoint:
+def read(files: Files, options: Options) -> Checkpoint:
     """Read a native folder.
 
     Raises:
         CheckpointError: the config or the weights are not as this format demands.
     """
+    where = files.where(CONFIG_FILE)
+    if options.architecture is not None:
+        raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
     try:
-        native = NativeConfig.model_validate(config)
+        native = NativeConfig.model_validate(files.config)
     except ValidationError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {first_problem(error)}") from None
+        raise CheckpointError(f"{where}: {first_problem(error)}") from None
     return Checkpoint(
         name=native.name,
-        source=source,
+        source=files.source,
         format=FORMAT,
         architecture=describe_architecture(native.architecture),
         config=native.architecture,
-        preprocess=native.preprocess,
-        labels=native.labels,
-        tensors=read_safetensors(folder / WEIGHTS_FILE),
+        preprocess=options.preprocess_or(native.preprocess, where),
+        labels=options.labels_or(native.labels, native.architecture.num_classes, where),
+        tensors=native_tensors(files.tensors(), native.architecture, files.place),
         temperature=native.temperature,
         multi_label=native.multi_label,
+        revision=files.revision,
     )
 
 

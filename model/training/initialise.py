@@ -65,6 +65,7 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 def start_positions(model: VisionTransformer) -> None:
     """Put the sine-cosine code into the patches' position embeddings."""
     config = model.config
+    assert model.pos_embed is not None  # recipes train models with learned positions
     model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * sincos_positions(config.grid, config.width)
 
 

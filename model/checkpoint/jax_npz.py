@@ -1,0 +1,275 @@
+"""The original JAX releases: `.npz` files of google-research/vision_transformer (AugReg) and big_vision.
+
+Names and shapes: vit_jax/models_vit.py and big_vision/models/vit.py; timm's `_load_weights` reads the
+same. The activation is JAX's GELU, the tanh approximation, which the weights were trained with (timm
+and transformers run them with the exact one).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from model.checkpoint.checkpoint import Checkpoint, native_tensors
+from model.checkpoint.files import Files, SingleFile, TensorSource, first_line, first_problem
+from model.checkpoint.options import PREPROCESS_PRESETS, Options, imagenet_labels
+from model.config import PreprocessConfig, ViTConfig
+from model.errors import CheckpointError
+
+FORMAT: Final = "jax"
+
+_PREFIXES: Final = ("", "opt/target/", "params/", "params/img/")
+_RELEASED: Final = re.compile(r".*imagenet2012.*-res_(224|384)\.npz")
+"""AugReg's fine-tuned files, e.g. `Ti_16-i21k-…--imagenet2012-steps_20k-lr_0.03-res_224.npz`."""
+
+_MAX_ARRAYS: Final = 10_000
+_MAX_BYTES: Final = 64 << 30
+
+
+def recognises(files: Files) -> bool:
+    """Whether it is one `.npz` file."""
+    return isinstance(files, SingleFile) and files.file.suffix.lower() == ".npz"
+
+
+def read(files: Files, options: Options) -> Checkpoint:
+    """Read one `.npz` file.
+
+    Raises:
+        CheckpointError: not the arrays of a ViT, or no preprocessing or labels for it.
+    """
+    assert isinstance(files, SingleFile)
+    where = files.place
+    if options.architecture is not None:
+        raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+    arrays = _unstacked(_unprefixed(read_npz(files.file), where), where)
+    stored = TensorSource(arrays, where)
+    config, old = _config(stored, where)
+    tensors = _convert(stored, config, old)
+    stored.finish()
+    preprocess, labels, notes = _published(files, config, options)
+    return Checkpoint(
+        name=files.file.stem,
+        source=files.source,
+        format=FORMAT,
+        architecture=f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}",
+        config=config,
+        preprocess=preprocess,
+        labels=labels,
+        tensors=native_tensors(tensors, config, where),
+        notes=notes,
+    )
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    """All arrays of an `.npz` file; pickled objects are refused.
+
+    Raises:
+        CheckpointError: no such file, damaged, holding objects, or implausibly large.
+    """
+    arrays: dict[str, Tensor] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if len(archive.infolist()) > _MAX_ARRAYS or sum(i.file_size for i in archive.infolist()) > _MAX_BYTES:
+                raise CheckpointError(f"{path}: more than {_MAX_ARRAYS} arrays or {_MAX_BYTES} bytes")
+            # An array's header may claim more than the archive holds; that is refused before it is allocated.
+            for info in archive.infolist():
+                with archive.open(info) as member:
+                    _check_header(member, info, path)
+        with np.load(path, allow_pickle=False) as archive:
+            for name in archive.files:
+                arrays[name] = torch.from_numpy(np.ascontiguousarray(archive[name]))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        OverflowError,
+        MemoryError,
+        SyntaxError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise CheckpointError(f"{path}: not a valid .npz file: {first_line(error)}") from None
+    return arrays
+
+
+def _check_header(member: Any, info: zipfile.ZipInfo, path: Path) -> None:
+    version = np.lib.format.read_magic(member)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(member)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > info.file_size:
+        raise CheckpointError(f"{path}: {info.filename} holds objects, or less than its header claims")
+
+
+def _unprefixed(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Without the optimiser's or the two-tower model's prefix; what lies outside it is left out."""
+    for prefix in _PREFIXES:
+        if f"{prefix}embedding/kernel" in arrays:
+            return {n.removeprefix(prefix): t for n, t in arrays.items() if n.startswith(prefix)}
+    raise CheckpointError(f"{where}: missing key 'embedding/kernel'")
+
+
+def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """big_vision may stack all blocks (`scan`): one array [depth, ...] instead of one a block."""
+    prefix = "Transformer/encoderblock/"
+    for name in [n for n in arrays if n.startswith(prefix)]:
+        stack = arrays.pop(name)
+        if stack.ndim < 1 or not 1 <= len(stack) <= 256:
+            raise CheckpointError(f"{where}: {name} has shape {list(stack.shape)}: expected one entry a block")
+        for index, array in enumerate(stack):
+            arrays[f"Transformer/encoderblock_{index}/{name.removeprefix(prefix)}"] = array
+    return arrays
+
+
+def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
+    """The architecture, and whether the names are those of vit_jax rather than big_vision."""
+    kernel = stored.shape("embedding/kernel")
+    if len(kernel) != 4 or kernel[0] != kernel[1]:
+        raise CheckpointError(f"{where}: embedding/kernel has shape {list(kernel)}: expected [p, p, channels, width]")
+    if "conv_root/kernel" in stored:
+        raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
+    old = "Transformer/posembed_input/pos_embedding" in stored
+    attention = f"Transformer/encoderblock_0/MultiHeadDotProductAttention_{int(old)}/query/kernel"
+    query = stored.shape(attention)
+    hidden = stored.shape(f"Transformer/encoderblock_0/MlpBlock_{3 if old else 0}/Dense_0/kernel")
+    head = stored.shape("head/kernel")
+    if len(query) != 3 or len(hidden) != 2 or len(head) != 2:
+        raise CheckpointError(f"{where}: {attention} has shape {list(query)}: expected [width, heads, head width]")
+    depth = sum(name.endswith("/LayerNorm_0/scale") and "encoderblock_" in name for name in stored.names)
+    class_token = "cls" in stored
+    pool_map = "MAPHead_0/probe" in stored
+    patch, _, channels, width = kernel
+    edge = _edge(stored, where, class_token=class_token and old)
+    try:
+        return (
+            ViTConfig(
+                image_size=(edge * patch, edge * patch),
+                patch_size=patch,
+                width=width,
+                depth=depth,
+                heads=query[1],
+                mlp_width=hidden[1],
+                num_classes=head[1],
+                in_channels=channels,
+                position_prefix=old,
+                class_token=class_token,
+                activation="gelu_tanh",
+                pool="attention" if pool_map else "cls" if class_token else "mean",
+            ),
+            old,
+        )
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+
+
+def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
+    for name in ("Transformer/posembed_input/pos_embedding", "pos_embedding"):
+        if name in stored:
+            shape = stored.shape(name)
+            count = shape[1] - int(class_token) if len(shape) == 3 else 0
+            edge = math.isqrt(max(count, 0))
+            if edge < 1 or edge * edge != count:
+                raise CheckpointError(f"{where}: {name} has shape {list(shape)}: no square grid")
+            return edge
+    raise CheckpointError(f"{where}: missing key 'pos_embedding'")
+
+
+def _convert(stored: TensorSource, config: ViTConfig, old: bool) -> dict[str, Tensor]:
+    width, patch, channels = config.width, config.patch_size, config.in_channels
+    position = "Transformer/posembed_input/pos_embedding" if old else "pos_embedding"
+    tensors = {
+        "patch_embed.proj.weight": stored.take("embedding/kernel", patch, patch, channels, width).permute(3, 2, 0, 1),
+        "patch_embed.proj.bias": stored.take("embedding/bias", width),
+        "pos_embed": stored.take(position, 1, config.position_tokens, width),
+    }
+    if config.class_token:
+        tensors["cls_token"] = stored.take("cls", 1, 1, width)
+    attention, mlp, norm2 = (1, 3, 2) if old else (0, 0, 1)
+    for index in range(config.depth):
+        block, to = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
+        heads = f"{block}MultiHeadDotProductAttention_{attention}/"
+        tensors |= _norm(stored, f"{block}LayerNorm_0", f"{to}norm1", width)
+        tensors |= _projection(stored, heads, ("query", "key", "value"), f"{to}attn.qkv", config)
+        tensors |= _output(stored, f"{heads}out", f"{to}attn.proj", config)
+        tensors |= _norm(stored, f"{block}LayerNorm_{norm2}", f"{to}norm2", width)
+        tensors |= _dense(stored, f"{block}MlpBlock_{mlp}/Dense_0", f"{to}mlp.fc1", width, config.mlp_width)
+        tensors |= _dense(stored, f"{block}MlpBlock_{mlp}/Dense_1", f"{to}mlp.fc2", config.mlp_width, width)
+    tensors |= _norm(stored, "Transformer/encoder_norm", "norm", width)
+    if config.pool == "attention":
+        tensors |= _map_head(stored, config)
+    return tensors | _dense(stored, "head", "head", width, config.num_classes)
+
+
+def _map_head(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
+    width, head, to = config.width, "MAPHead_0/", "attn_pool."
+    heads = f"{head}MultiHeadDotProductAttention_0/"
+    return (
+        {f"{to}latent": stored.take(f"{head}probe", 1, 1, width)}
+        | _projection(stored, heads, ("query",), f"{to}q", config)
+        | _projection(stored, heads, ("key", "value"), f"{to}kv", config)
+        | _output(stored, f"{heads}out", f"{to}proj", config)
+        | _norm(stored, f"{head}LayerNorm_0", f"{to}norm", width)
+        | _dense(stored, f"{head}MlpBlock_0/Dense_0", f"{to}mlp.fc1", width, config.mlp_width)
+        | _dense(stored, f"{head}MlpBlock_0/Dense_1", f"{to}mlp.fc2", config.mlp_width, width)
+    )
+
+
+def _dense(stored: TensorSource, name: str, to: str, inputs: int, outputs: int) -> dict[str, Tensor]:
+    return {
+        f"{to}.weight": stored.take(f"{name}/kernel", inputs, outputs).T,
+        f"{to}.bias": stored.take(f"{name}/bias", outputs),
+    }
+
+
+def _norm(stored: TensorSource, name: str, to: str, width: int) -> dict[str, Tensor]:
+    return {f"{to}.weight": stored.take(f"{name}/scale", width), f"{to}.bias": stored.take(f"{name}/bias", width)}
+
+
+def _projection(
+    stored: TensorSource, prefix: str, parts: tuple[str, ...], to: str, config: ViTConfig
+) -> dict[str, Tensor]:
+    """Kernels [width, heads, head width] of several projections as one matrix [parts*width, width]."""
+    width, heads = config.width, config.heads
+    each = width // heads
+    kernels = [stored.take(f"{prefix}{part}/kernel", width, heads, each).reshape(width, width).T for part in parts]
+    biases = [stored.take(f"{prefix}{part}/bias", heads, each).reshape(width) for part in parts]
+    return {f"{to}.weight": torch.cat(kernels), f"{to}.bias": torch.cat(biases)}
+
+
+def _output(stored: TensorSource, name: str, to: str, config: ViTConfig) -> dict[str, Tensor]:
+    width, heads = config.width, config.heads
+    kernel = stored.take(f"{name}/kernel", heads, width // heads, width)
+    return {f"{to}.weight": kernel.reshape(width, width).T, f"{to}.bias": stored.take(f"{name}/bias", width)}
+
+
+def _published(
+    files: SingleFile, config: ViTConfig, options: Options
+) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
+    """Preprocessing, labels and notes: the operator's choice, or what was published with a released file."""
+    notes: list[str] = []
+    match = _RELEASED.fullmatch(files.file.name)
+    if match is not None and options.preprocess is None:
+        notes.append(f"preprocessing: preset google-{match[1]}, for the released file {files.file.name}")
+    known = match is not None and config.num_classes == 1000
+    if known and options.labels is None:
+        notes.append(f"labels: preset imagenet-1k, for the released file {files.file.name}")
+    return (
+        options.preprocess_or(PREPROCESS_PRESETS[f"google-{match[1]}"] if match else None, files.place),
+        options.labels_or(imagenet_labels() if known else None, config.num_classes, files.place),
+        tuple(notes),
+    )

@@ -1,0 +1,184 @@
+"""Plain state dicts, named as timm or Facebook's DeiT, MAE and DINOv2 code names a ViT's tensors.
+
+The operator names the architecture (`VIT_ARCHITECTURE`, a timm name, optionally followed by arguments
+that differ: `vit_base_patch16_224,global_pool=avg`); what the tensors say of themselves (head, depth,
+width, patch, position grid) is inferred from them and compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from model.checkpoint.checkpoint import Checkpoint, native_tensors
+from model.checkpoint.files import Files, SingleFile, TensorSource, first_problem
+from model.checkpoint.options import Options
+from model.checkpoint.timm import TimmArguments, architecture_arguments, rename
+from model.config import PreprocessConfig, ViTConfig
+from model.errors import CheckpointError
+
+FORMAT: Final = "state_dict"
+
+_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans"})
+_UNUSED: Final = ("mask_token",)
+"""Of DINOv2's pre-training."""
+
+
+def recognises(files: Files) -> bool:
+    """Any single file that no other reader knows."""
+    return isinstance(files, SingleFile) and files.file.suffix.lower() != ".npz"
+
+
+def read(files: Files, options: Options) -> Checkpoint:
+    """Read a state dict.
+
+    Raises:
+        CheckpointError: no architecture given, or tensors that disagree with it.
+    """
+    assert isinstance(files, SingleFile)
+    where = files.place
+    tensors = dict(files.tensors())
+    if options.architecture is None:
+        raise CheckpointError(f"{where}: a plain state dict: set VIT_ARCHITECTURE, e.g. to vit_base_patch16_224")
+    if any(name.startswith(("vit.", "deit.", "dinov2", "beit.", "vision_model.")) for name in tensors):
+        raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
+    name, given = parse_architecture(options.architecture)
+    tensors = _renamed(tensors, where)
+    preprocess = options.preprocess_or(None, where)
+    config = _config(name, given, TensorSource(tensors, where), preprocess, where)
+    flat = tensors["patch_embed.proj.weight"]
+    if flat.ndim == 2 and config.stem is None:  # a linear layer over flattened patches is the same map
+        tensors["patch_embed.proj.weight"] = flat.reshape(-1, config.in_channels, config.patch_size, config.patch_size)
+    return Checkpoint(
+        name=files.file.stem,
+        source=files.source,
+        format=FORMAT,
+        architecture=name,
+        config=config,
+        preprocess=preprocess,
+        labels=options.labels_or(None, config.num_classes, where),
+        tensors=native_tensors(rename(tensors, config), config, where),
+    )
+
+
+def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
+    """A timm name and the arguments that differ from it: `name[,argument=value]...`, values as in JSON.
+
+    Raises:
+        CheckpointError: an unknown name, or arguments that cannot be read.
+    """
+    name, *pairs = text.split(",")
+    architecture_arguments(name, "VIT_ARCHITECTURE")
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key in _INFERRED:
+            raise CheckpointError(
+                f"VIT_ARCHITECTURE {pair!r}: expected argument=value; {sorted(_INFERRED)} are inferred"
+            )
+        try:
+            given[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            given[key] = value
+    return name, given
+
+
+def _renamed(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in _UNUSED:
+            continue
+        name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)  # noqa: PLW2901 - DeiT III
+        name = re.sub(r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1.", name)  # noqa: PLW2901 - DINOv2
+        name = re.sub(r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2.", name)  # noqa: PLW2901
+        renamed[name] = tensor
+    if "register_tokens" in renamed:
+        # DINOv2 gives registers no position; timm's model has none for CLS either, so it is added here.
+        stored = TensorSource(
+            {n: renamed.pop(n) for n in ("register_tokens", "cls_token", "pos_embed") if n in renamed}, where
+        )
+        registers, cls, position = (stored.shape(n) for n in ("register_tokens", "cls_token", "pos_embed"))
+        if len(registers) != 3 or len(cls) != 3 or len(position) != 3 or position[1] < 2:
+            raise CheckpointError(f"{where}: pos_embed has shape {list(position)}: expected [1, tokens, width]")
+        table = stored.take("pos_embed", 1, position[1], cls[2])
+        renamed["reg_token"] = stored.take("register_tokens", 1, registers[1], cls[2])
+        renamed["cls_token"] = stored.take("cls_token", 1, 1, cls[2]) + table[:, :1]
+        renamed["pos_embed"] = table[:, 1:]
+    return renamed
+
+
+def _config(
+    name: str, given: dict[str, Any], stored: TensorSource, preprocess: PreprocessConfig, where: str
+) -> ViTConfig:
+    arguments = architecture_arguments(name, where) | given
+    head = stored.shape("head.weight")
+    if len(head) != 2:
+        raise CheckpointError(f"{where}: head.weight has shape {list(head)}: expected [classes, width]")
+    arguments["num_classes"] = head[0]
+    try:
+        # A size that surely fits, to learn everything that does not depend on it.
+        probe = TimmArguments.model_validate(arguments | {"img_size": 1024}).vit_config()
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+
+    depth = len({n.split(".")[1] for n in stored.names if n.startswith("blocks.")})
+    if depth != probe.depth:
+        raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
+    if head[1] != probe.width:
+        raise CheckpointError(f"{where}: is {head[1]} wide, {name} is {probe.width}")
+    channels = _channels(stored, probe, name, where)
+    rows, columns = _grid(stored, probe, preprocess, name, where)
+    size = preprocess.size
+    fits = (size[0] // probe.patch_size, size[1] // probe.patch_size) == (rows, columns)
+    image_size = size if fits else (rows * probe.patch_size, columns * probe.patch_size)
+    try:
+        return TimmArguments.model_validate(arguments | {"img_size": image_size, "in_chans": channels}).vit_config()
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+
+
+def _channels(stored: TensorSource, probe: ViTConfig, name: str, where: str) -> int:
+    if probe.stem is not None:
+        root = "patch_embed.backbone.stem.conv.weight" if probe.stem.layers else "patch_embed.backbone.conv.weight"
+        shape = stored.shape(root)
+    else:
+        shape = stored.shape("patch_embed.proj.weight")
+        area = probe.patch_size**2
+        if len(shape) == 2 and shape[1] % area == 0:
+            shape = shape[0], shape[1] // area, probe.patch_size, probe.patch_size
+        if len(shape) != 4 or shape[2:] != (probe.patch_size, probe.patch_size):
+            patch = probe.patch_size
+            raise CheckpointError(
+                f"{where}: patch_embed.proj.weight has shape {list(shape)}, {name} has patches of {patch}x{patch}"
+            )
+    if len(shape) != 4 or not 1 <= shape[1] <= 4:
+        raise CheckpointError(f"{where}: takes pictures of {list(shape)[1:2]} channels, expected 1 to 4")
+    return shape[1]
+
+
+def _grid(
+    stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, name: str, where: str
+) -> tuple[int, int]:
+    """The position embedding's grid: the preprocessing's where it has as many patches, else a square."""
+    rows, columns = (edge // probe.patch_size for edge in preprocess.size)
+    if probe.position_embedding == "none":
+        return rows, columns
+    shape = stored.shape("pos_embed")
+    prefix = probe.prefix_tokens if probe.position_prefix else 0
+    count = shape[1] - prefix if len(shape) == 3 else 0
+    if count == rows * columns:
+        return rows, columns
+    edge = math.isqrt(max(count, 0))
+    if edge < 1 or edge * edge != count:
+        raise CheckpointError(
+            f"{where}: pos_embed has shape {list(shape)}: with the {prefix} prefix tokens of {name} no square grid, "
+            f"and not the {rows}x{columns} of its preprocessing"
+        )
+    return edge, edge

@@ -1,0 +1,1 @@
+"""The building blocks of Vision Transformers, one file a concern."""

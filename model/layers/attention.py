@@ -1,0 +1,80 @@
+"""Multi-head self-attention, and the one row of it that a map is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ViTConfig
+from model.layers.position import relative_position_index, relative_table_size
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one fused QKV projection."""
+
+    relative_position_index: Tensor
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.head_dim = config.width // config.heads
+        self.cls_row = config.attention_source == "cls"
+        self.prefix_tokens = config.prefix_tokens
+        self.grid = config.grid
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+        self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
+        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; training may put another kernel here.
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
+        self.relative_position_bias_table: nn.Parameter | None = None
+        if config.relative_position_bias:
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
+            self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
+
+    def forward(self, x: Tensor, need_row: bool = False) -> tuple[Tensor, Tensor | None]:
+        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None)."""
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # each [B, heads, N, head_dim]
+        q, k = self.q_norm(q), self.k_norm(k)
+        bias = self._bias()
+        row = self._row(q, k, bias) if need_row else None
+        x = self.attend(q, k, v) if bias is None else F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
+        return x, row
+
+    def _bias(self) -> Tensor | None:
+        """What is added to the scores: [1, heads, N, N], or nothing."""
+        if self.relative_position_bias_table is None:
+            return None
+        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
+
+    def _row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        """The attention row a map is made of: [B, heads, N], float32.
+
+        Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
+        A model that reads no CLS token has no single query; its row is the mean over the patch
+        queries, taken one image at a time so that no more than [heads, N, N] is alive.
+        """
+        scale = self.head_dim**-0.5
+        if self.cls_row:
+            scores = (q[:, :, :1] * scale) @ k.transpose(-2, -1)  # [B, heads, 1, N]
+            if bias is not None:
+                scores = scores + bias[:, :, :1]
+            row: Tensor = scores.float().softmax(dim=-1).squeeze(2)
+            return row
+        patches = slice(self.prefix_tokens, None)
+        rows = []
+        for q_i, k_i in zip(q, k, strict=True):
+            scores = (q_i[:, patches] * scale) @ k_i.transpose(-2, -1)  # [heads, patches, N]
+            if bias is not None:
+                scores = scores + bias[0, :, patches]
+            rows.append(scores.float().softmax(dim=-1).mean(dim=1))
+        return torch.stack(rows)

@@ -1,0 +1,117 @@
+"""Where a patch stands in the picture: learned, fixed and relative position embeddings."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sincos2d_position_embedding(
+    grid: tuple[int, int], width: int, *, prefix_tokens: int = 0, temperature: float = 10_000.0
+) -> Tensor:
+    """Fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer et al. 2022).
+
+    Args:
+        grid: (rows, columns) of patches.
+        width: D, a multiple of 4: sine and cosine of the column, then sine and cosine of the row.
+        prefix_tokens: entries of zero before the grid's.
+        temperature: the longest wavelength over 2 pi.
+
+    Returns:
+        [1, prefix_tokens + rows*columns, D] float32 on the CPU.
+    """
+    rows, columns = torch.meshgrid(
+        torch.arange(grid[0], dtype=torch.float64, device="cpu"),
+        torch.arange(grid[1], dtype=torch.float64, device="cpu"),
+        indexing="ij",
+    )
+    quarter = width // 4
+    omega = temperature ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1))
+    x, y = columns.reshape(-1, 1) * omega, rows.reshape(-1, 1) * omega
+    embedding = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1).float()
+    return torch.cat((torch.zeros(prefix_tokens, width, device="cpu"), embedding)).unsqueeze(0)
+
+
+def resize_position_embedding(
+    pos_embed: Tensor,
+    *,
+    prefix_tokens: int,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    antialias: bool = True,
+) -> Tensor:
+    """Interpolate learned position embeddings to another grid.
+
+    2D bicubic in float32, prefix tokens kept as they are; antialiased as timm's
+    `resample_abs_pos_embed` (timm/layers/pos_embed.py), or not, as most of transformers'
+    `interpolate_pos_encoding`.
+
+    Args:
+        pos_embed: [1, prefix_tokens + old_rows*old_columns, D].
+        prefix_tokens: embeddings before the grid's.
+        old_grid, new_grid: (rows, columns) of patches.
+        antialias: low-pass before shrinking.
+
+    Returns:
+        [1, prefix_tokens + new_rows*new_columns, D], same dtype.
+    """
+    if old_grid == new_grid:
+        return pos_embed
+    prefix, grid = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
+    width = grid.shape[-1]
+    grid = grid.float().reshape(1, *old_grid, width).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=new_grid, mode="bicubic", antialias=antialias)
+    grid = grid.permute(0, 2, 3, 1).reshape(1, -1, width).to(pos_embed.dtype)
+    return torch.cat((prefix, grid), dim=1)
+
+
+@lru_cache(maxsize=2)
+def relative_position_index(grid: tuple[int, int]) -> Tensor:
+    """Which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
+
+    Args:
+        grid: (rows, columns) of patches; one CLS token stands before them.
+
+    Returns:
+        [N, N] int64 on the CPU, query by key, into a table of (2*rows-1)*(2*columns-1) offsets and,
+        after them, three entries: CLS to patch, patch to CLS, CLS to CLS.
+        Shared between callers: not to be written to.
+    """
+    rows, columns = grid
+    offsets = (2 * rows - 1) * (2 * columns - 1)
+    row = torch.arange(rows, device="cpu").repeat_interleave(columns)
+    column = torch.arange(columns, device="cpu").repeat(rows)
+    down = row[:, None] - row[None, :] + rows - 1
+    right = column[:, None] - column[None, :] + columns - 1
+    index = torch.empty(rows * columns + 1, rows * columns + 1, dtype=torch.int64, device="cpu")
+    index[1:, 1:] = down * (2 * columns - 1) + right
+    index[0, :] = offsets
+    index[:, 0] = offsets + 1
+    index[0, 0] = offsets + 2
+    return index
+
+
+def relative_table_size(grid: tuple[int, int]) -> int:
+    """Entries of a relative position bias table; see `relative_position_index`."""
+    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
+
+
+def resize_relative_table(table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Interpolate a relative position bias table to another grid, bilinearly as transformers' BEiT does.
+
+    Args:
+        table: [`relative_table_size(old_grid)`, heads].
+        old_grid, new_grid: (rows, columns) of patches.
+
+    Returns:
+        [`relative_table_size(new_grid)`, heads] float32.
+    """
+    if old_grid == new_grid:
+        return table
+    offsets, rest = table[:-3], table[-3:]
+    picture = offsets.reshape(1, 2 * old_grid[0] - 1, 2 * old_grid[1] - 1, -1).permute(0, 3, 1, 2).float()
+    picture = F.interpolate(picture, size=(2 * new_grid[0] - 1, 2 * new_grid[1] - 1), mode="bilinear")
+    return torch.cat((picture.permute(0, 2, 3, 1).reshape(-1, table.shape[1]), rest.float()))

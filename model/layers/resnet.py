@@ -1,0 +1,139 @@
+"""The ResNetV2 of the hybrid ViT: weight-standardised convolutions, group norm, post-activation bottlenecks.
+
+Kolesnikov et al. 2019 (BiT, https://arxiv.org/abs/1912.11370); parameter names are timm's
+(`timm/models/resnetv2.py`, `preact=False`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ResNetStem
+
+_GROUPS = 32
+_WEIGHT_EPS = 1e-8
+
+
+def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
+    """TensorFlow's SAME padding: the output is ceil(size / stride), the odd pixel goes below and right."""
+    height, width = x.shape[-2:]
+    rows = max((math.ceil(height / stride) - 1) * stride + kernel - height, 0)
+    columns = max((math.ceil(width / stride) - 1) * stride + kernel - width, 0)
+    return F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2), value=value)
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution whose filters are brought to mean 0 and variance 1 before use (Qiao et al. 2019)."""
+
+    def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1, same: bool) -> None:
+        self.same = same and stride > 1  # with stride 1 both paddings are the same
+        padding = 0 if self.same else (kernel - 1) // 2
+        super().__init__(channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
+        """[B, C, H, W] -> [B, out, ceil(H / stride), ceil(W / stride)]."""
+        if self.same:
+            input = pad_same(input, self.kernel_size[0], self.stride[0])  # noqa: A001
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=_WEIGHT_EPS)
+        return F.conv2d(input, weight.reshape_as(self.weight), None, self.stride, self.padding)
+
+
+class Root(nn.Module):
+    """7x7 convolution and 3x3 max pooling, each with stride 2."""
+
+    def __init__(self, config: ResNetStem, in_channels: int) -> None:
+        super().__init__()
+        self.same = config.same_padding
+        self.conv = StandardizedConv2d(in_channels, 64, 7, stride=2, same=self.same)
+        self.norm = nn.GroupNorm(_GROUPS, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, 64, H/4, W/4]."""
+        x = F.relu(self.norm(self.conv(x)))
+        if self.same:
+            return F.max_pool2d(pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
+        return F.max_pool2d(x, 3, stride=2, padding=1)
+
+
+class Downsample(nn.Module):
+    """The shortcut of a stage's first block."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int, *, same: bool) -> None:
+        super().__init__()
+        self.conv = StandardizedConv2d(channels, out_channels, 1, stride=stride, same=same)
+        self.norm = nn.GroupNorm(_GROUPS, out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
+        y: Tensor = self.norm(self.conv(x))
+        return y
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around a shortcut; the activation follows the sum."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int, *, first: bool, same: bool) -> None:
+        super().__init__()
+        middle = out_channels // 4
+        self.downsample = Downsample(channels, out_channels, stride, same=same) if first else None
+        self.conv1 = StandardizedConv2d(channels, middle, 1, same=same)
+        self.norm1 = nn.GroupNorm(_GROUPS, middle)
+        self.conv2 = StandardizedConv2d(middle, middle, 3, stride=stride, same=same)
+        self.norm2 = nn.GroupNorm(_GROUPS, middle)
+        self.conv3 = StandardizedConv2d(middle, out_channels, 1, same=same)
+        self.norm3 = nn.GroupNorm(_GROUPS, out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(self.norm3(self.conv3(y)) + shortcut)
+
+
+class Stage(nn.Module):
+    """Bottleneck blocks at one resolution."""
+
+    def __init__(self, channels: int, out_channels: int, depth: int, stride: int, *, same: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                Bottleneck(
+                    channels if i == 0 else out_channels,
+                    out_channels,
+                    stride if i == 0 else 1,
+                    first=i == 0,
+                    same=same,
+                )
+                for i in range(depth)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
+        y: Tensor = self.blocks(x)
+        return y
+
+
+class ResNetV2(nn.Module):
+    """[B, C, H, W] pixels to a feature map of `config.channels` at 1 / `config.stride`."""
+
+    def __init__(self, config: ResNetStem, in_channels: int) -> None:
+        super().__init__()
+        self.stem = Root(config, in_channels)
+        channels = [64, *(256 * 2**i for i in range(len(config.layers)))]
+        self.stages = nn.Sequential(
+            *(
+                Stage(channels[i], channels[i + 1], depth, 1 if i == 0 else 2, same=config.same_padding)
+                for i, depth in enumerate(config.layers)
+            )
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, config.channels, H / config.stride, W / config.stride]."""
+        y: Tensor = self.stages(self.stem(pixels))
+        return y

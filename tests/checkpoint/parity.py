@@ -1,0 +1,63 @@
+"""What the parity tests share: random weights that leave no part unseen, and the measure of agreement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint import Checkpoint
+
+TOLERANCE = 1e-4
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Random values everywhere: libraries start some parts at zero or at one, where mistakes do not show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                one = 1.0 if name.endswith("weight") or "gamma" in name or "lambda" in name else 0.0
+                parameter.copy_(one + 0.3 * noise)
+            elif parameter.ndim == 2 and min(parameter.shape) > 2:
+                parameter.copy_(noise * 1.2 / parameter.shape[1] ** 0.5)
+            else:
+                parameter.copy_(0.3 * noise)
+
+
+def pictures(checkpoint: Checkpoint, count: int = 3) -> Tensor:
+    """Random normalised pixels [count, C, H, W] float32 of the checkpoint's input size."""
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, config.in_channels, *config.image_size, generator=generator)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value."""
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Tensor:
+    """Compare logits with a reference's on random pixels; returns the pixels.
+
+    Args:
+        reference: [B, C, H, W] -> logits [B, K].
+    """
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        expected = reference(pixels)
+        got = checkpoint.build()(pixels).logits
+    assert expected.std() > 1e-2, "the reference says nothing"
+    error = relative_error(got, expected)
+    print(f"parity {what}: {error:.1e}")  # noqa: T201 - read with pytest -s for the table in the documentation
+    assert error < TOLERANCE, what
+    return pixels
+
+
+def file_size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())

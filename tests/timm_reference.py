@@ -1,0 +1,65 @@
+"""Imports timm and transformers as references for parity, where they are installed.
+
+Both need torchvision's Python part. Its compiled operators may be built for another torch; they have
+no part in any classifier here, so their names are declared where they are missing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+_OPERATORS = (
+    "nms",
+    "qnms",
+    "roi_align",
+    "qroi_align",
+    "_roi_align_backward",
+    "ps_roi_align",
+    "_ps_roi_align_backward",
+    "roi_pool",
+    "_roi_pool_backward",
+    "ps_roi_pool",
+    "_ps_roi_pool_backward",
+    "deform_conv2d",
+    "_deform_conv2d_backward",
+)
+
+_library: Any = None
+
+
+def declare_torchvision_operators() -> None:
+    """Declare the names of torchvision's operators unless its compiled library brings them."""
+    global _library  # noqa: PLW0603 - a torch library lives as long as its object
+    if _library is not None:
+        return
+    try:
+        import torchvision  # noqa: F401
+    except (RuntimeError, OSError):
+        _library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, name):
+                _library.define(f"{name}(Tensor a) -> Tensor")
+    except ImportError:
+        pytest.skip("torchvision is not installed")
+
+
+def timm() -> ModuleType:
+    """timm, or the test is skipped."""
+    declare_torchvision_operators()
+    return pytest.importorskip("timm", reason="timm is not installed")
+
+
+def transformers() -> ModuleType:
+    """transformers, or the test is skipped."""
+    declare_torchvision_operators()
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def torchvision() -> ModuleType:
+    """torchvision, or the test is skipped."""
+    declare_torchvision_operators()
+    return pytest.importorskip("torchvision", reason="torchvision is not installed")
