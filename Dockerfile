@@ -15,9 +15,10 @@ RUN python -m venv --without-pip /opt/venv
 # https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
 ARG TORCH_INDEX_URL=
 RUN pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
-# The extra `gpu` is small, and quiet where there is no GPU.
+# These extras are small, and quiet where they have nothing to do.
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        print(*project["dependencies"], *project["optional-dependencies"]["gpu"], sep="\n")' >requirements.txt \
+        extras = project["optional-dependencies"]; \
+        print(*project["dependencies"], *extras["gpu"], *extras["hub"], sep="\n")' >requirements.txt \
     && pip --python /opt/venv/bin/python install -r requirements.txt
 
 # Apart from its dependencies, so that a change of code replaces megabytes and not gigabytes.
