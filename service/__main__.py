@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from model.errors import VitError
-from service.commands import attention, bench, classify, evaluate, inspect, serve, train
+from service.commands import attention, bench, classify, convert, evaluate, inspect, serve, train
 from service.errors import ServiceError
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (serve, classify, attention, evaluate, train, inspect, bench):
+    for module in (serve, classify, attention, evaluate, train, inspect, convert, bench):
         module.add_parser(commands)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,28 @@ from service.messages import ModelInfo
 from service.settings import Settings
 
 if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
     from model.predictor import Predictor
+
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_from(settings: Settings) -> Checkpoint:
+    """The checkpoint that the settings name.
+
+    Raises:
+        CheckpointError: it cannot be read exactly.
+    """
+    from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
+
+    return load_checkpoint(
+        settings.checkpoint,
+        image_size=settings.image_size,
+        preprocess=settings.preprocess,
+        labels=settings.labels,
+        architecture=settings.architecture,
+    )
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
@@ -21,10 +43,11 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
-    from model.predictor import Predictor  # noqa: PLC0415
+    from model.predictor import Predictor  # noqa: PLC0415  torch takes seconds to import
 
-    checkpoint = load_checkpoint(settings.checkpoint, image_size=settings.image_size)
+    checkpoint = checkpoint_from(settings)
+    for note in checkpoint.notes:
+        logger.info("%s: %s", checkpoint.name, note)
     predictor = Predictor(
         checkpoint,
         device=settings.device,

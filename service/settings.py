@@ -70,7 +70,18 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
-    checkpoint: str = Field("bundled", min_length=1, description="`bundled`, or a folder with a checkpoint")
+    checkpoint: str = Field(
+        "bundled", min_length=1, description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`"
+    )
+    preprocess: str | None = Field(
+        None, min_length=1, description="JSON file or preset's name, for formats that carry no preprocessing"
+    )
+    labels: str | None = Field(
+        None, min_length=1, description="file or preset's name, for formats that carry no labels"
+    )
+    architecture: str | None = Field(
+        None, min_length=1, description="timm's name of the architecture, for plain state dicts"
+    )
     image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",

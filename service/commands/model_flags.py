@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from service.loading import load_predictor
@@ -12,12 +13,13 @@ from service.settings import ENV_PREFIX, Settings, load_settings
 if TYPE_CHECKING:
     from model.predictor import Predictor
 
-_NAMES = ("checkpoint", "image_size", "device", "dtype", "threads")
+CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture")
+_NAMES = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, names: Sequence[str] = _NAMES) -> None:
     """`--checkpoint`, `--device` and the like, as `vitserve serve` has them."""
-    for name in _NAMES:
+    for name in names:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,

@@ -134,8 +134,19 @@ def test_attention_writes_a_picture_or_the_numbers(
 def test_inspect_prints_what_was_understood(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "inspect", checkpoint)
     assert code == 0
-    for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "2 layers"):
+    for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "2, width 16"):
         assert expected in out
+
+
+def test_convert_writes_a_folder_that_answers_the_same(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
+    arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
+    assert run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]
+    code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
+    assert code == 1
+    assert "not an empty folder" in err
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,5 +154,5 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for name in ("serve", "classify", "attention", "evaluate", "train", "inspect", "bench"):
+    for name in ("serve", "classify", "attention", "evaluate", "train", "inspect", "convert", "bench"):
         assert name in out

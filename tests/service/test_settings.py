@@ -17,6 +17,9 @@ DEFAULTS: dict[str, Any] = {
     "image_size": None,
     "model_name": None,
     "device": "auto",
+    "preprocess": None,
+    "labels": None,
+    "architecture": None,
     "dtype": "auto",
     "compile": "auto",
     "threads": None,
@@ -47,6 +50,9 @@ DEFAULTS: dict[str, Any] = {
 
 GIVEN: list[tuple[str, str, Any]] = [
     ("checkpoint", "/models/cats", "/models/cats"),
+    ("preprocess", "google-224", "google-224"),
+    ("labels", "labels.txt", "labels.txt"),
+    ("architecture", "vit_base_patch16_224", "vit_base_patch16_224"),
     ("image_size", "384", (384, 384)),
     ("image_size", "384x256", (384, 256)),
     ("model_name", "cats v2", "cats v2"),
