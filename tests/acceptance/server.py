@@ -70,6 +70,16 @@ class ServerProcess:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` count from now on."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process had since `reset_peak`."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        [kibibytes] = re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        return int(kibibytes) << 10
+
     def terminate(self, timeout: float = 60) -> int:
         """SIGTERM; returns the exit code."""
         if self.process.poll() is None:

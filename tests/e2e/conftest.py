@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
 
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.predictor import Predictor
 from model.vit import VisionTransformer
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
 
 
 @pytest.fixture(scope="session")

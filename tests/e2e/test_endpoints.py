@@ -11,7 +11,8 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem
+
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem
 
 Files = list[tuple[str, tuple[str, bytes]]]
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import LOG_LINE, PATIENCE, Pictures, Raw, Serve, Served, client, free_port, problem, until
+
+from tests.e2e.serving import LOG_LINE, PATIENCE, Pictures, Raw, Serve, Served, client, free_port, problem, until
 
 
 def end(server: Served, number: signal.Signals = signal.SIGTERM) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Pictures, Raw, Serve, Served, client, problem, together, until
+
+from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together, until
 
 PLACES = 4
 MAX_BATCH = 3
