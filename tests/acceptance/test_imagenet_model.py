@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
+from timm_reference import timm
 
 from model.checkpoint import load_checkpoint
 from model.predictor import Predictor
@@ -77,11 +78,7 @@ def pixels(folder: Path, samples: list[Sample]) -> NDArray[np.uint8]:
 @pytest.fixture(scope="module")
 def timm_logits(folder: Path, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     """timm's own model with the same weights on the same pixels, in float32."""
-    import tests.torchvision_ops_stub  # noqa: F401  before timm
-
-    timm = pytest.importorskip("timm", reason="timm, the reference, is not installed")
-
-    model = timm.create_model("deit_tiny_patch16_224", pretrained=False).eval()
+    model = timm().create_model("deit_tiny_patch16_224", pretrained=False).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     mean = torch.tensor(model.pretrained_cfg["mean"]).reshape(1, 3, 1, 1)
     std = torch.tensor(model.pretrained_cfg["std"]).reshape(1, 3, 1, 1)

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pictures import as_is, config, difference, encode, noise, scene
 from PIL import Image, ImageOps
+from timm_reference import timm
 
 from model.config import PreprocessConfig
 from model.image_decode import SUPPORTED_FORMATS, decode
@@ -129,9 +130,7 @@ def test_a_picture_converted_in_many_strips_equals_one_converted_whole(mode, ori
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
 @pytest.mark.parametrize(("size", "crop_pct"), [((3, 32, 32), 1.0), ((3, 224, 224), 0.9), ((3, 48, 64), 0.875)])
 def test_pixels_equal_timms_transform(size, crop_pct, crop_mode, interpolation):
-    pytest.importorskip("torchvision_ops_stub", reason="timm's torchvision needs torch's operators stubbed here")
-    create_transform = pytest.importorskip("timm.data", reason="timm is not installed").create_transform
-    transform = create_transform(
+    transform = timm().data.create_transform(
         input_size=size, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation, normalize=False
     )
     rows, columns = size[1:]
