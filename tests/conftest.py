@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
