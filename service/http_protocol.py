@@ -15,10 +15,12 @@ from service.problems import MEDIA_TYPE, body, problem_of
 _MAX_HEAD_BYTES = 64 << 10
 _HEAD_SECONDS = 30.0
 _LINGER_SECONDS = 2.0
+_STALL_SECONDS = 30.0
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses heads (and chunk extensions, and trailers) that are too large or too slow.
+    """Refuses heads (and chunk extensions, and trailers) that are too large or too slow, and lets go of callers that
+    ask and do not read.
 
     Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
     answered here with a problem document, unless an earlier request still waits for its answer: that one goes
@@ -27,11 +29,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     _overhead = 0
     """Bytes since the last that belonged to a body or ended a request."""
-    _in_head = False
     _offer = False
     """Whether this head offers to go on in another protocol."""
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock: a connection that never asks anything is closed."""
@@ -39,8 +41,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self._stop_head_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -75,17 +78,11 @@ class HttpProtocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
-    def on_message_begin(self) -> None:
-        """A head begins."""
-        super().on_message_begin()
-        self._in_head = True
-
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._offer:
             return
-        self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
 
@@ -100,6 +97,16 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._overhead = 0
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Answers pile up because their caller does not read them."""
+        super().pause_writing()
+        self._watch_for_stall()
+
+    def resume_writing(self) -> None:
+        """The caller has read."""
+        self._stop_stall_timer()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP: see to an answer, and close."""
@@ -117,7 +124,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _refuse(self, msg: str) -> None:
-        given = dict(self.headers).get(b"x-request-id", b"") if self._in_head else b""
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
         request_id = request_id_from(given.decode("latin-1"))
         problem = problem_of(MalformedRequest(msg))
         content = body(problem, request_id)
@@ -143,3 +150,19 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _watch_for_stall(self) -> None:
+        left = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < left:
+                self._watch_for_stall()
+            else:
+                self.transport.abort()
+
+        self._stall_timer = self.loop.call_later(_STALL_SECONDS, check)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None

@@ -98,9 +98,10 @@ async def test_without_a_memory_for_pictures_there_is_no_id() -> None:
 
 
 @on_a_loop
-async def test_the_time_left_for_the_engine_counts_from_the_requests_head() -> None:
+@pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
+async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
     service = app(request_timeout=PATIENCE)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    exchange = service.exchange("POST", path, headers={"content-type": "image/png"}, body=None)
     running = exchange.start()
     await until(lambda: exchange.received == 1)
     await asyncio.sleep(0.05)  # a slow body

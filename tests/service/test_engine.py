@@ -99,15 +99,18 @@ async def test_an_image_cancelled_while_it_waits_is_never_launched() -> None:
 
 
 @on_a_loop
-async def test_an_image_cancelled_after_its_launch_harms_nobody() -> None:
-    async with running() as rig:
-        gone = await rig.keep_busy(0)
-        stays = rig.ask_soon(1)
+async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch() -> None:
+    async with running(FakePredictor(max_batch=2), max_delay=3600) as rig:
+        rig.predictor.gate.clear()
+        gone, stays = rig.ask_soon(1, timeout=7200), rig.ask_soon(2, timeout=7200)
+        await rig.predictor.wait_until_busy()
         gone.cancel()
-        rig.predictor.gate.set()
-        assert (await stays).indices.tolist() == expected_indices(1, 3)
         with pytest.raises(asyncio.CancelledError):
             await gone
+        rig.predictor.gate.set()
+        assert (await stays).indices.tolist() == expected_indices(2, 3)
+        assert rig.predictor.launched == [[1, 2]]
+        assert len(rig.reports) == 1
 
 
 @on_a_loop

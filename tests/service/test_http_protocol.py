@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -89,7 +90,9 @@ class Listening:
 @asynccontextmanager
 async def listening(**settings: Any) -> AsyncIterator[Listening]:
     service = app(**settings)
-    config = uvicorn.Config(service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
+    )
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
@@ -310,19 +313,18 @@ async def test_framing_without_end_is_refused(start: bytes, endless: bytes) -> N
 
 @on_a_loop
 @pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET /healthz HT", b"\r\n", GET[:-2]],
-    ids=["nothing", "half a line", "a line break", "no end of the head"],
+    ("sent", "after_a_request"),
+    [
+        (b"", False),  # behind a request, an idle connection is kept for longer
+        *((sent, after) for sent in (b"GET /healthz HT", b"\r\n", GET[:-2]) for after in (False, True)),
+    ],
 )
-@pytest.mark.parametrize("after_a_request", [False, True])
 async def test_a_head_that_does_not_come_to_its_end_closes_the_connection(
     sent: bytes, after_a_request: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "_HEAD_SECONDS", 0.1)
     async with listening() as server, server.connect() as connection:
         if after_a_request:
-            if not sent:
-                pytest.skip("an idle connection is kept for longer than the test")
             await connection.send(GET)
             assert (await connection.answer()).status == 200
         await connection.send(sent)
@@ -353,6 +355,40 @@ async def test_a_slow_body_is_408_and_closes() -> None:
         assert pipeline_of(server.app).places.taken == 0
         await connection.send(png(1)[-20:])
         assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_a_caller_that_asks_and_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_STALL_SECONDS", 0.1)
+    async with listening() as server, server.connect() as connection:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\n\r\n" * 5_000))
+        async with asyncio.timeout(PATIENCE):
+            while not server.state.connections:
+                await asyncio.sleep(0.001)
+            while server.state.connections or server.state.tasks:
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert server.app.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_caller_that_reads_slowly_is_let_go_only_when_it_stops_reading() -> None:
+    checks: list[Callable[[], None]] = []
+    loop, transport = Mock(), Mock()
+    loop.call_later = lambda _, check: checks.append(check) or Mock()
+    config = uvicorn.Config(app().asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+    protocol = HttpProtocol(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    protocol.connection_made(transport)
+    transport.get_write_buffer_size.return_value = 1_000_000
+    protocol.pause_writing()
+    for left in (999_999, 500_000, 100_000):
+        transport.get_write_buffer_size.return_value = left
+        checks.pop()()
+        assert not transport.abort.called
+    checks.pop()()
+    assert transport.abort.called
 
 
 @on_a_loop
