@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from model.checkpoint import BUNDLED, load_checkpoint
 from model.predictor import Predictor
 from model.training import cifar10
 from model.training.evaluate import measure, predict_scores
-from service.client import Client
+from service.schemas import Classification
 from tests.acceptance.server import ServerProcess
 
 COUNT = 1000
@@ -40,16 +41,25 @@ def offline(images: cifar10.Images) -> NDArray[np.float32]:
 
 
 def served_scores(server: ServerProcess, images: cifar10.Images) -> NDArray[np.float32]:
-    def ask(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
-        scores = np.zeros(cifar10.CLASSES, np.float32)
-        for found in client.classify(buffer.getvalue(), top_k=cifar10.CLASSES).predictions:
-            scores[found.index] = found.score
-        return scores
+    def ask(content: bytes) -> bytes:
+        headers = {"Content-Type": "image/png"}
+        return client.post("/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers).content
 
-    with Client(server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
-        return np.stack(list(pool.map(ask, images.pixels)))
+    # Encoded before and parsed after, so that the clients keep the server busy.
+    uploads = [png(pixels) for pixels in images.pixels]
+    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers = list(pool.map(ask, uploads))
+    scores = np.zeros((len(answers), cifar10.CLASSES), np.float32)
+    for row, answer in enumerate(answers):
+        for found in Classification.model_validate_json(answer).predictions:
+            scores[row, found.index] = found.score
+    return scores
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
+    return buffer.getvalue()
 
 
 @pytest.mark.slow
