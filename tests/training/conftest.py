@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from synthetic import LABELS, write_batch
 
 from model.training.cifar10 import TEST_FILES, TRAIN_FILES
@@ -20,6 +22,15 @@ def cifar(tmp_path: Path) -> Path:
         write_batch(folder / name, 100 if name in TEST_FILES else 80, seed)
     (folder / "batches.meta.txt").write_text("\n".join(LABELS) + "\n\n")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrix libraries may share work among threads differently from call to call, and so round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
