@@ -143,6 +143,7 @@ async def test_a_preflight_needs_no_key() -> None:
     assert exchange.headers["access-control-allow-origin"] == "https://a.example"
     assert "POST" in exchange.headers["access-control-allow-methods"]
     assert "authorization" in exchange.headers["access-control-allow-headers"].lower()
+    assert OURS.fullmatch(exchange.headers["x-request-id"])
 
 
 @on_a_loop
