@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,49 @@ def test_inspect_prints_what_was_understood(checkpoint: Path, capsys: pytest.Cap
     assert code == 0
     for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "2, width 16"):
         assert expected in out
+
+
+def _truncate_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _forget_the_mean(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["preprocess"]["mean"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _nonsense(folder: Path) -> None:
+    (folder / "config.json").write_text('{"format": "vitserve", "version": ' + "[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_truncate_weights, "model.safetensors"),
+        (_empty, "config.json"),
+        (_forget_the_mean, "mean"),
+        (_nonsense, "not JSON"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line_and_exit_code_1(
+    spoil: Callable[[Path], None], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    spoil(folder)
+    for command in (["inspect", folder], ["classify", "examples/dog.jpg", "--checkpoint", folder]):
+        code, out, err = run(capsys, *command)
+        assert code == 1
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert out == ""
 
 
 def test_convert_writes_a_folder_that_answers_the_same(
