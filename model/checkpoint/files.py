@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -226,7 +227,10 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
     """
     where = where or str(path)
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # What it warns of (other pickle protocols, old formats) it then reads or refuses; a refusal is one line.
+            warnings.simplefilter("ignore", UserWarning)
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{where}: no such file") from None
     except pickle.UnpicklingError as error:
