@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.layers.attention import Attention
 from model.layers.block import Block, DropPath, Mlp
+from model.layers.patch_dropout import drop_patches
 from model.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.layers.pooling import AttentionPool, pool_tokens
 from model.layers.position import resize_position_embedding, sincos2d_position_embedding
@@ -54,11 +55,16 @@ class VisionTransformer(nn.Module):
     Args:
         config: the architecture.
         drop_path: stochastic depth rate of the last block, rising linearly from 0; training only.
+
+    Attributes:
+        patch_dropout: share of the patches that training leaves out, another choice for each image and
+            pass; may be changed between passes.
     """
 
     def __init__(self, config: ViTConfig, *, drop_path: float = 0.0) -> None:
         super().__init__()
         self.config = config
+        self.patch_dropout = 0.0
         width = config.width
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
         self.patch_embed = embed(config)
@@ -126,6 +132,8 @@ class VisionTransformer(nn.Module):
         """
         last = self.config.depth - 1
         x = self.embed(pixels)
+        if self.training and self.patch_dropout:
+            x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             wanted = index in attention_layers and not (index == last and self.attn_pool is not None)

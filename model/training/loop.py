@@ -27,6 +27,7 @@ from model.errors import TrainingError
 from model.training.augment import random_crop, random_flip
 from model.training.initialise import start_patches, start_positions
 from model.training.recipe import Recipe
+from model.training.trivial_augment import trivial_augment
 from model.vit import Attention, VisionTransformer
 
 STATE_FILE: Final = "last.pt"
@@ -276,6 +277,7 @@ class Trainer:
             pixels = random_crop(self.data.pixels[chosen], augmentation.crop_padding, generator)
             if augmentation.flip:
                 pixels = random_flip(pixels, generator)
+            pixels = trivial_augment(pixels, augmentation.trivial_augment, generator)
             yield self.data.normalise(pixels).to(self.dtype), self.data.labels[chosen]
 
     def _run_epoch(self, progress: bool) -> EpochMetrics:
@@ -286,7 +288,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         hits = torch.zeros((), dtype=torch.int64, device=self.device)
         images = 0
-        # Stochastic depth draws from the global generator; it is seeded here and given back after.
+        # Stochastic depth and PatchDropout draw from the global generator; it is seeded here and given back after.
         with (
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
             tqdm(
@@ -304,6 +306,8 @@ class Trainer:
                 if progress_made >= 1 and step > 0:  # out of time
                     break
                 rate = self._set_rate(min(progress_made, 1.0))
+                dropout = self.recipe.patch_dropout
+                self.model.patch_dropout = dropout.rate if progress_made < dropout.until else 0.0
                 loss, correct = self._step(pixels, labels)
                 loss_sum += loss * len(labels)
                 hits += correct

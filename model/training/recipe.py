@@ -80,6 +80,17 @@ class Augmentation(_Table):
 
     crop_padding: Annotated[int, Field(ge=0)] = 4
     flip: bool = True
+    trivial_augment: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the images that one random operation changes (TrivialAugment)."""
+
+
+class PatchDropout(_Table):
+    """Training on a part of the patches: cheaper steps, and a regulariser (Liu et al. 2022)."""
+
+    rate: Share = 0.0
+    """Share of the patches left out."""
+    until: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the schedule after which all patches are used, so that the model ends on whole images."""
 
 
 class Recipe(_Table):
@@ -112,6 +123,7 @@ class Recipe(_Table):
     initialisation: Initialisation = Initialisation()
     optimiser: Optimiser
     augmentation: Augmentation = Augmentation()
+    patch_dropout: PatchDropout = PatchDropout()
 
     def override(self, **values: Any) -> Recipe:
         """The same recipe with some top-level fields replaced and all checked again.
