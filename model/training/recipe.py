@@ -107,8 +107,9 @@ class Recipe(_Table):
     """Wall time after which the schedule ends even if epochs are left; the learning rate then falls with
     whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
     batch_size: Annotated[int, Field(ge=1)]
-    held_out: Annotated[int, Field(ge=1)] = 5000
-    """Training images that no gradient sees: for choices and for the temperature."""
+    held_out: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
+    """Training images that no gradient sees, as a number or as a share of them: for choices and for the
+    temperature. Not used where the data bring a validation split of their own."""
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     """Epochs between evaluations on the held-out images."""
     label_smoothing: Share = 0.1
@@ -119,7 +120,12 @@ class Recipe(_Table):
     """Compile the blocks where a C++ compiler is found."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads of one operator on the CPU; 0: torch's own choice."""
-    architecture: Architecture
+    checkpoint: str | None = None
+    """Fine-tune this one (whatever `load_checkpoint` reads) instead of training an `architecture` from scratch."""
+    image_size: Size | None = None
+    """(rows, columns) of the model's input in pixels; absent: the checkpoint's, or that of the data."""
+    architecture: Architecture | None = None
+    """Needed from scratch; not used for fine-tuning."""
     initialisation: Initialisation = Initialisation()
     optimiser: Optimiser
     augmentation: Augmentation = Augmentation()

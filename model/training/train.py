@@ -101,9 +101,11 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
+    if recipe.architecture is None:
+        raise TrainingError("recipe: architecture: needed to train from scratch")
     where = choose_device(device)
     labels = cifar10.read_labels(data)
-    train, held_out = cifar10.hold_out(cifar10.read_train(data), recipe.held_out, recipe.seed)
+    train, held_out = cifar10.hold_out(cifar10.read_train(data), int(recipe.held_out), recipe.seed)
     mean, std = channel_statistics(train.pixels)
     trainer = Trainer(
         recipe,
