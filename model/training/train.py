@@ -45,6 +45,9 @@ class Run:
 
     Attributes:
         recipe: what was asked for.
+        data: what it was trained on: `CIFAR-10`, or the name of a folder of pictures.
+        started_from: name of the checkpoint that was fine-tuned; None: trained from scratch.
+        kept_epoch: the epoch whose weights are kept.
         epochs: as far as training came; the last may be a part of one when the recipe bounds the time.
         images: training images; `held_out_images` were set aside from the same files.
         seconds: wall time of training, evaluations on the held-out images included.
@@ -53,10 +56,13 @@ class Run:
         versions: of Python and the packages that matter.
         temperature: fitted on the held-out images.
         held_out, held_out_uncalibrated: measured with it and without it (temperature 1).
-        test, test_uncalibrated: the same on the 10,000 test images.
+        test, test_uncalibrated: the same on the test images; None where the data have none.
     """
 
     recipe: Recipe
+    data: str
+    started_from: str | None
+    kept_epoch: int
     epochs: float
     images: int
     held_out_images: int
@@ -68,12 +74,18 @@ class Run:
     temperature: float
     held_out: Evaluation
     held_out_uncalibrated: Evaluation
-    test: Evaluation
-    test_uncalibrated: Evaluation
+    test: Evaluation | None
+    test_uncalibrated: Evaluation | None
 
     def record(self) -> dict[str, Any]:
         """As JSON types."""
-        return {**asdict(self), "recipe": self.recipe.model_dump(mode="json"), "versions": dict(self.versions)}
+        measured = ("held_out", "held_out_uncalibrated", "test", "test_uncalibrated")
+        return {
+            **asdict(self),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "versions": dict(self.versions),
+            **{name: getattr(self, name).record() for name in measured},
+        }
 
 
 def run(
@@ -149,6 +161,9 @@ def run(
 
     result = Run(
         recipe=recipe,
+        data="CIFAR-10",
+        started_from=None,
+        kept_epoch=trainer.epoch,
         epochs=trainer.epochs_trained,
         images=len(train),
         held_out_images=len(held_out),
@@ -166,6 +181,7 @@ def run(
     final = replace(stored, temperature=temperature)
     native.write(out, final, dtype=_STORED, training=result.record())
     (out / CARD_FILE).write_text(model_card(result, final), encoding="utf-8")
+    assert result.test is not None
     logger.info("%s: test accuracy %.2f%% after %.0f s of training", out, 100 * result.test.accuracy, result.seconds)
     return result
 
