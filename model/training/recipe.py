@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from model.checkpoint.files import first_problem
 from model.config import Pool, Size, ViTConfig
@@ -18,6 +19,7 @@ RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Table(BaseModel):
@@ -73,15 +75,56 @@ class Optimiser(_Table):
     """Decoupled; biases and LayerNorm weights are spared."""
     warmup: Share = 0.1
     """Share of all steps over which the rate rises linearly; then it falls to zero along a cosine."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Both learning rates are multiplied by this once for each layer between a parameter and the head
+    (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers learn at the same rate."""
+    clip_norm: NotNegative = 0.0
+    """Gradients of all parameters together are scaled down to this 2-norm where they exceed it; 0: never."""
 
 
 class Augmentation(_Table):
-    """Done anew in every epoch."""
+    """Done anew in every epoch, in the order of the fields, to each image by itself."""
 
     crop_padding: Annotated[int, Field(ge=0)] = 4
+    """Pixels of black around an image before a random part of the model's input size is cut out of it;
+    not used with `resized_crop`."""
+    resized_crop: Probability = 0.0
+    """A random part of the image is resized to the input: at least this share of its area, sides 3:4 to
+    4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0: parts are cut out, not resized."""
     flip: bool = True
-    trivial_augment: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Mirrored left to right, half of the images."""
+    trivial_augment: Probability = 0.0
     """Share of the images that one random operation changes (TrivialAugment)."""
+    rand_augment: Annotated[int, Field(ge=0, le=14)] = 0
+    """Random operations that each image goes through, one after the other (RandAugment); 0: none."""
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
+    """Their strength: 0 changes nothing, 10 is the strongest that TrivialAugment draws."""
+    erasing: Probability = 0.0
+    """Share of the images that lose a random rectangle of 2 % to 33 % of their area (random erasing)."""
+    erasing_fill: Literal["pixel", "mean"] = "pixel"
+    """What is put there: normal noise in every pixel, or the mean of the training pictures."""
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if self.trivial_augment and self.rand_augment:
+            raise ValueError("trivial_augment and rand_augment exclude each other")
+        return self
+
+
+class Mixing(_Table):
+    """Images of a batch are mixed in pairs, and their labels in the same proportion.
+
+    Where both alphas are given, each batch takes one of the two with equal probability.
+    """
+
+    mixup: NotNegative = 0.0
+    """Alpha of the Beta(alpha, alpha) that the share of the first image is drawn from, all pixels being
+    blended (Zhang et al. 2017); 0: off."""
+    cutmix: NotNegative = 0.0
+    """Alpha for the share of the area that stays, a rectangle coming from the other image (Yun et al.
+    2019); 0: off."""
+    probability: Probability = 1.0
+    """Share of the batches that are mixed."""
 
 
 class PatchDropout(_Table):
@@ -89,7 +132,7 @@ class PatchDropout(_Table):
 
     rate: Share = 0.0
     """Share of the patches left out."""
-    until: Annotated[float, Field(ge=0, le=1)] = 1.0
+    until: Probability = 1.0
     """Share of the schedule after which all patches are used, so that the model ends on whole images."""
 
 
@@ -113,7 +156,12 @@ class Recipe(_Table):
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     """Epochs between evaluations on the held-out images."""
     label_smoothing: Share = 0.1
+    """Share of each target that is spread evenly over all classes (Szegedy et al. 2015)."""
     drop_path: Share = 0.0
+    """Stochastic depth: probability of leaving out the last block's branches, rising linearly from 0 at the first."""
+    ema_decay: Share = 0.0
+    """An exponential moving average of the weights is evaluated and exported: after each step it keeps this
+    share of itself, less in the first steps. 0: the weights themselves."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of activations and gradients; master weights and optimiser state are float32 whatever it is."""
     compile: bool = True
@@ -129,15 +177,31 @@ class Recipe(_Table):
     initialisation: Initialisation = Initialisation()
     optimiser: Optimiser
     augmentation: Augmentation = Augmentation()
+    mixing: Mixing = Mixing()
     patch_dropout: PatchDropout = PatchDropout()
 
-    def override(self, **values: Any) -> Recipe:
-        """The same recipe with some top-level fields replaced and all checked again.
+    def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> Recipe:
+        """The same recipe with some fields replaced and all checked again.
+
+        Args:
+            values: by name; a field of a table is named with a dot, as in `optimiser.learning_rate`.
+            fields: the same for names without a dot. A whole table is replaced by a mapping.
 
         Raises:
-            TrainingError: a value is not allowed.
+            TrainingError: a field is unknown, or its value is not allowed.
         """
-        return _validated({**self.model_dump(), **values}, "recipe")
+        changed = self.model_dump()
+        for name, value in {**(values or {}), **fields}.items():
+            *tables, field = name.split(".")
+            place: Any = changed
+            for table in tables:
+                if place.get(table) is None:
+                    place[table] = {}
+                place = place[table]
+                if not isinstance(place, dict):
+                    raise TrainingError(f"recipe: {name}: {table} is not a table")
+            place[field] = value
+        return _validated(changed, "recipe")
 
 
 def read_recipe(path: Path) -> Recipe:
