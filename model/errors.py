@@ -9,6 +9,7 @@ The tree:
         InvalidImage               an allowed format that does not decode
       CheckpointError            a checkpoint that cannot be read exactly as it was written
       DeviceError                a device or dtype that this machine does not have
+      FigureError                a picture of numbers that cannot be drawn or written
       InputError                 a parameter outside what the model offers (layer, head, method)
       TrainingError              data or a recipe that cannot be trained on
         DatasetError
@@ -46,6 +47,10 @@ class CheckpointError(VitError):
 
 class DeviceError(VitError):
     """The asked-for device or dtype is not available here."""
+
+
+class FigureError(VitError):
+    """matplotlib is not installed, or the figure's file cannot be written."""
 
 
 class InputError(VitError):

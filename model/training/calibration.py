@@ -6,6 +6,8 @@ Guo et al. 2017, https://arxiv.org/abs/1706.04599.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,6 +17,9 @@ from torch import Tensor
 
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
 """Where a temperature is looked for; on data that are answered without an error the best one would be 0."""
+
+BINS: Final = 15
+"""Of the expected calibration error, as in the paper."""
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -47,18 +52,42 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     return math.exp((low + high) / 2)
 
 
-def expected_calibration_error(confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = 15) -> float:
-    """Mean gap between confidence and accuracy over equally wide bins of confidence, weighted by their images.
+@dataclass(frozen=True)
+class ConfidenceBin:
+    """The images whose top-1 score lies in one of equally wide intervals of 0...1.
+
+    Attributes:
+        count: images.
+        confidence: their mean top-1 score; 0 where there are none.
+        accuracy: share of them whose answer was right; 0 where there are none.
+    """
+
+    count: int
+    confidence: float
+    accuracy: float
+
+
+def confidence_bins(
+    confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = BINS
+) -> tuple[ConfidenceBin, ...]:
+    """What a reliability diagram shows.
 
     Args:
         confidence: [N], the top-1 score of each image, 0...1.
         correct: [N], whether that answer was right.
-        bins: 15 in the paper.
-
-    Returns:
-        0 (perfect) ... 1.
+        bins: how many, of equal width: (lower, upper] as in the paper's definition.
     """
-    # Bins are (lower, upper] as in the paper's definition.
     bin_of = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
-    gaps = np.bincount(bin_of, weights=correct.astype(np.float64) - confidence, minlength=bins)
-    return float(np.abs(gaps).sum() / len(confidence))
+    counts = np.bincount(bin_of, minlength=bins)
+    means = np.bincount(bin_of, weights=confidence, minlength=bins) / counts.clip(1)
+    shares = np.bincount(bin_of, weights=correct, minlength=bins) / counts.clip(1)
+    return tuple(
+        ConfidenceBin(int(count), float(mean), float(share))
+        for count, mean, share in zip(counts, means, shares, strict=True)
+    )
+
+
+def expected_calibration_error(bins: Sequence[ConfidenceBin]) -> float:
+    """Mean gap between confidence and accuracy over the bins, weighted by their images: 0 (perfect) ... 1."""
+    total = sum(one.count for one in bins)
+    return sum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

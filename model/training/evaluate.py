@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from model.checkpoint import Checkpoint
 from model.errors import DatasetError
 from model.prediction import Prediction
 from model.training import cifar10
-from model.training.calibration import expected_calibration_error
+from model.training.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 
 
 class BatchPredictor(Protocol):
@@ -38,6 +38,8 @@ class Evaluation:
         per_class: the same for the images of each class, by its label.
         loss: mean negative log-likelihood of the right class, in nats.
         calibration_error: expected calibration error of the top-1 score, 15 bins.
+        confidence_bins: those bins.
+        confusion: [K][K] images of the class of the row that were answered with the class of the column.
     """
 
     count: int
@@ -45,6 +47,14 @@ class Evaluation:
     per_class: dict[str, float]
     loss: float
     calibration_error: float
+    confidence_bins: tuple[ConfidenceBin, ...]
+    confusion: tuple[tuple[int, ...], ...]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON types, without the confusion matrix, which grows with the square of the classes."""
+        values = asdict(self)
+        del values["confusion"]
+        return values
 
 
 def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = False) -> Evaluation:
@@ -105,15 +115,20 @@ def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple
     count = len(labels)
     if count == 0:
         raise DatasetError("nothing to evaluate: no images")
-    correct = scores.argmax(axis=1) == labels
-    images = np.bincount(labels, minlength=len(names))
-    hits = np.bincount(labels, weights=correct, minlength=len(names))
+    answers = scores.argmax(axis=1)
+    correct = answers == labels
+    confusion = np.zeros((len(names), len(names)), dtype=np.int64)
+    np.add.at(confusion, (labels, answers), 1)
+    images = confusion.sum(axis=1)
+    bins = confidence_bins(scores.max(axis=1), correct)
     right_class = scores[np.arange(count), labels].astype(np.float64)
     return Evaluation(
         count=count,
         accuracy=float(correct.mean()),
-        per_class={name: float(hits[i] / images[i]) for i, name in enumerate(names) if images[i]},
+        per_class={name: float(confusion[i, i] / images[i]) for i, name in enumerate(names) if images[i]},
         # A score that underflowed to 0 costs as much as the smallest number above it, not infinity.
         loss=float(-np.log(right_class.clip(np.finfo(np.float32).tiny)).mean()),
-        calibration_error=expected_calibration_error(scores.max(axis=1), correct),
+        calibration_error=expected_calibration_error(bins),
+        confidence_bins=bins,
+        confusion=tuple(tuple(row) for row in confusion.tolist()),
     )

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from model.training.calibration import TEMPERATURE_RANGE, expected_calibration_error, fit_temperature
+from model.training.calibration import (
+    TEMPERATURE_RANGE,
+    confidence_bins,
+    expected_calibration_error,
+    fit_temperature,
+)
 
 
 def calibrated_logits(count: int = 4000, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,27 +49,33 @@ def test_logits_without_an_error_give_a_finite_temperature_within_range() -> Non
     assert math.isfinite(temperature)
 
 
+def error(confidence: NDArray[np.float32], correct: NDArray[np.bool_], bins: int = 15) -> float:
+    return expected_calibration_error(confidence_bins(confidence, correct, bins=bins))
+
+
 def test_calibration_error_of_a_known_case() -> None:
     # Two bins of two: (0.9, 0.9) with accuracy 0.5, gap 0.4; (0.5, 0.5) with accuracy 1, gap 0.5.
     confidence = np.array([0.9, 0.9, 0.5, 0.5], dtype=np.float32)
     correct = np.array([True, False, True, True])
-    assert expected_calibration_error(confidence, correct, bins=10) == pytest.approx(0.45, abs=1e-6)
+    assert error(confidence, correct, bins=10) == pytest.approx(0.45, abs=1e-6)
+
+
+def test_bins_tell_images_confidence_and_accuracy() -> None:
+    confidence = np.array([1.0, 0.875, 0.625, 0.5, 0.375], dtype=np.float32)
+    bins = confidence_bins(confidence, np.array([True, False, True, True, False]), bins=4)
+    assert [one.count for one in bins] == [0, 2, 1, 2]  # an upper edge belongs to the bin below it
+    assert [one.accuracy for one in bins] == [0, 0.5, 1, 0.5]
+    assert [one.confidence for one in bins] == [0, 0.4375, 0.625, 0.9375]
 
 
 def test_calibration_error_is_nothing_when_confidence_is_right() -> None:
     confidence = np.full(100, 0.75, dtype=np.float32)
     correct = np.arange(100) < 75
-    assert expected_calibration_error(confidence, correct) == pytest.approx(0.0, abs=1e-6)
+    assert error(confidence, correct) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_gaps_that_cancel_within_a_bin_do_not_count_but_across_bins_they_do() -> None:
     confidence = np.array([0.85, 0.95], dtype=np.float32)
     correct = np.array([True, False])
-    assert expected_calibration_error(confidence, correct, bins=5) == pytest.approx(0.4, abs=1e-6)
-    assert expected_calibration_error(confidence, correct, bins=10) == pytest.approx(0.55, abs=1e-6)
-
-
-@pytest.mark.parametrize("edge", [0.0, 1.0])
-def test_a_confidence_at_the_edge_has_a_bin(edge: float) -> None:
-    confidence = np.array([edge], dtype=np.float32)
-    assert expected_calibration_error(confidence, np.array([edge == 1.0])) == 0.0
+    assert error(confidence, correct, bins=5) == pytest.approx(0.4, abs=1e-6)
+    assert error(confidence, correct, bins=10) == pytest.approx(0.55, abs=1e-6)

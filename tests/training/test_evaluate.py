@@ -68,6 +68,10 @@ def test_accuracy_per_class_loss_and_calibration_of_known_answers(cifar: Path) -
     assert found.per_class == {"airplane": pytest.approx(2 / 3), "truck": 1.0}
     assert found.loss == pytest.approx(-np.log([0.7, 0.7, 0.3 / 9, 0.95, 0.95]).mean(), rel=1e-5)
     assert found.calibration_error == pytest.approx((abs(2 - 2.1) + abs(2 - 1.9)) / 5, abs=1e-6)
+    assert np.sum(found.confusion) == 5
+    assert (found.confusion[0][:2], found.confusion[9][9]) == ((2, 1), 2)
+    assert [(one.count, one.accuracy) for one in found.confidence_bins if one.count] == [(3, 2 / 3), (2, 1.0)]
+    assert "confusion" not in found.record()
 
 
 def test_every_image_keeps_its_own_scores_across_batches(cifar: Path) -> None:
