@@ -84,7 +84,7 @@ class Run:
             **asdict(self),
             "recipe": self.recipe.model_dump(mode="json"),
             "versions": dict(self.versions),
-            **{name: getattr(self, name).record() for name in measured},
+            **{name: one.record() for name in measured if (one := getattr(self, name)) is not None},
         }
 
 
