@@ -155,6 +155,8 @@ class Recipe(_Table):
     temperature. Not used where the data bring a validation split of their own."""
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     """Epochs between evaluations on the held-out images."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights are served: the epoch's with the highest held-out accuracy, or the last epoch's."""
     label_smoothing: Share = 0.1
     """Share of each target that is spread evenly over all classes (Szegedy et al. 2015)."""
     drop_path: Share = 0.0
@@ -170,6 +172,9 @@ class Recipe(_Table):
     """Threads of one operator on the CPU; 0: torch's own choice."""
     checkpoint: str | None = None
     """Fine-tune this one (whatever `load_checkpoint` reads) instead of training an `architecture` from scratch."""
+    checkpoint_architecture: str | None = None
+    checkpoint_preprocess: str | None = None
+    """For checkpoints of formats that carry none; see `load_checkpoint`."""
     image_size: Size | None = None
     """(rows, columns) of the model's input in pixels; absent: the checkpoint's, or that of the data."""
     architecture: Architecture | None = None
