@@ -1,7 +1,7 @@
 """Pictures of numbers, as PNG files; drawn with matplotlib (the optional extra `figures`), never with torch."""
 
 from model.figures.analysis import attention_distance, patch_filters, position_similarity
-from model.figures.canvas import available
+from model.figures.canvas import available, require
 from model.figures.training import Bin, Epoch, confusion_matrix, learning_curve, reliability_diagram
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "patch_filters",
     "position_similarity",
     "reliability_diagram",
+    "require",
 ]

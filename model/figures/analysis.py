@@ -80,12 +80,13 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
     save(figure, path)
 
 
-def attention_distance(distance: NDArray[np.float64], path: Path) -> None:
+def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float) -> None:
     """Mean attention distance: a dot a head over its layer, a line through the layers' means.
 
     Args:
         distance: [layers, heads] in input pixels.
         path: PNG to write.
+        even: the distance if attention were spread evenly over all patches, for comparison.
 
     Raises:
         FigureError: matplotlib is missing, or the file cannot be written.
@@ -96,6 +97,7 @@ def attention_distance(distance: NDArray[np.float64], path: Path) -> None:
     for head in range(heads):
         axes.plot(range(layers), distance[:, head], "o", color=f"C{head % 10}", markersize=5, alpha=0.8)
     axes.plot(range(layers), distance.mean(axis=1), "-", color="tab:gray", linewidth=1, label="mean over heads")
+    axes.axhline(even, color="tab:gray", linestyle=":", linewidth=1, label="spread evenly")
     axes.set(xlabel="layer", ylabel="mean attention distance in pixels", title=f"{heads} heads a layer")
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)

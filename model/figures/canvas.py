@@ -23,6 +23,16 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def require() -> None:
+    """Refuse early what would fail late.
+
+    Raises:
+        FigureError: matplotlib is not installed.
+    """
+    if not available():
+        raise FigureError("figures need matplotlib: pip install 'vitserve[figures]'")
+
+
 def canvas(width: float, height: float) -> Figure:
     """An empty figure, laid out by matplotlib's constrained layout.
 
@@ -32,13 +42,10 @@ def canvas(width: float, height: float) -> Figure:
     Raises:
         FigureError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an optional extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise FigureError("figures need matplotlib: pip install 'vitserve[figures]'") from None
+    require()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an optional extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
