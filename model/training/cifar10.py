@@ -5,14 +5,21 @@ Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+from tqdm import tqdm
 
+from model.config import PreprocessConfig
 from model.errors import DatasetError
+from model.preprocess import preprocess
+from model.training.decoding import MEMORY
+from model.training.images import Images, allocate
 
 IMAGE_SIZE: Final = (32, 32)
 CHANNELS: Final = 3
@@ -21,26 +28,6 @@ TRAIN_FILES: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES: Final = ("test_batch.bin",)
 LABELS_FILE: Final = "batches.meta.txt"
 _RECORD: Final = 1 + CHANNELS * IMAGE_SIZE[0] * IMAGE_SIZE[1]
-
-
-@dataclass(frozen=True)
-class Images:
-    """Labelled pictures in memory.
-
-    Attributes:
-        pixels: uint8 [N, C, H, W], RGB.
-        labels: int64 [N].
-    """
-
-    pixels: NDArray[np.uint8]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices: NDArray[np.int64]) -> Images:
-        """The pictures at `indices`, in that order."""
-        return Images(self.pixels[indices], self.labels[indices])
 
 
 def read_train(folder: Path) -> Images:
@@ -59,6 +46,52 @@ def read_test(folder: Path) -> Images:
         DatasetError: as `read_train`.
     """
     return _read(folder, TEST_FILES)
+
+
+def check_test_file(folder: Path) -> None:
+    """See, without opening it, that `read_test` will find its file.
+
+    Raises:
+        DatasetError: it is missing, or not a whole number of records long.
+    """
+    path = folder / TEST_FILES[0]
+    try:
+        _check_size(path, path.stat().st_size)
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def resize(
+    images: Images, config: PreprocessConfig, folder: Path, *, memory: int = MEMORY, progress: bool = True
+) -> Images:
+    """Pictures in a model's size, as the service would make them of the same pictures uploaded.
+
+    Args:
+        images: pictures of `IMAGE_SIZE`.
+        config: the model's preprocessing; where it keeps the size, the pictures stay as they are.
+        folder: where pictures go that are too many for the memory.
+        memory: bytes that they may take of it.
+        progress: show a bar.
+
+    Raises:
+        DatasetError: no room on the disk.
+    """
+    if config.size == config.resize_size == IMAGE_SIZE:
+        return images
+    pixels = allocate((len(images), CHANNELS, *config.size), folder, memory)
+
+    def work(index: int) -> None:
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(images.pixels[index].transpose(1, 2, 0))).save(file, "BMP")
+        pixels[index] = preprocess(file.getvalue(), config).transpose(2, 0, 1)
+
+    with (
+        ThreadPoolExecutor() as pool,
+        tqdm(total=len(images), desc="resize", disable=None if progress else True) as bar,
+    ):
+        for _ in pool.map(work, range(len(images))):
+            bar.update()
+    return Images(pixels, images.labels)
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
@@ -105,14 +138,18 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
         raise DatasetError(
             f"{path}: cannot be read: {_reason(error)} (expected the binary version of CIFAR-10)"
         ) from error
-    if data.size == 0 or data.size % _RECORD:
-        raise DatasetError(f"{path}: {data.size} bytes are not a whole number of {_RECORD}-byte records")
+    _check_size(path, data.size)
     records = data.reshape(-1, _RECORD)
     worst = int(records[:, 0].max())
     if worst >= CLASSES:
         record = int(records[:, 0].argmax())
         raise DatasetError(f"{path}: record {record} has label {worst}, expected 0...{CLASSES - 1}")
     return records
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size == 0 or size % _RECORD:
+        raise DatasetError(f"{path}: {size} bytes are not a whole number of {_RECORD}-byte records")
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,77 @@
+"""From weights to what is served: rounded as stored, their temperature fitted, measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.predictor import Predictor
+from model.training.calibration import fit_temperature
+from model.training.evaluate import Evaluation, measure, predict_scores
+from model.training.images import Images
+
+STORED: Final = torch.float16
+"""Dtype of the weights on disk."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A checkpoint as it is stored and served, and how good it is.
+
+    Attributes:
+        checkpoint: float32, rounded to `STORED`, with its temperature.
+        predictor: of the same weights without it.
+        held_out, held_out_uncalibrated: on the held-out pictures with it and without it.
+    """
+
+    checkpoint: Checkpoint
+    predictor: Predictor
+    held_out: Evaluation
+    held_out_uncalibrated: Evaluation
+
+
+def round_and_calibrate(checkpoint: Checkpoint, held_out: Images, *, device: str, progress: bool) -> Measured:
+    """Measure the very numbers that will be served, and fit the temperature to them.
+
+    Where every held-out picture is answered right, the likelihood only rises as the temperature falls,
+    which says nothing of the model: the temperature is then left at 1.
+
+    Args:
+        checkpoint: float32; its temperature is not used.
+        held_out: pictures that were not trained on, in the checkpoint's size.
+        device: see `model.device.choose_device`.
+        progress: show a bar.
+
+    Raises:
+        CheckpointError: a weight is not finite, or too large for the stored dtype.
+    """
+    rounded = {name: tensor.detach().cpu().to(STORED).float() for name, tensor in checkpoint.tensors.items()}
+    stored = replace(checkpoint, tensors=rounded, temperature=1.0)
+    predictor = Predictor(stored, device=device, dtype="float32", compile_mode="off")
+    logits = log_scores(predictor, held_out, progress=progress)
+    truth = torch.from_numpy(held_out.labels)
+    all_right = bool((logits.argmax(dim=1) == truth).all())
+    temperature = 1.0 if all_right else fit_temperature(logits, truth)
+    return Measured(
+        checkpoint=replace(stored, temperature=temperature),
+        predictor=predictor,
+        held_out=measure_logits(logits, held_out, temperature, checkpoint.labels),
+        held_out_uncalibrated=measure_logits(logits, held_out, 1.0, checkpoint.labels),
+    )
+
+
+def log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
+    """The logarithm of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
+    scores = torch.from_numpy(predict_scores(predictor, images.pixels, progress=progress))
+    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
+
+
+def measure_logits(logits: Tensor, images: Images, temperature: float, labels: tuple[str, ...]) -> Evaluation:
+    """Compare logits [N, K], divided by a temperature, with the truth."""
+    scores: np.ndarray[tuple[int, int], np.dtype[np.float32]] = (logits / temperature).softmax(dim=1).numpy()
+    return measure(scores, images.labels, labels)

@@ -1,0 +1,158 @@
+"""Folders of pictures, one folder a class: which files there are, and what is wrong with them before any is opened.
+
+Either all in one place, to be split, or split already:
+
+    root/cat/1.jpg          root/train/cat/1.jpg
+    root/dog/2.png          root/val/cat/7.jpg         `val` or `validation`; without it `train` is split
+                            root/test/cat/9.jpg        optional: measured once, when all choices are made
+
+Classes are the sorted names of the folders. Pictures may lie deeper. Hidden files and folders, `Thumbs.db` and
+`desktop.ini` are passed over, and so are files beside the class folders; every other file in a class is a picture.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import DatasetError
+
+_TRAIN: Final = "train"
+_VALIDATION: Final = ("val", "validation")
+_TEST: Final = "test"
+_SPLITS: Final = (_TRAIN, *_VALIDATION, _TEST)
+_PASSED_OVER: Final = frozenset({"thumbs.db", "desktop.ini"})
+
+
+@dataclass(frozen=True)
+class PictureFiles:
+    """Labelled files, not yet opened.
+
+    Attributes:
+        paths: sorted by class and then by name.
+        labels: int64 [N].
+    """
+
+    paths: tuple[Path, ...]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def take(self, indices: NDArray[np.int64]) -> PictureFiles:
+        """The files at `indices`, in that order."""
+        return PictureFiles(tuple(self.paths[i] for i in indices), self.labels[indices])
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """What a folder holds.
+
+    Attributes:
+        labels: names of the classes, in index order.
+        train: all pictures where no validation split is given.
+        validation: None where it is to be split off.
+        test: None where there is none.
+    """
+
+    labels: tuple[str, ...]
+    train: PictureFiles
+    validation: PictureFiles | None
+    test: PictureFiles | None
+
+
+def find_pictures(root: Path) -> ImageFolder:
+    """List the pictures of a folder.
+
+    Raises:
+        DatasetError: no such folder, nothing in it, one class, an empty class, classes that differ by case only,
+            or a split whose classes are not those of `train`.
+    """
+    folders = _folders(root)
+    by_name = {folder.name: folder for folder in folders}
+    if _TRAIN not in by_name or not _folders(by_name[_TRAIN]):
+        labels, pictures = _read_classes(root, folders)
+        return ImageFolder(labels, pictures, None, None)
+    for folder in folders:
+        if folder.name not in _SPLITS:
+            raise DatasetError(f"{folder}: beside {_TRAIN}/ only {', '.join(_SPLITS[1:])} are expected")
+    validation = [by_name[name] for name in _VALIDATION if name in by_name]
+    if len(validation) > 1:
+        raise DatasetError(f"{root}: has both {' and '.join(_VALIDATION)}; keep one")
+    labels, pictures = _read_classes(by_name[_TRAIN], _folders(by_name[_TRAIN]))
+    return ImageFolder(
+        labels,
+        pictures,
+        _read_split(validation[0], labels) if validation else None,
+        _read_split(by_name[_TEST], labels) if _TEST in by_name else None,
+    )
+
+
+def _read_split(root: Path, expected: tuple[str, ...]) -> PictureFiles:
+    folders = _folders(root)
+    names = {folder.name for folder in folders}
+    for name in expected:
+        if name not in names:
+            raise DatasetError(f"{root}: has no pictures of the class {name!r}")
+    for folder in folders:
+        if folder.name not in expected:
+            raise DatasetError(f"{folder}: {_TRAIN}/ has no class {folder.name!r}")
+    return _read_classes(root, folders)[1]
+
+
+def _read_classes(root: Path, folders: list[Path]) -> tuple[tuple[str, ...], PictureFiles]:
+    if not folders:
+        raise DatasetError(f"{root}: no pictures: expected one folder of them for each class")
+    if len(folders) == 1:
+        raise DatasetError(f"{root}: one class ({folders[0].name!r}): two are needed to tell apart")
+    seen: dict[str, Path] = {}
+    paths: list[Path] = []
+    counts: list[int] = []
+    for folder in folders:
+        try:
+            folder.name.encode()
+        except UnicodeEncodeError:
+            raise DatasetError(f"{root}: the name {folder.name!a} is not UTF-8") from None
+        other = seen.setdefault(unicodedata.normalize("NFC", folder.name).casefold(), folder)
+        if other is not folder:
+            raise DatasetError(f"{root}: the classes {other.name!r} and {folder.name!r} differ by case alone")
+        found = sorted(_files(folder))
+        if not found:
+            raise DatasetError(f"{folder}: the class has no pictures")
+        paths += found
+        counts.append(len(found))
+    labels = np.repeat(np.arange(len(folders), dtype=np.int64), counts)
+    return tuple(folder.name for folder in folders), PictureFiles(tuple(paths), labels)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Visible folders in `root`, links to folders included, sorted by name."""
+    try:
+        return sorted((entry for entry in root.iterdir() if not _hidden(entry.name) and entry.is_dir()), key=str)
+    except OSError as error:
+        raise DatasetError(f"{root}: cannot be read: {error.strerror}") from error
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything in a class that is no folder, at any depth; links to folders are named, not followed."""
+
+    def fail(error: OSError) -> None:
+        raise DatasetError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for place, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not _hidden(name)]
+        linked = [name for name in folders if Path(place, name).is_symlink()]
+        if linked:
+            raise DatasetError(f"{Path(place, linked[0])}: a link to a folder inside a class is not followed")
+        yield from (Path(place, name) for name in files if not _hidden(name))
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name.lower() in _PASSED_OVER

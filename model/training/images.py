@@ -1,0 +1,81 @@
+"""Labelled pictures as arrays, in memory or, where they are too many, in a file that vanishes with the process."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled pictures.
+
+    Attributes:
+        pixels: uint8 [N, C, H, W], RGB; may be mapped from a file.
+        labels: int64 [N].
+    """
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: NDArray[np.int64]) -> Images:
+        """The pictures at `indices`, in that order."""
+        return Images(self.pixels[indices], self.labels[indices])
+
+
+def allocate(shape: tuple[int, ...], folder: Path, memory: int) -> NDArray[np.uint8]:
+    """Room for pictures: in memory, or in an unnamed file where they would take too much of it.
+
+    Args:
+        shape: of the array.
+        folder: where the file goes; it has no name there, so that nothing is left behind, however the process ends.
+        memory: bytes up to which the array is in memory.
+
+    Raises:
+        DatasetError: no room on the disk.
+    """
+    size = math.prod(shape)
+    if size <= memory:
+        return np.empty(shape, np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):  # else a full disk would end the process when a page is written
+                os.posix_fallocate(file.fileno(), 0, size)
+            return np.memmap(file, np.uint8, "r+", shape=shape)
+    except OSError as error:
+        raise DatasetError(
+            f"{folder}: no room for {size / 2**30:.1f} GiB of decoded pictures: {error.strerror}"
+        ) from error
+
+
+def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, of values scaled to 0...1, to four decimals.
+
+    Args:
+        pixels: uint8 [N, C, H, W].
+    """
+    # From the histogram of the 256 values: exact, and without a float copy of every pixel.
+    counts = np.zeros((pixels.shape[1], 256), np.int64)
+    for start in range(0, len(pixels), 1000):
+        for channel, plane in enumerate(np.moveaxis(pixels[start : start + 1000], 1, 0)):
+            counts[channel] += np.bincount(plane.reshape(-1), minlength=256)
+    values = np.arange(256) / 255
+    means: list[float] = []
+    deviations: list[float] = []
+    for row in counts:
+        mean = float((row * values).sum() / row.sum())
+        variance = float((row * (values - mean) ** 2).sum() / row.sum())
+        means.append(round(mean, 4))
+        deviations.append(round(variance**0.5, 4))
+    return tuple(means), tuple(deviations)
