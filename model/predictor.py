@@ -21,6 +21,8 @@ from model.checkpoint import Checkpoint
 from model.device import choose_device, choose_dtype
 from model.errors import DeviceError
 from model.explain import cls_map
+from model.layers.attention import Attention
+from model.layers.attention_kernels import chunked_attention
 from model.prediction import AttentionMap, MapRequest, Prediction
 from model.vit import VisionTransformer, ViTOutput, count_parameters
 
@@ -72,6 +74,7 @@ class Predictor:
         if threads is not None:
             torch.set_num_threads(threads)
         model = checkpoint.build()
+        self._choose_kernels(model)
         self.parameters = count_parameters(model)
         try:
             self._model = model.to(device=self._device, dtype=self._dtype)
@@ -222,6 +225,12 @@ class Predictor:
             for position, member in enumerate(members):
                 found[member] = AttentionMap(request.layer, request.head, values[position], kept[position])
 
+    def _choose_kernels(self, model: VisionTransformer) -> None:
+        if self._device.type == "cpu":
+            for module in model.modules():
+                if isinstance(module, Attention):
+                    module.attend = chunked_attention
+
     def _compile_plan(self, mode: Compile) -> str:
         if mode == "off":
             return "off"
@@ -246,6 +255,7 @@ class Predictor:
             twin = VisionTransformer(self.config)
         twin.load_state_dict(self._model.state_dict(), assign=True)
         twin.eval().requires_grad_(False)
+        self._choose_kernels(twin)
         for block in twin.blocks:
             # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
             block.compile(dynamic=False)

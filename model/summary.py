@@ -31,7 +31,10 @@ class Cost:
 
 
 def cost(config: ViTConfig) -> Cost:
-    """Parameters and floating-point operations of an architecture; nothing is allocated."""
+    """Parameters and floating-point operations of an architecture; nothing is allocated.
+
+    Operations are those of the published model; what `VisionTransformer.spare_last_block` leaves out is not subtracted.
+    """
     with torch.device("meta"):
         model = VisionTransformer(config)
     return Cost(count_parameters(model), 2 * _multiply_adds(config))

@@ -31,24 +31,52 @@ class Attention(nn.Module):
             self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
         self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
-        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; training may put another kernel here.
+        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; another kernel may be put here.
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
             self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
             self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
 
-    def forward(self, x: Tensor, need_row: bool = False) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None)."""
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # each [B, heads, N, head_dim]
+    def forward(self, x: Tensor, need_row: bool = False, first: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: [B, N, D].
+            need_row: whether to return the attention row, too.
+            first: only the first tokens ask, all are asked; None: every token asks.
+
+        Returns:
+            [B, first or N, D], and [B, heads, N] float32 or None.
+        """
+        batch, _, width = x.shape
+        q, k, v = self._project(x) if first is None else self._project_first(x, first)
         q, k = self.q_norm(q), self.k_norm(k)
         bias = self._bias()
         row = self._row(q, k, bias) if need_row else None
-        x = self.attend(q, k, v) if bias is None else F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        x = self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
+        if bias is None:
+            x = self.attend(q, k, v)
+        else:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :first])
+        x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
         return x, row
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v, each [B, heads, N, head_dim]."""
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return q, k, v
+
+    def _project_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with q of the first tokens alone: [B, heads, first, head_dim]."""
+        batch, tokens, width = x.shape
+        bias = self.qkv.bias
+        bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
+        q = F.linear(x[:, :first], self.qkv.weight[:width], bias_q)
+        kv = F.linear(x, self.qkv.weight[width:], bias_kv)
+        q = q.reshape(batch, first, self.heads, self.head_dim).transpose(1, 2)
+        k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
 
     def _bias(self) -> Tensor | None:
         """What is added to the scores: [1, heads, N, N], or nothing."""

@@ -83,9 +83,9 @@ class Block(nn.Module):
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, need_row: bool = False) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None)."""
-        y, row = self.attn(self.norm1(x), need_row)
-        x = x + self.drop_path(self.ls1(y))
+    def forward(self, x: Tensor, need_row: bool = False, first: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None); given `first`, only that many tokens come out."""
+        y, row = self.attn(self.norm1(x), need_row, first)
+        x = x[:, :first] + self.drop_path(self.ls1(y))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         return x, row

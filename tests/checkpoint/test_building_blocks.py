@@ -141,7 +141,9 @@ def test_a_native_folder_gives_back_what_was_written(variant: str, tmp_path: Pat
     pixels = torch.randn(2, config.in_channels, *config.image_size)
     with torch.inference_mode():
         expected, got = written.build()(pixels, (0, 1)), read.build()(pixels, (0, 1))
-    assert torch.equal(got.logits, expected.logits)
+    assert all(torch.equal(tensor, written.tensors[name]) for name, tensor in read.tensors.items())
+    # Not to the last bit: a kernel may sum in another order where a tensor lies otherwise in memory.
+    torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert got.attention is not None
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
 
@@ -164,6 +166,7 @@ def test_flops_are_those_that_torch_counts(variant: str) -> None:
 
     config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
     model = checkpoint(config).build()
+    model.spare_last_block = False  # the published model computes every token
     counter = FlopCounterMode(display=False)
     # The fused kernel of the CPU is not counted.
     with sdpa_kernel(SDPBackend.MATH), counter, torch.inference_mode():

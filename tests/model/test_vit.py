@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import SIZES, ViTConfig
+from model.layers import attention_kernels
 from model.vit import PatchEmbed, VisionTransformer, count_parameters, resize_position_embedding
 
 
@@ -150,3 +151,30 @@ def test_position_embeddings_of_the_same_grid_are_untouched() -> None:
     pos_embed = torch.randn(1, 17, 8)
     same = resize_position_embedding(pos_embed, prefix_tokens=1, old_grid=(4, 4), new_grid=(4, 4))
     assert same is pos_embed
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize("layers", [(), (1,), (0, 1)])
+def test_sparing_the_last_block_changes_nothing(distilled: bool, layers: tuple[int, ...]) -> None:
+    config = make_config(distillation_token=distilled, distillation_head=distilled)
+    model = make_model(config)
+    pixels = torch.randn(3, 3, 32, 48)
+    with torch.no_grad():
+        spared = model(pixels, layers)
+        model.spare_last_block = False
+        whole = model(pixels, layers)
+    torch.testing.assert_close(spared.logits, whole.logits, atol=1e-5, rtol=1e-5)
+    if layers:
+        torch.testing.assert_close(spared.attention, whole.attention, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [1 << 30, 3 * 2 * 9 * 9 * 2, 10])
+def test_chunked_attention_is_attention(dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", limit)  # all at once, three images at a time, none
+    q, k, v = torch.randn(3, 7, 2, 9, 16).to(dtype).unbind(0)
+    for queries in (q, q[:, :, :1]):
+        expected = torch.nn.functional.scaled_dot_product_attention(queries.float(), k.float(), v.float())
+        got = attention_kernels.chunked_attention(queries, k, v)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
