@@ -15,6 +15,8 @@ _TEMPERATURE: Final = 100.0
 """Lowest frequency of the code is 1/_TEMPERATURE; grids here are small, so far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 _PATCH_SCALE: Final = 0.5
+_WHITENING_IMAGES: Final = 5000
+_WHITENING_PIXELS: Final = _WHITENING_IMAGES * 32 * 32
 _WHITENING_FLOOR: Final = 1e-2
 """Added to the patches' variances, so that directions without content are not blown up."""
 
@@ -59,6 +61,22 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
     variance, direction = torch.linalg.eigh(patches.T @ patches / len(patches))
     filters: Tensor = (direction / (variance.clamp_min(0) + _WHITENING_FLOOR).sqrt()).T.flip(0)
     return filters.reshape(-1, pixels.shape[1], patch_size, patch_size)
+
+
+def whitening_sample(pixels: Tensor) -> Tensor:
+    """As many pictures as the patches' covariance needs, and no more than fit in memory as float32.
+
+    Args:
+        pixels: [N, C, H, W]; only what is chosen is read.
+
+    Returns:
+        A view: the first 5000, or fewer of pictures larger than 32 x 32, these from all over the data,
+        which may be sorted by class.
+    """
+    count = max(1, _WHITENING_PIXELS // (pixels.shape[2] * pixels.shape[3]))
+    if count >= _WHITENING_IMAGES:
+        return pixels[:_WHITENING_IMAGES]
+    return pixels[:: max(1, len(pixels) // count)][:count]
 
 
 @torch.no_grad()

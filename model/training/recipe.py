@@ -102,7 +102,7 @@ class Augmentation(_Table):
     erasing: Probability = 0.0
     """Share of the images that lose a random rectangle of 2 % to 33 % of their area (random erasing)."""
     erasing_fill: Literal["pixel", "mean"] = "pixel"
-    """What is put there: normal noise in every pixel, or the mean of the training pictures."""
+    """What is put there, after normalisation: normal noise in every pixel, or the mean of the training pictures."""
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:
@@ -223,6 +223,22 @@ def read_recipe(path: Path) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainingError(f"{path}: not TOML: {error}") from error
     return _validated(values, str(path))
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """A recipe from its JSON record; fields that are younger than the record take their defaults.
+
+    Args:
+        text: what `Recipe.model_dump_json` wrote.
+        source: whose record it is, for the error.
+
+    Raises:
+        TrainingError: it is no recipe.
+    """
+    try:
+        return Recipe.model_validate_json(text)
+    except ValidationError as error:
+        raise TrainingError(f"{source}: recipe: {first_problem(error)}") from None
 
 
 def _validated(values: dict[str, Any], source: str) -> Recipe:

@@ -1,0 +1,179 @@
+"""Operations on whole batches of pictures that TrivialAugment and RandAugment choose from.
+
+The fourteen of RandAugment's space (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719), as `PIL.ImageOps`
+and `PIL.ImageEnhance` define them but for rounding. Geometry is bilinear; what comes into view is black.
+Only elementwise and gather operations, so that batches may live on any device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_ROTATION: Final = 30.0
+"""Degrees."""
+MAX_SHEAR: Final = 0.3
+MAX_TRANSLATION: Final = 10 / 32
+"""Share of the side: ten pixels of a CIFAR image."""
+MAX_ENHANCEMENT: Final = 0.9
+"""Colour, contrast, brightness and sharpness are scaled by 0.1...1.9."""
+MIN_POSTERIZE_BITS: Final = 4
+
+Operation = Callable[[Tensor, Tensor], Tensor]
+"""(float32 [B, C, H, W] of 0...255, strength [B] of -1...1) -> the same shape; not yet clamped."""
+
+
+def apply_operations(images: Tensor, choice: Tensor, strength: Tensor) -> Tensor:
+    """Change each image by the operation chosen for it.
+
+    Args:
+        images: uint8 [B, C, H, W].
+        choice: int64 [B], an index into `OPERATIONS`, or -1: leave the image alone.
+        strength: float32 [B], -1...1.
+
+    Returns:
+        uint8, same shape, a new tensor.
+    """
+    result = images.clone()
+    for index, operation in enumerate(OPERATIONS.values()):
+        mine = (choice == index).nonzero().squeeze(1)
+        if len(mine):
+            changed = operation(images[mine].float(), strength[mine])
+            result[mine] = changed.clamp(0, 255).round().to(torch.uint8)
+    return result
+
+
+def _each(strength: Tensor) -> Tensor:
+    return strength[:, None, None, None]
+
+
+def _identity(x: Tensor, strength: Tensor) -> Tensor:
+    return x
+
+
+def _auto_contrast(x: Tensor, strength: Tensor) -> Tensor:
+    low, high = x.amin(dim=(2, 3), keepdim=True), x.amax(dim=(2, 3), keepdim=True)
+    return torch.where(high > low, (x - low) * 255 / (high - low).clamp_min(1), x)
+
+
+def _equalize(x: Tensor, strength: Tensor) -> Tensor:
+    """Each channel's histogram made flat, as `PIL.ImageOps.equalize` does it."""
+    count, channels, height, width = x.shape
+    values = x.long().reshape(count * channels, height * width)
+    histogram = torch.zeros((count * channels, 256), dtype=torch.int64, device=x.device)
+    histogram.scatter_add_(1, values, torch.ones_like(values))
+    last = 255 - histogram.flip(1).ne(0).int().argmax(dim=1, keepdim=True)
+    step = (height * width - histogram.gather(1, last)) // 255
+    below = histogram.cumsum(dim=1) - histogram
+    table = ((below + step // 2) // step.clamp_min(1)).clamp(0, 255)
+    equalized = table.gather(1, values).reshape(x.shape).float()
+    return torch.where(step.reshape(count, channels, 1, 1) > 0, equalized, x)
+
+
+def _solarize(x: Tensor, strength: Tensor) -> Tensor:
+    return torch.where(x >= 255 * (1 - _each(strength).abs()), 255 - x, x)
+
+
+def _posterize(x: Tensor, strength: Tensor) -> Tensor:
+    bits = 8 - (_each(strength).abs() * (8 - MIN_POSTERIZE_BITS)).round()
+    step = 2 ** (8 - bits)
+    return (x / step).floor() * step
+
+
+def _blend(x: Tensor, other: Tensor, strength: Tensor) -> Tensor:
+    return other + (1 + MAX_ENHANCEMENT * _each(strength)) * (x - other)
+
+
+def _grey(x: Tensor) -> Tensor:
+    if x.shape[1] != 3:
+        return x
+    weights = torch.tensor([0.299, 0.587, 0.114], device=x.device).reshape(1, 3, 1, 1)  # ITU-R BT.601
+    return (x * weights).sum(dim=1, keepdim=True)
+
+
+def _colour(x: Tensor, strength: Tensor) -> Tensor:
+    return _blend(x, _grey(x), strength)
+
+
+def _contrast(x: Tensor, strength: Tensor) -> Tensor:
+    return _blend(x, _grey(x).mean(dim=(1, 2, 3), keepdim=True), strength)
+
+
+def _brightness(x: Tensor, strength: Tensor) -> Tensor:
+    return _blend(x, torch.zeros_like(x), strength)
+
+
+def _sharpness(x: Tensor, strength: Tensor) -> Tensor:
+    """Away from or towards the image smoothed by `PIL.ImageFilter.SMOOTH`; the border stays."""
+    channels = x.shape[1]
+    kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=x.device) / 13
+    smooth = x.clone()
+    smooth[:, :, 1:-1, 1:-1] = F.conv2d(x, kernel.expand(channels, 1, 3, 3), groups=channels)
+    return _blend(x, smooth, strength)
+
+
+def _affine(x: Tensor, matrix: Tensor) -> Tensor:
+    """Resample; `matrix` [B, 2, 3] takes output places to input places, both -1...1 across the image."""
+    grid = F.affine_grid(matrix, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def _unit(count: int, device: torch.device) -> Tensor:
+    return torch.eye(2, 3, device=device).repeat(count, 1, 1)
+
+
+def _rotate(x: Tensor, strength: Tensor) -> Tensor:
+    angle = strength * math.radians(MAX_ROTATION)
+    aspect = x.shape[2] / x.shape[3]
+    matrix = _unit(len(x), x.device)
+    matrix[:, 0, 0] = matrix[:, 1, 1] = angle.cos()
+    matrix[:, 0, 1] = angle.sin() * aspect
+    matrix[:, 1, 0] = -angle.sin() / aspect
+    return _affine(x, matrix)
+
+
+def _shear_x(x: Tensor, strength: Tensor) -> Tensor:
+    matrix = _unit(len(x), x.device)
+    matrix[:, 0, 1] = strength * MAX_SHEAR
+    return _affine(x, matrix)
+
+
+def _shear_y(x: Tensor, strength: Tensor) -> Tensor:
+    matrix = _unit(len(x), x.device)
+    matrix[:, 1, 0] = strength * MAX_SHEAR
+    return _affine(x, matrix)
+
+
+def _translate_x(x: Tensor, strength: Tensor) -> Tensor:
+    matrix = _unit(len(x), x.device)
+    matrix[:, 0, 2] = strength * 2 * MAX_TRANSLATION  # the image spans 2 units
+    return _affine(x, matrix)
+
+
+def _translate_y(x: Tensor, strength: Tensor) -> Tensor:
+    matrix = _unit(len(x), x.device)
+    matrix[:, 1, 2] = strength * 2 * MAX_TRANSLATION
+    return _affine(x, matrix)
+
+
+OPERATIONS: Final[dict[str, Operation]] = {
+    "identity": _identity,
+    "auto_contrast": _auto_contrast,
+    "equalize": _equalize,
+    "solarize": _solarize,
+    "posterize": _posterize,
+    "colour": _colour,
+    "contrast": _contrast,
+    "brightness": _brightness,
+    "sharpness": _sharpness,
+    "rotate": _rotate,
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
+    "translate_x": _translate_x,
+    "translate_y": _translate_y,
+}

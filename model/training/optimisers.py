@@ -1,0 +1,81 @@
+"""The optimisers of a recipe, with their parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.errors import TrainingError
+from model.training.recipe import Optimiser
+
+
+def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: int) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon after it where the recipe asks for it.
+
+    AdamW's groups are the decayed parameters, then the spared ones. With layer-wise decay there is a
+    pair for each layer, the embeddings' first, and a group of Muon's for each block; each group's `lr`
+    is its peak.
+
+    Args:
+        weights: float32, by the model's parameter names.
+        settings: the recipe's.
+        depth: blocks of the model.
+
+    Raises:
+        TrainingError: this torch has no Muon.
+    """
+    scales = [1.0]
+    if settings.layer_decay != 1:
+        scales = [settings.layer_decay ** (depth + 1 - layer) for layer in range(depth + 2)]
+    muon: list[list[Tensor]] = [[] for _ in scales]
+    decayed: list[list[Tensor]] = [[] for _ in scales]
+    spared: list[list[Tensor]] = [[] for _ in scales]
+    for name, weight in weights.items():
+        layer = layer_of(name, depth) if len(scales) > 1 else 0
+        if settings.name == "muon" and weight.ndim == 2 and name.startswith("blocks."):
+            muon[layer].append(weight)
+        elif weight.ndim > 1:
+            decayed[layer].append(weight)
+        else:
+            spared[layer].append(weight)
+    groups: list[dict[str, Any]] = []
+    for scale, matrices, vectors in zip(scales, decayed, spared, strict=True):
+        rate = settings.learning_rate * scale
+        groups += [{"params": matrices, "lr": rate}, {"params": vectors, "lr": rate, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    if settings.name == "adamw":
+        return [adamw]
+    if not hasattr(torch.optim, "Muon"):
+        raise TrainingError(f"optimiser muon needs torch 2.9 or later, this is {torch.__version__}")
+    orthogonalised = torch.optim.Muon(
+        [
+            {"params": matrices, "lr": settings.muon_learning_rate * scale}
+            for scale, matrices in zip(scales, muon, strict=True)
+            if matrices
+        ],
+        lr=settings.muon_learning_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [adamw, orthogonalised]
+
+
+def layer_of(name: str, depth: int) -> int:
+    """A parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that follows the blocks.
+
+    BEiT's numbering (Bao et al. 2021, https://arxiv.org/abs/2106.08254), also timm's.
+    """
+    part, _, rest = name.partition(".")
+    if part == "blocks":
+        return int(rest.partition(".")[0]) + 1
+    embeddings = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre")
+    return 0 if part in embeddings else depth + 1

@@ -1,0 +1,46 @@
+"""Files that hold a run's state: whole or not there at all, and never code."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from model.errors import TrainingError
+from model.training.recipe import Recipe, parse_recipe
+
+_VERSION: Final = 1
+
+
+def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
+    """Put a state where the old one was; an interruption leaves the old file or the new one."""
+    part = path.with_name(f"{path.name}.part")
+    torch.save({"version": _VERSION, "recipe": recipe.model_dump_json(), **state}, part)
+    part.replace(path)
+
+
+def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Read what `write_state` wrote.
+
+    Args:
+        path: the file.
+        recipe: the run's. The state's must equal it, with defaults for fields that it does not name.
+        device: where tensors go.
+
+    Raises:
+        TrainingError: no state there, unreadable, or of another recipe.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise TrainingError(f"{path}: not a training state: {reason}") from error
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        raise TrainingError(f"{path}: written by another version; start afresh")
+    if parse_recipe(str(state.get("recipe")), str(path)) != recipe:
+        raise TrainingError(f"{path}: made with another recipe; resume with that one or start in another folder")
+    return state
