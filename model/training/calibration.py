@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,33 +21,48 @@ BINS: Final = 15
 """Of the expected calibration error, as in the paper."""
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature with the lowest negative log-likelihood of softmax(logits / temperature).
+_GRID: Final = 60
+"""Temperatures looked at before the best of them is refined."""
 
-    The likelihood has one optimum over the inverse temperature, so a golden-section search finds it.
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The temperature at which the top-1 score is the best estimate of whether the answer is right.
+
+    Best is the lowest Brier score: the mean of (score - 1 if right, else 0) squared. Guo et al. take the
+    likelihood of all classes' scores instead; one temperature cannot get all of them right, and what users
+    read and the calibration error judges is the top score. Over twenty random halvings of held-out images,
+    fitted on one half and measured on the other, this gave a lower calibration error than the likelihood on
+    models trained with and without label smoothing, and scattered less than minimising the error itself.
 
     Args:
         logits: [N, K], of images that were not trained on.
         labels: int64 [N].
     """
     logits = logits.double()
+    answers = logits.argmax(dim=1)
+    right = (answers == labels).double()
     golden = (math.sqrt(5) - 1) / 2
 
     def loss(log_temperature: float) -> float:
-        return F.cross_entropy(logits / math.exp(log_temperature), labels).item()
+        top = (logits / math.exp(log_temperature)).softmax(dim=1).amax(dim=1)
+        return float((top - right).square().mean())
 
+    # The score may have more than one dip over the whole range: the best of a grid, then golden section around it.
     low, high = (math.log(limit) for limit in TEMPERATURE_RANGE)
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    loss_left, loss_right = loss(left), loss(right)
+    step = (high - low) / (_GRID - 1)
+    best = min((low + number * step for number in range(_GRID)), key=loss)
+    low, high = max(low, best - step), min(high, best + step)
+    left, right_end = high - golden * (high - low), low + golden * (high - low)
+    loss_left, loss_right = loss(left), loss(right_end)
     while high - low > 1e-4:
         if loss_left < loss_right:
-            high, right, loss_right = right, left, loss_left
+            high, right_end, loss_right = right_end, left, loss_left
             left = high - golden * (high - low)
             loss_left = loss(left)
         else:
-            low, left, loss_left = left, right, loss_right
-            right = low + golden * (high - low)
-            loss_right = loss(right)
+            low, left, loss_left = left, right_end, loss_right
+            right_end = low + golden * (high - low)
+            loss_right = loss(right_end)
     return math.exp((low + high) / 2)
 
 
