@@ -1,8 +1,8 @@
-"""From a folder of CIFAR-10 and a recipe to a folder that the service loads.
+"""From a folder of pictures and a recipe to a folder that the service loads.
 
     data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
 
-The test pictures are read after the last choice is made: weights, temperature and recipe are fixed by then.
+The test pictures are measured after the last choice is made: weights, temperature and recipe are fixed by then.
 """
 
 from __future__ import annotations
@@ -15,28 +15,35 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from model.checkpoint import Checkpoint, load_checkpoint, native
+from model.checkpoint import Checkpoint, native
 from model.config import PreprocessConfig
 from model.device import choose_device
 from model.errors import TrainingError
-from model.predictor import Predictor
-from model.training import cifar10
-from model.training.calibration import fit_temperature
 from model.training.card import model_card
-from model.training.evaluate import Evaluation, measure, predict_scores
-from model.training.loop import STATE_FILE, Data, EpochMetrics, Trainer
+from model.training.card_figures import write_figures
+from model.training.datasets import SPLIT_FILE, Dataset, Folder, is_cifar10, open_dataset
+from model.training.decoding import MEMORY
+from model.training.evaluate import Evaluation
+from model.training.export import STORED, log_scores, measure_logits, round_and_calibrate
+from model.training.images import Images, channel_statistics
+from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer
 from model.training.recipe import RECIPES, Recipe
+from model.training.recipe_toml import to_toml
+from model.training.start import Start, start_from
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_RECIPE: Final = RECIPES / "cifar10.toml"
 CARD_FILE: Final = "MODEL_CARD.md"
-_STORED: Final = torch.float16
+RECIPE_FILE: Final = "recipe.toml"
+LAST_FOLDER: Final = "last"
+_BEGUN: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE})
+"""What a run that was ended before its first epoch may have left behind."""
+
+_MARGIN: Final = 256 / 224
+"""Training pictures that random parts are resized from are kept larger than the model's input by this much."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Run:
         device: what it ran on. `precision`: dtype of activations and gradients there.
         parameters: of the model.
         versions: of Python and the packages that matter.
-        temperature: fitted on the held-out images.
+        temperature: fitted on the held-out images; 1 where all of them are answered right.
         held_out, held_out_uncalibrated: measured with it and without it (temperature 1).
         test, test_uncalibrated: the same on the test images; None where the data have none.
     """
@@ -79,136 +86,213 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """As JSON types."""
-        measured = ("held_out", "held_out_uncalibrated", "test", "test_uncalibrated")
+        measured = {name: value.record() for name, value in vars(self).items() if isinstance(value, Evaluation)}
         return {
             **asdict(self),
+            **measured,
             "recipe": self.recipe.model_dump(mode="json"),
             "versions": dict(self.versions),
-            **{name: one.record() for name in measured if (one := getattr(self, name)) is not None},
         }
 
 
+def default_recipe(data: Path, checkpoint: str | None) -> Path:
+    """The bundled recipe for data of this kind: from scratch, or to fine-tune a checkpoint."""
+    if checkpoint is not None:
+        return RECIPES / "finetune.toml"
+    return RECIPES / ("cifar10.toml" if is_cifar10(data) else "folder.toml")
+
+
 def run(
-    data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto", progress: bool = True
+    data: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    memory: int = MEMORY,
+    progress: bool = True,
 ) -> Run:
     """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
 
+    Everything that can be wrong with recipe, data, checkpoint and folder is found before the first step.
+
     Args:
-        data: folder with the binary version of CIFAR-10.
+        data: folder with the binary version of CIFAR-10, or with one folder of pictures a class.
         out: folder for the results; made if absent.
         recipe: what to do.
         resume: continue the run that `out` holds; one that is complete is only measured and written anew.
         device: see `model.device.choose_device`.
+        memory: bytes of decoded pictures up to which they are kept in memory; more go to a file in `out`.
         progress: show bars.
 
     Raises:
-        DatasetError: the data cannot be read.
+        DatasetError: the data cannot be read or trained on.
+        CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
-        TrainingError: `out` holds a run already and `resume` is false, or none that this recipe could
-            continue; or training diverged.
+        TrainingError: `out` holds something already and `resume` is false, or nothing that this recipe could
+            continue; the recipe does not fit the data; or training diverged.
     """
-    if not resume and (out / STATE_FILE).exists():
-        raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
-    if recipe.architecture is None:
-        raise TrainingError("recipe: architecture: needed to train from scratch")
     where = choose_device(device)
-    labels = cifar10.read_labels(data)
-    train, held_out = cifar10.hold_out(cifar10.read_train(data), int(recipe.held_out), recipe.seed)
-    mean, std = channel_statistics(train.pixels)
+    dataset = open_dataset(data, recipe.held_out, recipe.seed)
+    _check_folder(out, dataset, data, resume)
+    start = start_from(recipe, len(dataset.labels), dataset.image_size)
+    if dataset.train_count < recipe.batch_size:
+        raise TrainingError(
+            f"recipe: batch_size {recipe.batch_size}: there are only {dataset.train_count} training images"
+        )
+    logger.info(
+        "%s: %d classes, %d images to train on, %d held out",
+        data,
+        len(dataset.labels),
+        dataset.train_count,
+        dataset.held_out_count,
+    )
+    _begin(out, recipe, dataset, resume)
+    train, held_out = dataset.load(
+        _training_size(recipe, start, dataset), start.preprocess, out, memory=memory, progress=progress
+    )
+    if start.weights is None:
+        mean, std = channel_statistics(train.pixels)
+        start = replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
     trainer = Trainer(
         recipe,
-        recipe.architecture.config(cifar10.IMAGE_SIZE, cifar10.CLASSES),
-        Data(*_tensors(train, where), *_tensors(held_out, where), mean=mean, std=std),
+        start.config,
+        Data(
+            *_tensors(train, where),
+            *_tensors(held_out, where),
+            mean=start.preprocess.mean,
+            std=start.preprocess.std,
+        ),
         out,
         where,
+        initial=start.weights,
     )
-    if resume:
+    if resume and (out / STATE_FILE).exists():
         trainer.load()
+        write_text(out / RECIPE_FILE, to_toml(recipe))
     trainer.run(_log_epoch, progress=progress)
+    return _export(trainer, start, dataset, held_out, data, out, device=device, progress=progress)
 
-    checkpoint = Checkpoint(
-        name=recipe.name,
-        source=str(out),
-        format=native.FORMAT,
-        architecture=native.describe_architecture(trainer.config),
-        config=trainer.config,
-        preprocess=PreprocessConfig(
-            size=cifar10.IMAGE_SIZE,
-            resize="shortest_edge",
-            resize_size=cifar10.IMAGE_SIZE,
-            interpolation="bicubic",
-            mean=mean,
-            std=std,
-        ),
-        labels=labels,
-        tensors=trainer.weights,
-    )
-    native.write(out, checkpoint, dtype=_STORED)
-    # Read back: what is measured from here on are the rounded weights that will be served.
-    stored = load_checkpoint(str(out))
-    predictor = Predictor(stored, device=device, dtype="float32", compile_mode="off")
-    held_out_logits = log_scores(predictor, held_out.pixels, progress=progress)
-    temperature = fit_temperature(held_out_logits, torch.from_numpy(held_out.labels))
-    test = cifar10.read_test(data)
-    test_logits = log_scores(predictor, test.pixels, progress=progress)
 
-    def measured(logits: Tensor, images: cifar10.Images, divisor: float) -> Evaluation:
-        return measure((logits / divisor).softmax(dim=1).numpy(), images.labels, labels)
+def _check_folder(out: Path, dataset: Dataset, data: Path, resume: bool) -> None:
+    if isinstance(dataset, Folder) and out.resolve().is_relative_to(data.resolve()):
+        raise TrainingError(f"{out}: lies in the data, where it would be taken for a class; choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in out.iterdir()}
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
+    if resume:
+        if not there & {STATE_FILE, RECIPE_FILE}:
+            raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
+    elif STATE_FILE in there:
+        raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
+    elif there - _BEGUN:
+        raise TrainingError(f"{out}: is not empty ({min(there - _BEGUN)}); choose another folder")
 
+
+def _begin(out: Path, recipe: Recipe, dataset: Dataset, resume: bool) -> None:
+    """Write down what is about to be done, or see that what goes on is the same.
+
+    Raises:
+        TrainingError: the pictures or their split are not those that the run began with; or nothing can be written.
+    """
+    split = dataset.split()
+    goes_on = resume and (out / STATE_FILE).exists()
+    try:
+        if split is not None:
+            path = out / SPLIT_FILE
+            if goes_on and path.exists() and path.read_text(encoding="utf-8") != split:
+                raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
+            write_text(path, split)
+        if not goes_on:  # else the state says whether this recipe is the same
+            write_text(out / RECIPE_FILE, to_toml(recipe))
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error
+
+
+def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
+    """How training pictures are stored: as the model sees them, or where random parts are resized anew, larger.
+
+    Like the model's own picture a larger one is a centre crop, but of all that the crop leaves of the shorter side.
+    """
+    preprocess = start.preprocess
+    if not recipe.augmentation.resized_crop:
+        return preprocess
+    rows, columns = dataset.image_size or tuple(round(side * _MARGIN) for side in preprocess.size)
+    return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
+
+
+def _export(
+    trainer: Trainer,
+    start: Start,
+    dataset: Dataset,
+    held_out: Images,
+    data: Path,
+    out: Path,
+    *,
+    device: str,
+    progress: bool,
+) -> Run:
+    """Round, calibrate, measure, write; the folder is servable when all else is written, and not before."""
+    recipe = trainer.recipe
+
+    def checkpoint(weights: Mapping[str, Tensor]) -> Checkpoint:
+        return Checkpoint(
+            name=recipe.name,
+            source=str(out),
+            format=native.FORMAT,
+            architecture=native.describe_architecture(start.config),
+            config=start.config,
+            preprocess=start.preprocess,
+            labels=dataset.labels,
+            tensors=weights,
+        )
+
+    last = round_and_calibrate(checkpoint(trainer.weights), held_out, device=device, progress=progress)
+    kept, kept_epoch = last, trainer.epoch
+    if recipe.keep == "best" and trainer.best_epoch != trainer.epoch:
+        kept_epoch = trainer.best_epoch
+        kept = round_and_calibrate(checkpoint(trainer.best_weights), held_out, device=device, progress=progress)
+    final = kept.checkpoint
+    test = test_uncalibrated = None
+    if dataset.has_test:
+        images = dataset.load_test(start.preprocess, out, progress=progress)
+        logits = log_scores(kept.predictor, images, progress=progress)
+        test = measure_logits(logits, images, final.temperature, dataset.labels)
+        test_uncalibrated = measure_logits(logits, images, 1.0, dataset.labels)
     result = Run(
         recipe=recipe,
-        data="CIFAR-10",
-        started_from=None,
-        kept_epoch=trainer.epoch,
+        data=dataset.name,
+        started_from=start.name,
+        kept_epoch=kept_epoch,
         epochs=trainer.epochs_trained,
-        images=len(train),
-        held_out_images=len(held_out),
+        images=dataset.train_count,
+        held_out_images=dataset.held_out_count,
         seconds=trainer.seconds,
-        device=describe_device(where),
+        device=describe_device(trainer.device),
         precision=str(trainer.dtype).removeprefix("torch."),
-        parameters=predictor.parameters,
+        parameters=kept.predictor.parameters,
         versions=_versions(),
-        temperature=temperature,
-        held_out=measured(held_out_logits, held_out, temperature),
-        held_out_uncalibrated=measured(held_out_logits, held_out, 1.0),
-        test=measured(test_logits, test, temperature),
-        test_uncalibrated=measured(test_logits, test, 1.0),
+        temperature=final.temperature,
+        held_out=kept.held_out,
+        held_out_uncalibrated=kept.held_out_uncalibrated,
+        test=test,
+        test_uncalibrated=test_uncalibrated,
     )
-    final = replace(stored, temperature=temperature)
-    native.write(out, final, dtype=_STORED, training=result.record())
-    (out / CARD_FILE).write_text(model_card(result, final), encoding="utf-8")
-    assert result.test is not None
-    logger.info("%s: test accuracy %.2f%% after %.0f s of training", out, 100 * result.test.accuracy, result.seconds)
+    native.write(out / LAST_FOLDER, last.checkpoint, dtype=STORED, training={"epoch": trainer.epoch})
+    write_figures(out, test or kept.held_out, dataset.labels, trainer.history)
+    write_text(out / CARD_FILE, model_card(result, final))
+    native.write(out, final, dtype=STORED, training=result.record())
+    logger.info(
+        "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s",
+        data,
+        "held-out" if test is None else "test",
+        100 * (test or kept.held_out).accuracy,
+        result.seconds,
+        out,
+    )
     return result
-
-
-def log_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool) -> Tensor:
-    """The logarithm of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
-    scores = torch.from_numpy(predict_scores(predictor, pixels, progress=progress))
-    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
-
-
-def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, of values scaled to 0...1, to four decimals.
-
-    Args:
-        pixels: uint8 [N, C, H, W].
-    """
-    means: list[float] = []
-    deviations: list[float] = []
-    for channel in np.moveaxis(pixels, 1, 0):
-        # From the histogram of the 256 values: exact, and without a float copy of every pixel.
-        counts = np.bincount(channel.reshape(-1), minlength=256)
-        values = np.arange(256) / 255
-        mean = float((counts * values).sum() / counts.sum())
-        variance = float((counts * (values - mean) ** 2).sum() / counts.sum())
-        means.append(round(mean, 4))
-        deviations.append(round(variance**0.5, 4))
-    return tuple(means), tuple(deviations)
 
 
 def describe_device(device: torch.device) -> str:
@@ -225,12 +309,22 @@ def describe_device(device: torch.device) -> str:
     return f"{name} ({torch.get_num_threads()} threads)"
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def _versions() -> dict[str, str]:
     packages = ("vitserve", "torch", "numpy", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def _tensors(images: cifar10.Images, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tensors(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pixels and labels on the device if they leave half of what is free there, else where they are."""
+    if device.type == "cuda" and images.pixels.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        device = torch.device("cpu")
     return torch.from_numpy(images.pixels).to(device), torch.from_numpy(images.labels).to(device)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from picture_folders import write_class, write_folder
+from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import DatasetError
@@ -93,5 +93,5 @@ def test_good_files_are_not_complained_about(root: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no way to reserve room here")
 def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
     too_much = 10 * shutil.disk_usage(tmp_path).total
-    with pytest.raises(DatasetError, match="no room for .* GiB"):
+    with pytest.raises(DatasetError, match=r"no room for .* GiB"):
         allocate((too_much,), tmp_path, 0)

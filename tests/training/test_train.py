@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from model.errors import DatasetError, TrainingError
 from model.predictor import Predictor
 from model.training.cifar10 import hold_out, read_train
 from model.training.evaluate import evaluate_cifar10
-from model.training.recipe import Recipe
-from model.training.train import CARD_FILE, Run, channel_statistics, run
+from model.training.images import channel_statistics
+from model.training.recipe import Recipe, read_recipe
+from model.training.train import CARD_FILE, Run, run
 
 
 @pytest.fixture
@@ -85,10 +87,22 @@ def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, Ru
 
 
 def test_test_images_are_not_opened_before_training_is_over(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
-    (cifar / "test_batch.bin").unlink()
-    with pytest.raises(DatasetError, match=r"test_batch\.bin"):
+    (cifar / "test_batch.bin").write_bytes(b"\xff" * 3073)
+    with pytest.raises(DatasetError, match=r"test_batch\.bin: record 0 has label 255"):
         run(cifar, tmp_path / "run", recipe, device="cpu", progress=False)
     assert (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_test_set_that_is_missing_or_cut_short_is_told_before_training(
+    cifar: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    (cifar / "test_batch.bin").write_bytes(b"\xff" * 3072)
+    with pytest.raises(DatasetError, match=r"test_batch\.bin: 3072 bytes"):
+        run(cifar, tmp_path / "run", recipe, device="cpu", progress=False)
+    (cifar / "test_batch.bin").unlink()
+    with pytest.raises(DatasetError, match=r"test_batch\.bin: cannot be read"):
+        run(cifar, tmp_path / "run", recipe, device="cpu", progress=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_measured_again_with_the_same_result(
@@ -107,6 +121,55 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(finished: tuple[Path, Run]
     with pytest.raises(TrainingError, match="holds a run already"):
         run(cifar, out, recipe, device="cpu", progress=False)
     assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_that_left_only_its_state_is_finished(
+    finished: tuple[Path, Run], cifar: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    out, result = finished
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("last.pt", "best.pt", "metrics.csv"):
+        (out / name).rename(moved / name)
+    again = run(cifar, moved, recipe, resume=True, device="cpu", progress=False)
+    assert again.test == result.test
+    assert read_recipe(moved / "recipe.toml") == recipe
+    assert load_checkpoint(str(moved)).temperature == result.temperature
+
+
+def test_the_last_epoch_is_kept_beside_the_best(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
+    out = tmp_path / "run"
+    best = run(cifar, out, recipe, device="cpu", progress=False)
+    last = run(cifar, out, recipe, resume=True, device="cpu", progress=False)
+    assert last.kept_epoch == best.kept_epoch
+    rows = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
+    accuracies = [float(row["held_out_accuracy"]) for row in rows]
+    assert accuracies[best.kept_epoch - 1] == max(accuracies)
+    for folder, epoch in ((out, best.kept_epoch), (out / "last", recipe.epochs)):
+        checkpoint = load_checkpoint(str(folder))
+        assert checkpoint.labels == LABELS
+        record = json.loads((folder / "config.json").read_text())["training"]
+        assert record.get("kept_epoch", record.get("epoch")) == epoch
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(TrainingError, match=r"run: is not empty \(config\.json\); choose another folder"):
+        run(cifar, out, recipe, device="cpu", progress=False)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_training(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(TrainingError, match="batch_size 321: there are only 320 training images"):
+        run(cifar, tmp_path / "run", recipe.override(batch_size=321), device="cpu", progress=False)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_recipe_without_a_model_is_refused(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(TrainingError, match="neither an architecture to train from scratch nor a checkpoint"):
+        run(cifar, tmp_path / "run", recipe.override(architecture=None), device="cpu", progress=False)
 
 
 def test_nothing_to_resume_is_said(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from model.training.cifar10 import CLASSES, IMAGE_SIZE
+from model.training.recipe import RECIPES, Recipe, read_recipe
+from model.training.recipe_toml import to_toml
+from model.vit import VisionTransformer, count_parameters
+
+BUNDLED = sorted(RECIPES.glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", BUNDLED, ids=lambda path: path.stem)
+def test_a_recipe_survives_its_record(path: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(path)
+    record = tmp_path / "recipe.toml"
+    record.write_text(to_toml(recipe), encoding="utf-8")
+    assert read_recipe(record) == recipe
+
+
+@given(
+    name=st.text(min_size=1, max_size=20),
+    rate=st.floats(1e-9, 1e3),
+    held_out=st.one_of(st.integers(1, 10**6), st.floats(0.001, 0.999)),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_name_and_number_survives(
+    recipe: Recipe, tmp_path: Path, name: str, rate: float, held_out: int | float
+) -> None:
+    changed = recipe.override({"name": name, "optimiser.learning_rate": rate, "held_out": held_out})
+    record = tmp_path / "recipe.toml"
+    record.write_bytes(to_toml(changed).encode())
+    assert read_recipe(record) == changed
+
+
+def test_the_recipe_for_a_gpu_is_of_a_model_below_six_million_parameters() -> None:
+    architecture = read_recipe(RECIPES / "cifar10-gpu.toml").architecture
+    assert architecture is not None
+    config = architecture.config(IMAGE_SIZE, CLASSES)
+    assert config.patch_size == 4
+    assert count_parameters(VisionTransformer(config)) <= 6_000_000
