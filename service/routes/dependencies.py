@@ -10,7 +10,8 @@ from starlette.requests import Request
 from service.pipeline import Pipeline
 
 
-def _pipeline(request: Request) -> Pipeline:
+async def _pipeline(request: Request) -> Pipeline:
+    # Not a plain function: FastAPI would run it on a thread of its own, two switches for each request.
     return cast(Pipeline, request.app.state.pipeline)
 
 
