@@ -18,6 +18,9 @@ from model.training.images import Images
 STORED: Final = torch.float16
 """Dtype of the weights on disk."""
 
+FEWEST: Final = 30
+"""Held-out pictures that a temperature is fitted to; from fewer it would be noise."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -38,8 +41,8 @@ class Measured:
 def round_and_calibrate(checkpoint: Checkpoint, held_out: Images, *, device: str, progress: bool) -> Measured:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    Where every held-out picture is answered right, the likelihood only rises as the temperature falls,
-    which says nothing of the model: the temperature is then left at 1.
+    The temperature is left at 1 where the held-out pictures cannot tell it: where they are fewer than
+    `FEWEST`, or where all of them are answered right and a lower temperature only looks ever better.
 
     Args:
         checkpoint: float32; its temperature is not used.
@@ -56,7 +59,7 @@ def round_and_calibrate(checkpoint: Checkpoint, held_out: Images, *, device: str
     logits = log_scores(predictor, held_out, progress=progress)
     truth = torch.from_numpy(held_out.labels)
     all_right = bool((logits.argmax(dim=1) == truth).all())
-    temperature = 1.0 if all_right else fit_temperature(logits, truth)
+    temperature = 1.0 if all_right or len(truth) < FEWEST else fit_temperature(logits, truth)
     return Measured(
         checkpoint=replace(stored, temperature=temperature),
         predictor=predictor,

@@ -61,7 +61,7 @@ class Run:
         device: what it ran on. `precision`: dtype of activations and gradients there.
         parameters: of the model.
         versions: of Python and the packages that matter.
-        temperature: fitted on the held-out images; 1 where all of them are answered right.
+        temperature: fitted on the held-out images; 1 where they cannot tell it (see `round_and_calibrate`).
         held_out, held_out_uncalibrated: measured with it and without it (temperature 1).
         test, test_uncalibrated: the same on the test images; None where the data have none.
     """
@@ -282,7 +282,7 @@ def _export(
     )
     native.write(out / LAST_FOLDER, last.checkpoint, dtype=STORED, training={"epoch": trainer.epoch})
     write_figures(out, test or kept.held_out, dataset.labels, trainer.history)
-    write_text(out / CARD_FILE, model_card(result, final))
+    write_text(out / CARD_FILE, model_card(result, final, pictures))
     native.write(out, final, dtype=STORED, training=result.record())
     logger.info(
         "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s",
