@@ -1,118 +1,168 @@
-"""The model card: what a bundled checkpoint is, how it came about, and what it is not for."""
+"""The model card: what a trained checkpoint is, how it came about, and what it is not for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from model.checkpoint import Checkpoint
+from model.training import card_figures
+from model.training.card_data import DataDescription, describe
+from model.training.card_recipe import recipe_lines
 from model.training.evaluate import Evaluation
 
 if TYPE_CHECKING:
     from model.training.train import Run
 
+_LISTED_CLASSES: Final = 20
+"""Up to this many classes are named in the card's first sentence."""
+_TABLED_CLASSES: Final = 100
+"""Up to this many have a line each in its table."""
 
-def model_card(run: Run, checkpoint: Checkpoint) -> str:
+
+def model_card(
+    run: Run, checkpoint: Checkpoint, figures: Sequence[str] = (), *, data: DataDescription | None = None
+) -> str:
     """Markdown, from a run's own measurements.
 
     Args:
         run: what happened.
         checkpoint: what came of it.
+        figures: names of the pictures that `write_figures` drew beside it.
+        data: what is known of the pictures it was trained on; None: what `describe` knows of `run.data`.
     """
-    recipe, config, preprocess = run.recipe, checkpoint.config, checkpoint.preprocess
+    config, preprocess = checkpoint.config, checkpoint.preprocess
+    data = data or describe(run.data)
     rows, columns = config.image_size
-    optimiser, augmentation = recipe.optimiser, recipe.augmentation
-    limit = "" if recipe.minutes is None else f", ended by the recipe's limit of {recipe.minutes:g} minutes"
-    muon = f", Muon for the blocks' matrices at {optimiser.muon_learning_rate:g}" if optimiser.name == "muon" else ""
+    measured, split = (run.held_out, "held-out") if run.test is None else (run.test, "test")
+    origin = "trained from scratch" if run.started_from is None else f"fine-tuned from `{run.started_from}`"
+    names = f": {', '.join(checkpoint.labels)}" if config.num_classes <= _LISTED_CLASSES else ""
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-    per_class = "\n".join(f"| {label} | {accuracy:.1%} |" for label, accuracy in run.test.per_class.items())
+    recipe = "\n".join(f"- {line}" for line in recipe_lines(run.recipe))
     return f"""# {checkpoint.name}
 
-A plain Vision Transformer that sorts small colour pictures into the {config.num_classes} classes of CIFAR-10:
-{", ".join(checkpoint.labels)}.
+A Vision Transformer that sorts {data.pictures} into {config.num_classes} classes, {origin} on
+{data.name}{names}.
 
 | | |
 |---|---|
-| Test accuracy (top-1) | **{run.test.accuracy:.2%}** of {run.test.count:,} images |
+| {split.capitalize()} accuracy (top-1) | **{measured.accuracy:.2%}** of {measured.count:,} images |
+| Calibration error ({split}, ECE) | {measured.calibration_error:.2%} |
 | Parameters | {run.parameters:,} |
-| Input | {rows} x {columns} pixels RGB; any picture is resized by its shorter side and its centre cut out |
-| Training time | {run.seconds / 60:.1f} minutes on {run.device} |
+| Input | {rows} x {columns} pixels{" RGB" if config.in_channels == 3 else ""} |
+| Training time | {_duration(run.seconds)} on {run.device} |
 | Stored as | safetensors, float16 |
 
 ## What it is for
 
-Trying vitserve out, tests, and teaching: it starts in seconds and needs no download.
+{data.purpose}
 
-**Not for** decisions about people or anything that costs if wrong. It knows {config.num_classes} classes and nothing
-else: a picture of something else gets one of them all the same, often with a high score. Every picture is shrunk
-to {rows} x {columns} pixels before the model sees it, and the model has only ever seen pictures that were that small
-from the start, mostly with one object that fills them: expect less than the figure above on photographs, where its
-accuracy has not been measured.
+**Must not be used for** decisions about people, or for anything where a wrong answer costs more than asking again:
+no medical, legal, security, hiring, credit, surveillance or safety use. It knows {config.num_classes} classes and
+nothing else: a picture of something else gets one of them all the same, often with a high score. {data.limits}
 
 ## Data
 
-CIFAR-10 (Alex Krizhevsky, *Learning Multiple Layers of Features from Tiny Images*, 2009,
-<https://www.cs.toronto.edu/~kriz/cifar.html>), binary version. Its page asks users to cite that report and states no
-licence; the pictures were collected from the web and their rights stay with their owners. The checkpoint contains
-none of them.
+{data.source}
 
-{run.images:,} of the {run.images + run.held_out_images:,} training images were trained on; {run.held_out_images:,},
-chosen with the recipe's seed, were held out for choosing the recipe and fitting the temperature. The
-{run.test.count:,} test images were read when weights and temperature were fixed; nothing was chosen by them.
+Terms: {data.terms}
+
+{_split(run)}
 
 ## Architecture
 
 Width {config.width}, {config.depth} blocks, {config.heads} heads, MLP width {config.mlp_width},
-{config.patch_size} x {config.patch_size} pixel patches, pooling by {"CLS token" if config.pool == "cls" else "mean"}
+{config.patch_size} x {config.patch_size} pixel patches, pooling: {_POOLING[config.pool]}
 (`{checkpoint.architecture}`). Dosovitskiy et al. 2020, <https://arxiv.org/abs/2010.11929>.
 
-Preprocessing: shorter side to {preprocess.resize_size[0]} pixels ({preprocess.interpolation}), centre crop, mean
-{_numbers(preprocess.mean)}, standard deviation {_numbers(preprocess.std)} (measured on the training images).
+Preprocessing: {preprocess.resize} to {preprocess.resize_size[0]} x {preprocess.resize_size[1]} pixels
+({preprocess.interpolation}), centre crop {preprocess.size[0]} x {preprocess.size[1]}, mean {_numbers(preprocess.mean)},
+standard deviation {_numbers(preprocess.std)} ({_statistics(run)}).
 
 ## Training
 
-- {run.epochs:.2f} epochs of batches of {recipe.batch_size}{limit}; seed {recipe.seed}.
-- AdamW at {optimiser.learning_rate:g}{muon};
-  weight decay {optimiser.weight_decay:g}; warm-up over {optimiser.warmup:.0%} of the schedule, then a cosine to zero.
-- Random shifts by up to {augmentation.crop_padding} pixels{" and mirroring" if augmentation.flip else ""};
-  label smoothing {recipe.label_smoothing:g}; stochastic depth {recipe.drop_path:g}.
-- Position embeddings start {"at a sine-cosine code" if recipe.initialisation.positions == "sincos" else "random"};
-  patch embedding starts {"at whitening filters" if recipe.initialisation.whiten_patches else "random"}; both learned.
+- {_schedule(run)}
+{recipe}
 - Arithmetic in {run.precision}, float32 master weights.
 - {run.device}; {versions}.
 
 To make it again (all settings are in the recipe, which `config.json` repeats under `training`):
 
 ```sh
-vitserve train --data DIR --out runs/cifar10
+vitserve train --data DIR --out runs/{checkpoint.name}{"" if data.bundled_recipe else " --recipe recipe.toml"}
 ```
 
 {_reproducibility(run)}
-
-`vitserve evaluate --data DIR` measures the accuracy again.
-
+{_picture(figures, card_figures.LEARNING_CURVE, "Loss and accuracy by epoch")}
 ## Results
 
 Of the weights as stored (float16), computed in float32. Other arithmetic may move a few images in ten thousand.
 
 | | images | accuracy | loss (nats) | calibration error (ECE, 15 bins) |
 |---|---|---|---|---|
-{_row("Held-out, temperature 1", run.held_out_uncalibrated)}
-{_row(f"Held-out, temperature {run.temperature:.3f}", run.held_out)}
-{_row("Test, temperature 1", run.test_uncalibrated)}
-{_row(f"**Test, temperature {run.temperature:.3f}**", run.test)}
+{_results(run)}
 
 The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images, is stored in
-the checkpoint, and is applied to every score that the service gives. It is the one with the lowest loss; the
-calibration error, which looks at the top score alone, may move either way.
-
-| Class | Test accuracy |
-|---|---|
-{per_class}
+the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are the best
+estimate of whether the answer is right (Brier score), so the loss over all classes may move either way.
+{_picture(figures, card_figures.CALIBRATION, f"Accuracy by confidence on the {split} images")}
+{_per_class(measured, split)}
+{_picture(figures, card_figures.CONFUSION_MATRIX, f"Confusion matrix of the {split} images")}
+`vitserve evaluate --data DIR` measures the accuracy again; with `--robustness`, also on the same pictures as users
+send them: enlarged and compressed, turned, without colour.
 
 ## Licence
 
-Apache-2.0, as vitserve itself; for the data see above.
+{data.licence}
 """
+
+
+_POOLING: Final = {
+    "cls": "CLS token",
+    "mean": "mean",
+    "max": "maximum",
+    "mean_max": "half of mean plus maximum",
+    "cls_mean": "CLS token and mean",
+    "attention": "a learned query's attention",
+}
+
+
+def _split(run: Run) -> str:
+    total = run.images + run.held_out_images
+    text = (
+        f"{run.images:,} of {total:,} images were trained on; {run.held_out_images:,} were held out for choosing the\n"
+        "recipe and the weights, and for fitting the temperature. "
+    )
+    if run.test is None:
+        return text + (
+            "There were no test images: the figures of this card are of\nimages that choices were made by, "
+            "and are a little too good."
+        )
+    return text + (
+        f"The {run.test.count:,} test images were\nread once, when weights, recipe and temperature were fixed; "
+        "nothing was chosen by them."
+    )
+
+
+def _statistics(run: Run) -> str:
+    return "measured on the training images" if run.started_from is None else "the original checkpoint's"
+
+
+def _schedule(run: Run) -> str:
+    recipe = run.recipe
+    limit = "" if recipe.minutes is None else f", ended by the recipe's limit of {recipe.minutes:g} minutes"
+    kept = f"; the weights after epoch {run.kept_epoch} are kept" if recipe.keep == "best" else ""
+    return f"{run.epochs:.2f} epochs of batches of {recipe.batch_size}{limit}; seed {recipe.seed}{kept}."
+
+
+def _results(run: Run) -> str:
+    rows = [
+        ("Held-out, temperature 1", run.held_out_uncalibrated),
+        (f"Held-out, temperature {run.temperature:.3f}", run.held_out),
+        ("Test, temperature 1", run.test_uncalibrated),
+        (f"**Test, temperature {run.temperature:.3f}**", run.test),
+    ]
+    return "\n".join(_row(name, measured) for name, measured in rows if measured is not None)
 
 
 def _row(name: str, measured: Evaluation) -> str:
@@ -120,6 +170,26 @@ def _row(name: str, measured: Evaluation) -> str:
         f"| {name} | {measured.count:,} | {measured.accuracy:.2%} "
         f"| {measured.loss:.4f} | {measured.calibration_error:.4f} |"
     )
+
+
+def _per_class(measured: Evaluation, split: str) -> str:
+    """A table of all classes; where they are too many to read, of the worst, all being in the record."""
+    rows = list(measured.per_class.items())
+    note = ""
+    if len(rows) > _TABLED_CLASSES:
+        rows = sorted(rows, key=lambda row: row[1])[:_LISTED_CLASSES]
+        note = f"\n\nThe {_LISTED_CLASSES} worst of {len(measured.per_class):,}; `config.json` has all of them."
+    table = "\n".join(f"| {label} | {accuracy:.1%} |" for label, accuracy in rows)
+    return f"| Class | {split.capitalize()} accuracy |\n|---|---|\n{table}{note}"
+
+
+def _picture(figures: Sequence[str], name: str, caption: str) -> str:
+    """An image by relative link, with blank lines around it; nothing if it was not drawn."""
+    return f"\n![{caption}]({card_figures.FOLDER}/{name})\n" if name in figures else ""
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _numbers(values: tuple[float, ...]) -> str:

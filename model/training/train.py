@@ -281,7 +281,7 @@ def _export(
         test_uncalibrated=test_uncalibrated,
     )
     native.write(out / LAST_FOLDER, last.checkpoint, dtype=STORED, training={"epoch": trainer.epoch})
-    write_figures(out, test or kept.held_out, dataset.labels, trainer.history)
+    pictures = write_figures(out, test or kept.held_out, dataset.labels, trainer.history)
     write_text(out / CARD_FILE, model_card(result, final, pictures))
     native.write(out, final, dtype=STORED, training=result.record())
     logger.info(
