@@ -124,7 +124,9 @@ class Picture:
     orientation: int
 
 
-def decode(data: bytes, *, max_pixels: int, smallest: Callable[[int, int], tuple[int, int]] | None = None) -> Picture:
+def decode(
+    data: bytes | bytearray, *, max_pixels: int, smallest: Callable[[int, int], tuple[int, int]] | None = None
+) -> Picture:
     """Decode the first picture in a file, all of it.
 
     Args:
@@ -166,12 +168,16 @@ def decode(data: bytes, *, max_pixels: int, smallest: Callable[[int, int], tuple
 def _open(container: Container) -> ImageFile.ImageFile:
     """Read the header."""
     try:
-        return _READERS[container.format](io.BytesIO(container.data))
+        image = _READERS[container.format](io.BytesIO(container.data))
     except SyntaxError as error:
         # libavif's word for a file that is whole, but not as it expects: such as a required property left out.
         if container.format == "AVIF" and "BMFF" in str(error):
             raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
         raise
+    if container.format == "JPEG":
+        # The whole file at once: no copies, and the interpreter's lock is let go of once, not for every 64 KiB.
+        image.decodermaxblock = len(container.data)
+    return image
 
 
 def _draft(image: Image.Image, smallest: Callable[[int, int], tuple[int, int]], orientation: int) -> int:

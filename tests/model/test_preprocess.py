@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from PIL import Image, ImageOps
 from timm_reference import timm
 
 from model.config import PreprocessConfig
+from model.errors import ImageError
+from model.image_container import unpack
 from model.image_decode import SUPPORTED_FORMATS, decode
-from model.preprocess import preprocess
+from model.preprocess import preprocess, resized_size
 
 FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -226,6 +229,24 @@ def test_preprocessing_and_heat_maps_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@functools.cache
+def damageable(kind: str) -> bytes:
+    """A JPEG that is decoded at 1/8 for a model of 16 pixels."""
+    image = noise(400, 300).resize((100, 75)).resize((400, 300))  # some detail, a few kilobytes
+    if kind in ("grey", "cmyk"):
+        return encode(image.convert("L" if kind == "grey" else "CMYK"), "JPEG")
+    options = {"progressive": {"progressive": True}, "restarts": {"restart_marker_rows": 2}}.get(kind, {})
+    return encode(image, "JPEG", **options)
+
+
+def verdict(data: bytes | bytearray, *, scaled_decode: bool) -> str:
+    try:
+        preprocess(data, config((16, 16)), scaled_decode=scaled_decode)
+    except ImageError as error:
+        return type(error).__name__
+    return "ok"
+
+
 class TestScaledDecode:
     def decoded(self, data: bytes, smallest: tuple[int, int]) -> Image.Image:
         return decode(data, max_pixels=10**7, smallest=lambda width, height: smallest).image
@@ -271,6 +292,68 @@ class TestScaledDecode:
 
         assert difference(scaled, full) <= 6
 
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8),
+           st.sampled_from(("squash", "shortest_edge", "border")), st.sampled_from((1, 6)), st.booleans())  # fmt: skip
+    @example(512, 512, 32, 32, 0, "squash", 1, False)
+    @example(511, 512, 32, 32, 0, "squash", 1, False)
+    @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
+    def test_twice_the_target_is_left_and_the_next_scale_would_leave_less(
+        self, width, height, rows, columns, more, resize, orientation, progressive
+    ):
+        wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
+        asked = []
+
+        def smallest(width: int, height: int) -> tuple[int, int]:
+            asked.append(tuple(2 * side for side in resized_size(width, height, wanted)))
+            return asked[-1]
+
+        data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
+        picture = decode(data, max_pixels=10**6, smallest=smallest)
+
+        enough = asked[0][::-1] if orientation == 6 else asked[0]
+        assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
+        if picture.scale > 1:
+            assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
+        if picture.scale < 8:
+            assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts")))
+    def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
+        data = bytearray(damageable(kind))
+        for place in draw.draw(st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"):
+            data[place] = draw.draw(st.sampled_from((0, 0xFF, 0xD9, 0xDA)) | st.integers(0, 255), label="to")
+        del data[draw.draw(st.integers(2, len(data)), label="cut") :]
+
+        assert verdict(data, scaled_decode=True) == verdict(data, scaled_decode=False)
+
+    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts"])
+    def test_a_file_that_lacks_its_end_is_refused(self, kind):
+        data = damageable(kind)
+
+        assert verdict(data, scaled_decode=True) == "ok"
+        for length in (len(data) // 2, len(data) - 40):
+            assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
+
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):
+        data = damageable("baseline")
+
+        preprocess(data, config((16, 16)), max_pixels=400 * 300, scaled_decode=scaled_decode)
+        with pytest.raises(ImageError, match="400 x 300"):
+            preprocess(data, config((16, 16)), max_pixels=400 * 300 - 1, scaled_decode=scaled_decode)
+
+    @pytest.mark.shared
+    def test_photographs_stay_close_to_their_full_decodes(self, shared):
+        files = sorted((shared / "data" / "imagenet-samples").glob("*.JPEG"))[::7]
+        wanted = config((32, 32))
+
+        for file in files:
+            data = file.read_bytes()
+            levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
+            assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())
+
     def test_fine_detail_shows_that_it_is_in_use(self):
         data = encode(noise(640, 480), "JPEG", quality=95)
         wanted = config((32, 32))
@@ -282,6 +365,27 @@ class TestScaledDecode:
         wanted = config((32, 32))
 
         assert np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from((b"\xff", b"\xda", b"\0", b"\xff\xda")), max_size=40), st.integers(1, 9))
+def test_every_scan_of_a_progressive_jpeg_is_counted(parts, at_once):
+    data = encode(scene(), "JPEG", progressive=True)
+    data = data[: data.index(b"\xff\xda") + 2] + b"".join(parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.image_container._SEARCHED_AT_ONCE", at_once)
+        assert unpack(data).scans == data.count(b"\xff\xda")
+
+
+def test_an_upload_may_be_changed_after_it_was_decoded():
+    data = bytearray(encode(scene(), "JPEG"))
+    wanted = config()
+    pixels = preprocess(data, wanted)
+
+    data.clear()  # fails while something holds it
+
+    assert pixels.any()
 
 
 def test_the_usual_formats_are_supported_here():
