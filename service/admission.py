@@ -1,5 +1,7 @@
 """Places in the service: a bound on the images that are received, decoded, queued or computed at once.
 
+With several web workers the bound is over all of them, and the count lies in the memory that they share.
+
 A place is reserved from the request's head, before its body is read, and given back with the answer,
 the error or the disconnect. So overload costs a refusal and no work, and memory is bounded.
 """
@@ -7,9 +9,12 @@ the error or the disconnect. So overload costs a refusal and no work, and memory
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from service.errors import QueueFull
+
+if TYPE_CHECKING:
+    from service.shared_memory import Board
 
 
 class Places:
@@ -23,6 +28,20 @@ class Places:
         self.capacity = capacity
         self.taken = 0
 
+    def take(self) -> None:
+        """One place.
+
+        Raises:
+            QueueFull: none is free.
+        """
+        if self.taken >= self.capacity:
+            raise QueueFull(f"all {self.capacity} places in the service are taken")
+        self.taken += 1
+
+    def give_back(self, count: int) -> None:
+        """Places that are no longer needed."""
+        self.taken -= count
+
     def reserve(self) -> Reservation:
         """One place, at once.
 
@@ -32,6 +51,30 @@ class Places:
         reservation = Reservation(self)
         reservation.extend()
         return reservation
+
+
+class SharedPlaces(Places):
+    """The same, counted over all web workers.
+
+    Args:
+        board: where the workers count.
+        worker: which of them this is.
+    """
+
+    def __init__(self, board: Board, worker: int) -> None:
+        super().__init__(board.capacity)
+        self._board = board
+        self._worker = worker
+
+    def take(self) -> None:
+        """See `Places.take`."""
+        self._board.take_place(self._worker)
+        self.taken += 1
+
+    def give_back(self, count: int) -> None:
+        """See `Places.give_back`."""
+        super().give_back(count)
+        self._board.places_taken[self._worker] = self.taken
 
 
 class Reservation:
@@ -50,9 +93,7 @@ class Reservation:
         Raises:
             QueueFull: none is free.
         """
-        if self._places.taken >= self._places.capacity:
-            raise QueueFull(f"all {self._places.capacity} places in the service are taken")
-        self._places.taken += 1
+        self._places.take()
         self._held += 1
 
     def __enter__(self) -> Self:
@@ -61,5 +102,5 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._places.taken -= self._held
+        self._places.give_back(self._held)
         self._held = 0

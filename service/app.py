@@ -6,6 +6,7 @@ Engines are handed in: nothing here imports a model or torch.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp
 
 from model.errors import VitError
 from service.admission import Places
-from service.engine import Engine
+from service.engine import Engine, members
 from service.errors import (
     ClientDisconnected,
     InvalidParameter,
@@ -32,13 +33,16 @@ from service.errors import (
     ServiceError,
 )
 from service.lifecycle import Lifecycle
+from service.messages import EngineStatus, ModelInfo
 from service.metrics import Metrics
 from service.middleware import PROBES, ApiKeys, Exchange
 from service.pipeline import Pipeline
 from service.problems import MEDIA_TYPE, body, problem_of
-from service.recent import RecentImages
+from service.recent import KeepsPictures, RecentImages
 from service.routes import attention, classify, operations
 from service.settings import Settings
+
+logger = logging.getLogger("vitserve")
 
 VERSION = importlib.metadata.version("vitserve")
 
@@ -52,6 +56,8 @@ def create_app(
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
+    places: Places | None = None,
+    recent: KeepsPictures | None = None,
 ) -> ASGIApp:
     """The ASGI application around an engine.
 
@@ -61,16 +67,20 @@ def create_app(
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
+        places: those that other processes count in too; by default this application's own.
+        recent: pictures that other processes keep too; by default this application's own.
     """
     lifecycle = lifecycle or Lifecycle()
-    recent = RecentImages(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
-    threads = settings.decode_threads or min(os.cpu_count() or 1, 16)
+    places = places or Places(settings.queue_size)
+    recent = recent or RecentImages(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
+    threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-    pipeline = Pipeline(settings, engine, metrics, Places(settings.queue_size), recent, lifecycle, pool)
+    pipeline = Pipeline(settings, engine, metrics, places, recent, lifecycle, pool)
 
     def engine_changed() -> None:
-        if engine.info is not None:
-            metrics.set_model(engine.info, VERSION)
+        for member in members(engine):
+            if member.info is not None:
+                metrics.set_model(member.info, VERSION)
         on_engine_change()
 
     @asynccontextmanager
@@ -97,9 +107,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)  # a defect of ours; raised again after its answer, and logged
 
-    metrics.watch_engine(lambda: engine.status)
-    metrics.recent_images.set_function(lambda: float(recent.usage()[0]))
-    metrics.recent_bytes.set_function(lambda: float(recent.usage()[1]))
+    metrics.watch_engines(lambda: [member.status for member in members(engine)])
+    metrics.watch_recent(recent.usage)
 
     public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]
@@ -114,6 +123,13 @@ def create_app(
         )
     endpoints = {route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route)}
     return Exchange(layers, metrics, endpoints | {"/docs", "/openapi.json"}, lifecycle)
+
+
+def say_what(status: EngineStatus, info: ModelInfo) -> None:
+    """Log what is served, once it is."""
+    logger.info(
+        "vitserve %s: %s on %s in %s, compile: %s", VERSION, info.name, info.device, info.dtype, status.compiled
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -70,8 +70,10 @@ class Predicts(Protocol):
 class Engine(Protocol):
     """Computes images; the web side knows no more of it."""
 
-    info: ModelInfo | None
-    """Set once the model is loaded."""
+    @property
+    def info(self) -> ModelInfo | None:
+        """What it serves, once it is loaded."""
+        ...
 
     @property
     def status(self) -> EngineStatus:
@@ -104,6 +106,12 @@ class Engine(Protocol):
         ...
 
 
+def members(engine: Engine) -> Sequence[Engine]:
+    """The engines that compute: itself, or those of a group, one a device."""
+    group: Sequence[Engine] = getattr(engine, "engines", (engine,))
+    return group
+
+
 class _Pending:
     """A request in the queue and the future that its caller awaits."""
 
@@ -122,6 +130,7 @@ class LocalEngine:
         device: what the status says until the predictor is there.
         queue_size, max_delay: see `BatchQueue`.
         on_batch: told of every launch, on the event loop; for metrics.
+        on_queue: told how many images wait, whenever that changes, on any thread.
         clock: monotonic seconds.
     """
 
@@ -133,6 +142,7 @@ class LocalEngine:
         queue_size: int,
         max_delay: float,
         on_batch: Callable[[BatchReport], None],
+        on_queue: Callable[[int], None] = lambda depth: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
@@ -141,6 +151,7 @@ class LocalEngine:
         self._queue_size = queue_size
         self._max_delay = max_delay
         self._on_batch = on_batch
+        self._on_queue = on_queue
         self._clock = clock
         self._state: Literal["loading", "ready", "failed", "closed"] = "loading"
         self._reason = "the model is loading"
@@ -177,13 +188,13 @@ class LocalEngine:
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         with self._wake:
             entry = self._queue.put(_Pending(request, future), deadline=self._clock() + timeout)
+            self._on_queue(len(self._queue))
             self._wake.notify()
         timer = self._loop.call_later(timeout, self._expire, entry)
         try:
             return await future
         except asyncio.CancelledError:
-            with self._wake:
-                self._queue.cancel(entry)
+            self._cancel(entry)
             raise
         finally:
             timer.cancel()
@@ -200,11 +211,15 @@ class LocalEngine:
 
     def _expire(self, entry: Entry[_Pending]) -> None:
         """The time is up: if it is still waiting it will never be launched, and its caller hears now."""
+        if self._cancel(entry):
+            self._deliver([(entry.item, DeadlineExceeded("the image was not launched in time"))])
+
+    def _cancel(self, entry: Entry[_Pending]) -> bool:
         assert self._queue is not None
         with self._wake:
             waiting = self._queue.cancel(entry)
-        if waiting:
-            self._deliver([(entry.item, DeadlineExceeded("the image was not launched in time"))])
+            self._on_queue(len(self._queue))
+        return waiting
 
     def _deliver(self, outcomes: list[tuple[_Pending, Outcome]], report: BatchReport | None = None) -> None:
         for pending, outcome in outcomes:
@@ -251,6 +266,7 @@ class LocalEngine:
                 logger.critical("engine %s: %s", self._device, reason)
             with self._wake:  # an image that is just being put is either refused or handed back here
                 left = self._queue.close() if self._queue is not None else []
+                self._on_queue(0)
             outcomes: list[tuple[_Pending, Outcome]] = [(entry.item, EngineUnavailable(reason)) for entry in left]
             self._call_loop(self._deliver, outcomes)
             self._call_loop(self._change, state, reason, self.info)
@@ -279,6 +295,7 @@ class LocalEngine:
             while not self._closing:
                 poll = queue.poll()
                 if poll.batch or poll.expired:
+                    self._on_queue(len(queue))
                     return poll
                 self._wake.wait(poll.wait)
         return None

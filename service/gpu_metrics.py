@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -63,28 +62,54 @@ class GpuCollector(Collector):
             yield family
 
 
-def watch_gpu(registry: CollectorRegistry, device: str, uuid: str | None) -> bool:
-    """Add the metrics of the GPU behind a CUDA device.
+class Gpus(Collector):
+    """The GPUs that serve: each metric once, with a sample a GPU."""
 
-    Args:
-        registry: where to.
-        device: `cuda:N`.
-        uuid: of that GPU; None on a CPU.
+    def __init__(self) -> None:
+        self._collectors: dict[str, GpuCollector | None] = {}
 
-    Returns:
-        Whether they were added.
-    """
-    if uuid is None:
-        return False
+    def watch(self, device: str, uuid: str | None) -> bool:
+        """Add the GPU behind a CUDA device, if it is not there yet.
+
+        Args:
+            device: `cuda:N`.
+            uuid: of that GPU; None on a CPU.
+
+        Returns:
+            Whether its metrics are told.
+        """
+        if uuid is None:
+            return False
+        if uuid not in self._collectors:
+            self._collectors[uuid] = _gpu_collector(device, uuid)
+        return self._collectors[uuid] is not None
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing: names are only known to be measurable when they are measured."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One reading of each GPU."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for collector in self._collectors.values():
+            for family in collector.collect() if collector else ():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+def _gpu_collector(device: str, uuid: str) -> GpuCollector | None:
+    """Of one GPU; None, and a line in the log, where nothing can be read."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         logger.warning("no GPU metrics: install the extra `gpu` (nvidia-ml-py)")
-        return False
+        return None
     try:
         nvml.nvmlInit()
-        registry.register(GpuCollector(nvml, uuid, device.removeprefix("cuda:")))
+        return GpuCollector(nvml, uuid, device.removeprefix("cuda:"))
     except nvml.NVMLError as error:
         logger.warning("no GPU metrics: %s", error)
-        return False
-    return True
+        return None

@@ -105,6 +105,7 @@ class EngineStatus:
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.
         queue_depth: images waiting.
+        restarts: how often it was started again after a failure.
     """
 
     device: str
@@ -113,3 +114,4 @@ class EngineStatus:
     compiled: str
     batch_sizes: tuple[int, ...] | None
     queue_depth: int
+    restarts: int = 0

@@ -32,7 +32,7 @@ from service.errors import (
 from service.lifecycle import Lifecycle
 from service.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.metrics import Metrics
-from service.recent import RecentImages
+from service.recent import KeepsPictures
 from service.settings import Settings
 from service.upload import Limits, Picture, read_pictures
 
@@ -75,7 +75,7 @@ class Pipeline:
     engine: Engine
     metrics: Metrics
     places: Places
-    recent: RecentImages
+    recent: KeepsPictures
     lifecycle: Lifecycle
     pool: ThreadPoolExecutor
 

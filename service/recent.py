@@ -6,12 +6,29 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 # An array's header and the dictionary's entry; small pictures would otherwise cost more than is counted.
 _OVERHEAD_BYTES = 512
+
+
+class KeepsPictures(Protocol):
+    """Where pictures are kept."""
+
+    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+        """Keep a picture; its unguessable id, or None if nothing is kept."""
+        ...
+
+    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+        """The picture, or None if it is unknown, expired or pushed out."""
+        ...
+
+    def usage(self) -> tuple[int, int]:
+        """(pictures, bytes) kept now."""
+        ...
 
 
 class RecentImages:

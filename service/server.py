@@ -91,8 +91,13 @@ class Server(uvicorn.Server):
             logger.warning("%s again: ending at once", number.name)
             exit_now(128 + number)
         logger.info("%s: draining", number.name)
-        self._lifecycle.draining = True
-        self._drain = asyncio.get_running_loop().create_task(self._drain_then_stop())
+        self.drain()
+
+    def drain(self) -> None:
+        """Send new work away, and stop when what was accepted is answered."""
+        if self._drain is None:
+            self._lifecycle.draining = True
+            self._drain = asyncio.get_running_loop().create_task(self._drain_then_stop())
 
     async def _drain_then_stop(self) -> None:
         self._bound_draining()

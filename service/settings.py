@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -42,13 +43,22 @@ def _device(value: object) -> object:
     if isinstance(value, str) and not re.fullmatch(r"auto|cpu|cuda(:\d+)?(,cuda:\d+)*", value):
         raise ValueError("expected auto, cpu, cuda, cuda:0 or cuda:0,cuda:1")
     if isinstance(value, str) and "," in value:
-        raise ValueError("this version runs one engine: name one device")
+        devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
+        if len(set(devices)) < len(devices):
+            raise ValueError("expected each device once")
+        _check_platform("one device")
     return value
 
 
+def _check_platform(instead: str) -> None:
+    """Processes share memory and sockets in ways that only Linux has."""
+    if not sys.platform.startswith("linux"):
+        raise ValueError(f"several processes need Linux: expected {instead}")
+
+
 def _workers(value: int) -> int:
-    if value != 1:
-        raise ValueError("this version runs one web process: expected 1")
+    if value > 1:
+        _check_platform("1")
     return value
 
 
@@ -89,7 +99,9 @@ class Settings(BaseSettings):
     model_name: str | None = Field(
         None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
     )
-    device: Annotated[str, BeforeValidator(_device)] = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:0`")
+    device: Annotated[str, BeforeValidator(_device)] = Field(
+        "auto", description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device)"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is the fastest dtype native to the device"
     )
@@ -98,11 +110,16 @@ class Settings(BaseSettings):
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
     decode_threads: int | None = Field(
-        None, ge=1, le=256, description="threads that decode images. Default: all cores, at most 16"
+        None,
+        ge=1,
+        le=256,
+        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    workers: Annotated[int, AfterValidator(_workers)] = Field(1, description="web processes; this version runs one")
+    workers: Annotated[int, AfterValidator(_workers)] = Field(
+        1, ge=1, le=256, description="web processes; with more than one each device's engine is a process of its own"
+    )
     max_batch: int | None = Field(None, ge=1, le=4096, description="largest batch. Default: 32 on the CPU, 64 on CUDA")
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
         0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
@@ -136,6 +153,16 @@ class Settings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """One engine each."""
+        return tuple(self.device.split(","))
+
+    @property
+    def one_process(self) -> bool:
+        """Whether web worker and engine share the only process."""
+        return self.workers == 1 and len(self.devices) == 1
 
     @classmethod
     def settings_customise_sources(

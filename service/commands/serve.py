@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import socket
 import sys
+import time
 from typing import Any, NoReturn
 
 from service import logs
-from service.app import VERSION, create_app
+from service.app import create_app, say_what
 from service.engine import LocalEngine
 from service.lifecycle import Lifecycle
 from service.loading import load_predictor
-from service.metrics import Metrics
+from service.metrics import Metrics, count_in_files
 from service.server import Server, exit_now
 from service.settings import ENV_PREFIX, Settings, load_settings, unknown_variables
 
@@ -47,6 +49,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)
     _check_address(settings)
+    logger.info("loading %s", settings.checkpoint)
+    exit_now(_one_process(settings) if settings.one_process else _several_processes(settings))
+
+
+def _one_process(settings: Settings) -> int:
+    """Web worker and engine in this process."""
     lifecycle, metrics = Lifecycle(), Metrics()
     engine = LocalEngine(
         lambda: load_predictor(settings),
@@ -64,9 +72,73 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
     app = create_app(settings, engine, metrics, lifecycle, engine_changed)
     server = Server(app, settings, lifecycle)
-    logger.info("loading %s", settings.checkpoint)
     server.run()
-    exit_now(lifecycle.exit_code)
+    return lifecycle.exit_code
+
+
+def _several_processes(settings: Settings) -> int:
+    """Each engine and each web worker in a process of its own; this one looks after them."""
+    # What these need, only Linux has.
+    from service.engine_process import STOP, run_engine  # noqa: PLC0415
+    from service.processes import Shared  # noqa: PLC0415
+    from service.supervisor import Child, Supervisor  # noqa: PLC0415
+    from service.web_worker import run_web  # noqa: PLC0415
+
+    shared = Shared(settings)
+    board, started = shared.board, time.monotonic()
+    announced = False
+
+    def engine(index: int) -> Child:
+        link = shared.links[index]
+        own = settings.model_copy(update={"device": link.device})
+
+        def main() -> int:
+            shared.stop_listening()
+            count_in_files(shared.counters, f"engine-{index}")
+            return run_engine(own, link, lambda: load_predictor(own), Metrics(shared.counters))
+
+        def is_running() -> bool:
+            return bool(board.engine_was_ready[index])
+
+        return Child(
+            f"engine {link.device}",
+            main,
+            STOP,
+            is_running,
+            on_death=lambda: board.forget_engine(index),
+            on_restart=lambda: board.count_restart(index),
+        )
+
+    def web(index: int) -> Child:
+        def main() -> int:
+            for other in {*shared.listeners} - {shared.listeners[index]}:
+                other.close()
+            count_in_files(shared.counters, f"worker-{index}")
+            return run_web(settings, shared, index, Metrics(shared.counters))
+
+        def is_running() -> bool:
+            return bool(board.worker_state[index])
+
+        return Child(f"worker {index}", main, signal.SIGTERM, is_running, on_death=lambda: board.forget_worker(index))
+
+    def tick() -> None:
+        nonlocal announced
+        board.seconds[0] = int(time.monotonic() - started)
+        if not announced and board.everything_is_ready():
+            announced = True
+            _say_where(settings, shared.port)
+
+    supervisor = Supervisor(
+        [web(index) for index in range(settings.workers)],
+        [engine(index) for index in range(len(settings.devices))],
+        drain_timeout=settings.drain_timeout,
+        on_tick=tick,
+        on_drain=shared.stop_listening,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        shared.close()
 
 
 def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
@@ -77,9 +149,12 @@ def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
     if not server.started:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
         return
-    compiled = engine.status.compiled
-    logger.info("vitserve %s: %s on %s in %s, compile: %s", VERSION, info.name, info.device, info.dtype, compiled)
-    base = f"http://{_reachable(settings.host)}:{server.port}"
+    say_what(engine.status, info)
+    _say_where(settings, server.port)
+
+
+def _say_where(settings: Settings, port: int) -> None:
+    base = f"http://{_reachable(settings.host)}:{port}"
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
     logger.info("  curl -F file=@examples/dog.jpg '%s/classify'", base)
 

@@ -31,7 +31,8 @@ class Nvml(SimpleNamespace):
 @pytest.fixture(scope="module")
 def metric_names() -> set[str]:
     metrics = Metrics()
-    metrics.watch_engine(lambda: STATUS)
+    metrics.watch_engines(lambda: [STATUS])
+    metrics.watch_recent(lambda: (0, 0))
     metrics.registry.register(GpuCollector(Nvml(), uuid="", gpu="0"))
     families = list(metrics.registry.collect())
     return {family.name for family in families} | {

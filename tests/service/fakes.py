@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -19,9 +19,11 @@ from PIL import Image
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.prediction import AttentionMap, MapRequest, Prediction
-from service.engine import LocalEngine
+from service.engine import Engine, LocalEngine
+from service.engine_ipc import EngineLink, EngineServer, RemoteEngine
 from service.errors import ServiceError
 from service.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.shared_memory import Board
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -159,9 +161,10 @@ class FakePredictor:
 
 @dataclass
 class Rig:
-    """A running `LocalEngine` and what it told."""
+    """A running engine and what it told; `close` closes it where it runs."""
 
-    engine: LocalEngine
+    engine: Engine
+    close: Callable[[], Coroutine[Any, Any, None]]
     predictor: FakePredictor
     reports: list[BatchReport] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
@@ -199,29 +202,46 @@ async def running(
     queue_size: int = 100,
     max_delay: float = 0.0,
     ready: bool = True,
+    remote: bool = False,
 ) -> AsyncIterator[Rig]:
+    """An engine with a fake predictor; `remote`: asked as from another process, over a socket and shared memory."""
     predictor = predictor or FakePredictor()
     rig: Rig
 
     def on_batch(report: BatchReport) -> None:
         rig.reports.append(report)
 
-    engine = LocalEngine(
-        load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
-        device="auto",
-        queue_size=queue_size,
-        max_delay=max_delay,
-        on_batch=on_batch,
-    )
-    rig = Rig(engine, predictor)
-    engine.start(lambda: rig.states.append(engine.status.state))
-    try:
-        if ready:
-            await rig.until_state("ready")
-        yield rig
-    finally:
-        predictor.gate.set()
-        await engine.close()
+    def told() -> None:
+        rig.states.append(rig.engine.status.state)
+
+    async with AsyncExitStack() as stack:
+        board = stack.enter_context(Board(workers=1, engines=1, places=queue_size))
+        engine = LocalEngine(
+            load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
+            device="auto",
+            queue_size=queue_size,
+            max_delay=max_delay,
+            on_batch=on_batch,
+            on_queue=lambda depth: board.queue_depth.__setitem__(0, depth),
+        )
+        if remote:
+            link = EngineLink(0, "auto", board, slots=2 * queue_size)
+            stack.callback(link.close)
+            server = EngineServer(engine, link, workers=1)
+            rig = Rig(RemoteEngine(link, 0), server.close, predictor)
+            await server.start()
+            stack.push_async_callback(rig.engine.close)
+        else:
+            rig = Rig(engine, engine.close, predictor)
+        rig.engine.start(told)
+        try:
+            if ready:
+                await rig.until_state("ready")
+            yield rig
+        finally:
+            predictor.gate.set()
+            await rig.close()
+            await rig.until_state("failed" if "failed" in rig.states else "closed")
 
 
 class FakeEngine:

@@ -1,14 +1,20 @@
-"""The engine's promise: every submitted image gets exactly one outcome, and its own."""
+"""The engine's promise: every submitted image gets exactly one outcome, and its own.
+
+Each test asks an engine of this process, and one behind a socket and shared memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import pytest
-from fakes import BAD, NAN, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, running
+from fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, model_info, on_a_loop, pixels
+from fakes import running as running_engine
 
 from model.errors import CheckpointError, DeviceError
 from model.prediction import MapRequest
@@ -16,9 +22,17 @@ from service.engine import LocalEngine
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.messages import InferenceRequest, ModelInfo
 
+Running = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(params=[False, True], ids=["local", "remote"])
+def running(request: pytest.FixtureRequest) -> Running:
+    """Starts an engine; see `fakes.running`."""
+    return partial(running_engine, remote=request.param)
+
 
 @on_a_loop
-async def test_every_image_gets_its_own_result_however_they_are_batched() -> None:
+async def test_every_image_gets_its_own_result_however_they_are_batched(running: Running) -> None:
     async with running() as rig:
         results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
     for red, result in enumerate(results):
@@ -27,7 +41,7 @@ async def test_every_image_gets_its_own_result_however_they_are_batched() -> Non
 
 
 @on_a_loop
-async def test_images_of_one_batch_keep_their_own_top_k_and_map() -> None:
+async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy()
         one = rig.ask_soon(1, top_k=1)
@@ -44,7 +58,9 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map() -> None:
 
 
 @on_a_loop
-async def test_what_arrives_while_the_device_is_busy_is_launched_oldest_first_up_to_the_maximum() -> None:
+async def test_what_arrives_while_the_device_is_busy_is_launched_oldest_first(
+    running: Running,
+) -> None:
     async with running(FakePredictor(max_batch=3)) as rig:
         tasks = [await rig.keep_busy(0)]
         for red in range(1, 6):
@@ -57,7 +73,7 @@ async def test_what_arrives_while_the_device_is_busy_is_launched_oldest_first_up
 
 
 @on_a_loop
-async def test_reports_tell_size_padding_and_why_a_batch_was_released() -> None:
+async def test_reports_tell_size_padding_and_why_a_batch_was_released(running: Running) -> None:
     async with running(FakePredictor(max_batch=4, batch_sizes=(1, 2, 4))) as rig:
         tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 8))]
         await rig.until_queued(7)
@@ -72,7 +88,7 @@ async def test_reports_tell_size_padding_and_why_a_batch_was_released() -> None:
 
 
 @on_a_loop
-async def test_a_delay_holds_an_incomplete_batch_until_it_is_full() -> None:
+async def test_a_delay_holds_an_incomplete_batch_until_it_is_full(running: Running) -> None:
     async with running(FakePredictor(max_batch=3), max_delay=3600) as rig:
         tasks = [rig.ask_soon(red, timeout=7200) for red in (1, 2)]
         await rig.until_queued(2)
@@ -84,7 +100,7 @@ async def test_a_delay_holds_an_incomplete_batch_until_it_is_full() -> None:
 
 
 @on_a_loop
-async def test_an_image_cancelled_while_it_waits_is_never_launched() -> None:
+async def test_an_image_cancelled_while_it_waits_is_never_launched(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
         gone, stays = rig.ask_soon(1), rig.ask_soon(2)
@@ -99,7 +115,7 @@ async def test_an_image_cancelled_while_it_waits_is_never_launched() -> None:
 
 
 @on_a_loop
-async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch() -> None:
+async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch(running: Running) -> None:
     async with running(FakePredictor(max_batch=2), max_delay=3600) as rig:
         rig.predictor.gate.clear()
         gone, stays = rig.ask_soon(1, timeout=7200), rig.ask_soon(2, timeout=7200)
@@ -114,7 +130,9 @@ async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch() -> 
 
 
 @on_a_loop
-async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_once_and_never_launched() -> None:
+async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_once(
+    running: Running,
+) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
         with pytest.raises(DeadlineExceeded):
@@ -128,7 +146,7 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
 
 
 @on_a_loop
-async def test_an_image_without_any_time_left_is_not_launched() -> None:
+async def test_an_image_without_any_time_left_is_not_launched(running: Running) -> None:
     async with running() as rig:
         with pytest.raises(DeadlineExceeded):
             await rig.ask(1, timeout=0)
@@ -136,7 +154,7 @@ async def test_an_image_without_any_time_left_is_not_launched() -> None:
 
 
 @on_a_loop
-async def test_an_image_launched_in_time_is_answered_even_if_late() -> None:
+async def test_an_image_launched_in_time_is_answered_even_if_late(running: Running) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()
         launched_in_time = rig.ask_soon(1, timeout=0.05)
@@ -148,7 +166,7 @@ async def test_an_image_launched_in_time_is_answered_even_if_late() -> None:
 
 
 @on_a_loop
-async def test_one_bad_image_in_a_batch_fails_alone() -> None:
+async def test_one_bad_image_in_a_batch_fails_alone(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
         tasks = [rig.ask_soon(red) for red in (1, BAD, 3)]
@@ -165,7 +183,7 @@ async def test_one_bad_image_in_a_batch_fails_alone() -> None:
 
 
 @on_a_loop
-async def test_scores_that_are_no_numbers_fail_their_own_image_only() -> None:
+async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
         tasks = [rig.ask_soon(red) for red in (NAN, 2)]
@@ -179,7 +197,7 @@ async def test_scores_that_are_no_numbers_fail_their_own_image_only() -> None:
 
 
 @on_a_loop
-async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready() -> None:
+async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready(running: Running) -> None:
     async with running() as rig:
         for red in (BAD, NAN):
             with pytest.raises(InferenceFailed):
@@ -189,7 +207,7 @@ async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready() -> 
 
 
 @on_a_loop
-async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it() -> None:
+async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: Running) -> None:
     async with running() as rig:
         tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 10))]
         await rig.until_queued(9)
@@ -206,7 +224,7 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it() -> None
 
 @on_a_loop
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_of_the_predictor_leaves_nobody_waiting() -> None:
+async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running) -> None:
     """An error that no model raises on purpose ends the engine; it must not swallow those on board."""
     async with running(FakePredictor(error=AssertionError)) as rig:
         first = await rig.keep_busy(0)
@@ -221,7 +239,7 @@ async def test_a_defect_of_the_predictor_leaves_nobody_waiting() -> None:
 
 
 @on_a_loop
-async def test_a_failed_load_is_a_state_with_its_reason() -> None:
+async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> None:
     def load() -> tuple[FakePredictor, ModelInfo]:
         raise CheckpointError("weights.bin: no such file")
 
@@ -235,7 +253,7 @@ async def test_a_failed_load_is_a_state_with_its_reason() -> None:
 
 
 @on_a_loop
-async def test_a_failed_warm_up_is_a_failed_load() -> None:
+async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
     class Cold(FakePredictor):
         def warm_up(self) -> None:
             raise DeviceError("cpu: the model does not run")
@@ -246,7 +264,7 @@ async def test_a_failed_warm_up_is_a_failed_load() -> None:
 
 
 @on_a_loop
-async def test_nothing_is_accepted_before_load_and_warm_up_are_done() -> None:
+async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
     loading = threading.Event()
     predictor = FakePredictor()
 
@@ -265,7 +283,7 @@ async def test_nothing_is_accepted_before_load_and_warm_up_are_done() -> None:
 
 
 @on_a_loop
-async def test_a_full_queue_refuses() -> None:
+async def test_a_full_queue_refuses(running: Running) -> None:
     async with running(queue_size=2) as rig:
         first = await rig.keep_busy(0)
         waiting = [rig.ask_soon(red) for red in (1, 2)]
@@ -277,12 +295,12 @@ async def test_a_full_queue_refuses() -> None:
 
 
 @on_a_loop
-async def test_closing_finishes_the_running_batch_and_refuses_what_waits() -> None:
+async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
     async with running() as rig:
         launched = await rig.keep_busy(0)
         waits = rig.ask_soon(1)
         await rig.until_queued(1)
-        closing = asyncio.create_task(rig.engine.close())
+        closing = asyncio.create_task(rig.close())
         await asyncio.sleep(0)
         rig.predictor.gate.set()
         await closing
@@ -296,17 +314,17 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits() -> No
 
 
 @on_a_loop
-async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay() -> None:
+async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay(running: Running) -> None:
     async with running(max_delay=3600) as rig:
         waits = rig.ask_soon(1, timeout=7200)
         await rig.until_queued(1)
-        await rig.engine.close()
+        await rig.close()
         with pytest.raises(EngineUnavailable):
             await waits
 
 
 @on_a_loop
-async def test_one_wake_up_of_the_event_loop_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_wake_up_of_the_event_loop_a_batch(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(FakePredictor(max_batch=8)) as rig:
         tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 17))]
         await rig.until_queued(16)
@@ -356,7 +374,7 @@ async def test_times_are_of_the_image_itself() -> None:
 
 
 @on_a_loop
-async def test_the_status_names_the_device_once_it_is_known() -> None:
+async def test_the_status_names_the_device_once_it_is_known(running: Running) -> None:
     async with running(ready=False) as rig:
         await rig.until_state("ready")
         status = rig.engine.status

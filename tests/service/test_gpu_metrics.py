@@ -8,13 +8,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from service.gpu_metrics import watch_gpu
+from service.gpu_metrics import Gpus
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("pynvml")
-    handles = {"GPU-abc": "handle"}
+    handles = {"GPU-abc": "handle", "GPU-def": "another"}
 
     class NVMLError(Exception):
         pass
@@ -34,15 +34,17 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def scrape(registry: CollectorRegistry) -> dict[str, float]:
+def scrape(gpus: Gpus) -> dict[str, float]:
+    registry = CollectorRegistry()
+    registry.register(gpus)
     lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.split(" ") for line in lines)}
 
 
 def test_readings_are_in_base_units_and_labelled_by_cuda_index(nvml: ModuleType) -> None:
-    registry = CollectorRegistry()
-    assert watch_gpu(registry, "cuda:1", "abc")
-    assert scrape(registry) == {
+    gpus = Gpus()
+    assert gpus.watch("cuda:1", "abc")
+    assert scrape(gpus) == {
         'vit_gpu_utilization_ratio{gpu="1"}': 0.42,
         'vit_gpu_memory_used_bytes{gpu="1"}': 3.0,
         'vit_gpu_memory_total_bytes{gpu="1"}': 7.0,
@@ -50,24 +52,33 @@ def test_readings_are_in_base_units_and_labelled_by_cuda_index(nvml: ModuleType)
     }
 
 
+def test_two_gpus_are_two_samples_of_each_metric(nvml: ModuleType) -> None:
+    gpus = Gpus()
+    for device in ("cuda:0", "cuda:1", "cuda:1"):
+        assert gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
+    samples = scrape(gpus)
+    assert len(samples) == 8
+    assert {'vit_gpu_utilization_ratio{gpu="0"}', 'vit_gpu_utilization_ratio{gpu="1"}'} <= set(samples)
+
+
 def test_a_reading_that_the_driver_refuses_is_left_out(nvml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> float:
         raise nvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", refuse)
-    registry = CollectorRegistry()
-    watch_gpu(registry, "cuda:0", "abc")
-    assert "vit_gpu_power_watts" not in str(scrape(registry))
-    assert len(scrape(registry)) == 3
+    gpus = Gpus()
+    gpus.watch("cuda:0", "abc")
+    assert "vit_gpu_power_watts" not in str(scrape(gpus))
+    assert len(scrape(gpus)) == 3
 
 
 def test_an_unknown_gpu_or_a_cpu_adds_nothing(nvml: ModuleType) -> None:
-    registry = CollectorRegistry()
-    assert not watch_gpu(registry, "cuda:0", "xyz")
-    assert not watch_gpu(registry, "cpu", None)
-    assert scrape(registry) == {}
+    gpus = Gpus()
+    assert not gpus.watch("cuda:0", "xyz")
+    assert not gpus.watch("cpu", None)
+    assert scrape(gpus) == {}
 
 
 def test_a_machine_without_the_library_serves_without_these_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert not watch_gpu(CollectorRegistry(), "cuda:0", "abc")
+    assert not Gpus().watch("cuda:0", "abc")

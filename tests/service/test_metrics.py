@@ -42,7 +42,8 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
 def metrics() -> Metrics:
     """With every series touched once."""
     metrics = Metrics()
-    metrics.watch_engine(status)
+    metrics.watch_engines(lambda: [status()])
+    metrics.watch_recent(lambda: (1, 2))
     metrics.set_model(model_info(), "1.2.3")
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
@@ -97,7 +98,7 @@ def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> Non
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
-    metrics.watch_engine(lambda: now)
+    metrics.watch_engines(lambda: [now])
     assert value(metrics, "vit_engine_up", device="auto") == 0
     now = status("ready", device="cuda:0", depth=7)
     assert value(metrics, "vit_engine_up", device="cuda:0") == 1
@@ -111,7 +112,8 @@ def test_the_model_is_told_once() -> None:
     metrics = Metrics()
     metrics.set_model(model_info(name="old"), "1")
     metrics.set_model(model_info(name="new"), "1")
-    [sample] = [s for family in metrics.model_info.collect() for s in family.samples]
+    [family] = [family for family in metrics.registry.collect() if family.name == "vit_model_info"]
+    [sample] = family.samples
     assert sample.labels == {
         "model": "new",
         "architecture": "fake_vit",
@@ -119,6 +121,9 @@ def test_the_model_is_told_once() -> None:
         "dtype": "float32",
         "version": "1",
     }
+
+
+def test_an_engine_that_never_failed_has_its_series_of_restarts_too(metrics: Metrics) -> None:
     assert value(metrics, "vit_engine_restarts_total", device="cpu") == 0
 
 
