@@ -1,0 +1,1 @@
+"""Benchmarks of vitserve on the CPU, alone and beside its peers. See README.md."""

@@ -1,0 +1,1 @@
+"""vitserve side by side with other model servers. See ../README.md."""

@@ -1,0 +1,38 @@
+"""BentoML: one service with an adaptive-batching endpoint that decodes on threads and runs the model."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import bentoml
+
+from benchmarks.peers.common import Classifier, Decoder, Options
+
+options = Options.from_environment()
+
+
+@bentoml.service(
+    workers=1,
+    traffic={"timeout": 60, "max_concurrency": 512},
+    http={"host": "127.0.0.1", "port": options.port},
+    logging={"access": {"enabled": False}},
+    metrics={"enabled": False},
+)
+class Service:
+    """The worker."""
+
+    def __init__(self) -> None:
+        self.decode = Decoder(options.model)
+        self.pool = ThreadPoolExecutor(options.decoders)
+        self.classifier = Classifier(options)
+
+    @bentoml.api(
+        batchable=True,
+        max_batch_size=options.batch,
+        max_latency_ms=int(os.environ.get("PEER_MAX_LATENCY_MS", "10000")),
+    )
+    def classify(self, file: list[Path]) -> list[dict[str, float]]:
+        """Files of a multipart form; BentoML batches them over requests."""
+        return self.classifier(self.decode.many([path.read_bytes() for path in file], self.pool))

@@ -1,0 +1,68 @@
+"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI, Request
+
+from benchmarks.peers.common import Classifier, Decoder, Options, Pixels
+
+options = Options.from_environment()
+decode = Decoder(options.model)
+decoders = ThreadPoolExecutor(options.decoders)
+engine = ThreadPoolExecutor(1)
+queue: asyncio.Queue[tuple[Pixels, asyncio.Future[dict[str, float]]]] = asyncio.Queue()
+
+
+async def batches(classifier: Classifier) -> None:
+    """Take what waits, up to a batch; run it; answer."""
+    loop = asyncio.get_running_loop()
+    while True:
+        taken = [await queue.get()]
+        deadline = loop.time() + options.wait_ms / 1000
+        while len(taken) < options.batch:
+            try:
+                taken.append(queue.get_nowait())
+            except asyncio.QueueEmpty:
+                if (remaining := deadline - loop.time()) <= 0:
+                    break
+                try:
+                    taken.append(await asyncio.wait_for(queue.get(), remaining))
+                except TimeoutError:
+                    break
+        answers = await loop.run_in_executor(engine, classifier, [pixels for pixels, _ in taken])
+        for (_, future), answer in zip(taken, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Load the model on its thread, then start the batcher."""
+    loop = asyncio.get_running_loop()
+    classifier = await loop.run_in_executor(engine, Classifier, options)
+    task = asyncio.create_task(batches(classifier))
+    yield
+    task.cancel()
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.post("/classify")
+async def classify(request: Request) -> dict[str, float]:
+    """The best class of the JPEG in the body."""
+    loop = asyncio.get_running_loop()
+    pixels = await loop.run_in_executor(decoders, decode, await request.body())
+    future: asyncio.Future[dict[str, float]] = loop.create_future()
+    queue.put_nowait((pixels, future))
+    return await future
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False)

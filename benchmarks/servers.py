@@ -1,0 +1,344 @@
+"""Servers under test: how each is started, asked and stopped. One class, one table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import REPOSITORY
+from benchmarks.load import Protocol
+
+PEERS = REPOSITORY / "benchmarks" / ".peers"
+_MARK = "VITSERVE_BENCHMARK"
+
+Config = Mapping[str, str]
+"""Environment variables that configure a server."""
+
+
+class ServerFailed(Exception):
+    """A server ended, or was not ready in time; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One way to serve.
+
+    Attributes:
+        command: python's arguments; `{port}` is filled in.
+        environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
+        distribution: package whose version the record names.
+        candidates: configurations that are tried, the default first.
+        extra: environment that every candidate has.
+    """
+
+    name: str
+    command: Sequence[str]
+    protocol: Protocol
+    distribution: str
+    environment: str | None = None
+    candidates: Sequence[Config] = field(default_factory=lambda: [{}])
+    extra: Config = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that runs it."""
+        return Path(sys.executable) if self.environment is None else PEERS / self.environment / "bin" / "python"
+
+    def version(self) -> str:
+        """Of its distribution, as installed.
+
+        Raises:
+            ServerFailed: it is not installed.
+        """
+        code = f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
+        try:
+            done = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ServerFailed(f"{self.name}: {self.distribution} is not installed: run make bench-peers") from error
+        return done.stdout.strip()
+
+
+class Running:
+    """A started server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, mark: str) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.start_seconds = 0.0
+        self._port = port
+        self._log = log
+        self._mark = f"{_MARK}={mark}".encode()
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self._log.read_text(errors="replace")
+
+    def pids(self) -> list[int]:
+        """Every process of this server, daemons included: those that inherited its mark."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                        found.append(int(folder.name))
+        return sorted(found)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL for whatever of it is left after a while.
+
+        Raises:
+            ServerFailed: its port is still open.
+        """
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(15)
+        deadline = time.monotonic() + 3
+        while (left := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(15)
+        deadline = time.monotonic() + 10
+        while (self.pids() or not _closed(self._port)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not _closed(self._port):
+            raise ServerFailed(f"port {self._port} is still open after its server was stopped")
+
+
+@contextmanager
+def running(server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120) -> Iterator[Running]:
+    """Start a server, wait until it answers, stop it with all its processes.
+
+    Args:
+        model: folder of the checkpoint.
+        config: one of the server's candidates.
+        picture: JPEG that it has to classify to count as ready.
+        timeout: seconds until it must be ready.
+
+    Raises:
+        ServerFailed: it ended, or was not ready in time.
+    """
+    port, mark = free_port(), uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIT_", "PEER_"))}
+    environment |= {
+        "PYTHONPATH": str(REPOSITORY),
+        # Threads of OpenMP that spin between operators starve whatever else runs on the same cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PEER_MODEL": str(model),
+        "PEER_PORT": str(port),
+        "VIT_CHECKPOINT": str(model),
+        "VIT_PORT": str(port),
+        "VIT_LOG_LEVEL": "warning",
+        _MARK: mark,
+    }
+    environment |= {**server.extra, **config}
+    with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder:
+        log = Path(folder) / "log"
+        command = [str(server.python), *(part.format(port=port) for part in server.command)]
+        with log.open("wb") as out:
+            started = time.monotonic()
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        found = Running(process, port, log, mark)
+        try:
+            _wait(server, found, picture, timeout)
+            found.start_seconds = time.monotonic() - started
+            yield found
+        finally:
+            found.stop()
+
+
+def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    reason = "no answer"
+    while time.monotonic() < deadline:
+        if found.process.poll() is not None:
+            raise ServerFailed(f"{server.name} ended with {found.process.returncode}:\n{found.log[-3000:]}")
+        try:
+            ask(found.url, server.protocol, picture)
+        except (OSError, ValueError, KeyError) as error:
+            reason = repr(error)
+        else:
+            if server.distribution != "vitserve" or _compiled(found.url):
+                return
+        time.sleep(0.1)
+    raise ServerFailed(f"{server.name} was not ready within {timeout:g} s ({reason}):\n{found.log[-3000:]}")
+
+
+def _compiled(url: str) -> bool:
+    """vitserve compiles on a thread while it already answers."""
+    with urllib.request.urlopen(f"{url}/model", timeout=10) as answer:
+        return bool(json.load(answer)["compiled"] != "compiling")
+
+
+def ask(url: str, protocol: Protocol, picture: bytes) -> int:
+    """The best class of one picture.
+
+    Raises:
+        OSError: no server there, or a status other than 200.
+        ValueError, KeyError: an answer of another form.
+    """
+    request = urllib.request.Request(url + protocol.path, protocol.wrap(picture), protocol.headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return protocol.top1(answer.read())
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _closed(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+_BOUNDARY = "benchmark-boundary"
+
+
+def _multipart(data: bytes) -> bytes:
+    head = (
+        f"--{_BOUNDARY}\r\n"
+        'Content-Disposition: form-data; name="file"; filename="picture.jpg"\r\n'
+        "Content-Type: image/jpeg\r\n\r\n"
+    )
+    return head.encode() + data + f"\r\n--{_BOUNDARY}--\r\n".encode()
+
+
+_TRITON_HEADER = '{{"inputs":[{{"name":"image","shape":[1,1],"datatype":"BYTES","parameters":{{"binary_data_size":{size}}}}}]}}'
+
+
+def _triton(data: bytes) -> bytes:
+    """KServe v2 with the binary tensor extension; the header is padded so that its length is the same for all."""
+    header = _TRITON_HEADER.format(size=len(data) + 4).ljust(_TRITON_HEADER_BYTES)
+    return header.encode() + len(data).to_bytes(4, "little") + data
+
+
+_TRITON_HEADER_BYTES = 200
+
+
+def _triton_top1(answer: bytes) -> int:
+    outputs = {output["name"]: output["data"] for output in json.loads(answer)["outputs"]}
+    return int(outputs["index"][0])
+
+
+def _json(*path: str | int) -> Callable[[bytes], int]:
+    def top1(answer: bytes) -> int:
+        value: Any = json.loads(answer)
+        for step in path:
+            value = value[step]
+        return int(value)
+
+    return top1
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+JPEG = {"Content-Type": "image/jpeg"}
+FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
+OURS = Protocol("/classify", JPEG, _same, _json("predictions", 0, "index"))
+OURS_ATTENTION = Protocol("/classify?attention=true", JPEG, _same, _json("predictions", 0, "index"))
+
+
+def _peer(threads: int, decoders: int, wait: float, **more: str) -> dict[str, str]:
+    return {"PEER_THREADS": str(threads), "PEER_DECODERS": str(decoders), "PEER_WAIT_MS": str(wait), **more}
+
+
+VITSERVE = Server(
+    "vitserve",
+    ("-m", "service", "serve"),
+    OURS,
+    "vitserve",
+    candidates=[
+        {},
+        {"VIT_COMPILE": "on"},
+        {"VIT_COMPILE": "on", "VIT_THREADS": "1"},
+        {"VIT_COMPILE": "on", "VIT_DECODE_THREADS": "1"},
+        {"VIT_THREADS": "1"},
+    ],
+)
+
+SERVERS = [
+    VITSERVE,
+    Server(
+        "FastAPI",
+        ("-m", "benchmarks.peers.fastapi_app"),
+        Protocol("/classify", JPEG, _same, _json("index")),
+        "fastapi",
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(1, 2, 5), _peer(2, 2, 0)],
+    ),
+    Server(
+        "LitServe",
+        ("-m", "benchmarks.peers.litserve_app"),
+        Protocol("/predict", FORM, _multipart, _json("index")),
+        "litserve",
+        "litserve",
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20), _peer(2, 2, 5, PEER_FAST_QUEUE="1")],
+    ),
+    Server(
+        "mosec",
+        ("-m", "benchmarks.peers.mosec_app"),
+        Protocol("/inference", JPEG, _same, _json("index")),
+        "mosec",
+        "mosec",
+        candidates=[_peer(1, 1, 5), _peer(2, 2, 5), _peer(1, 2, 5), _peer(2, 1, 5)],
+    ),
+    Server(
+        "Ray Serve",
+        ("-m", "benchmarks.peers.ray_app"),
+        Protocol("/", JPEG, _same, _json("index")),
+        "ray",
+        "ray",
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20)],
+        extra={"RAY_USAGE_STATS_ENABLED": "0"},
+    ),
+    Server(
+        "BentoML",
+        ("-m", "bentoml", "serve", "benchmarks.peers.bentoml_app:Service", "--host", "127.0.0.1", "--port", "{port}"),
+        Protocol("/classify", FORM, _multipart, _json(0, "index")),
+        "bentoml",
+        "bentoml",
+        candidates=[_peer(2, 2, 0), _peer(1, 1, 0), _peer(2, 2, 0, PEER_MAX_LATENCY_MS="60000")],
+        extra={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(PEERS / "bentoml" / "home")},
+    ),
+    Server(
+        "Triton (pytriton)",
+        ("-m", "benchmarks.peers.pytriton_app"),
+        Protocol(
+            "/v2/models/vit/infer",
+            {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(_TRITON_HEADER_BYTES)},
+            _triton,
+            _triton_top1,
+        ),
+        "nvidia-pytriton",
+        "pytriton",
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 0), _peer(1, 2, 5)],
+        # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
+        extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
+    ),
+]
+"""The table of who is measured: ours first."""
