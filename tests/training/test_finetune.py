@@ -172,18 +172,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
 def test_every_kind_of_model_can_be_fine_tuned(tmp_path: Path, tuning: Recipe, fields: dict[str, Any]) -> None:
     start = write_checkpoint(tmp_path / "start", **fields)
-    recipe = tuning.override(checkpoint=str(start), epochs=1)
+    recipe = tuning.override({"checkpoint": str(start), "epochs": 4, "keep": "last"})
     result = run(write_folder(tmp_path / "data", 6), tmp_path / "out", recipe, device="cpu", progress=False)
     checkpoint = load_checkpoint(str(tmp_path / "out"))
     assert checkpoint.config == load_checkpoint(str(start)).config.model_copy(update={"num_classes": 3})
-    assert result.held_out.count == 3
+    assert result.held_out.count == 4
     before = load_checkpoint(str(start)).tensors
     fixed = {"pos_embed"} if fields.get("position_embedding") == "sincos2d" else set()
     heads = {name for name in before if name.startswith("head")}
     for name, tensor in checkpoint.tensors.items():
-        if name not in heads:
-            moved = not torch.allclose(tensor, before[name], rtol=1e-3, atol=1e-5)
-            assert moved != (name in fixed), name
+        if tensor.ndim > 1 and name not in heads:  # of biases and norms, some have no effect on any score
+            assert torch.equal(tensor, before[name].half().float()) == (name in fixed), name
 
 
 def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(tmp_path: Path, tuning: Recipe) -> None:
