@@ -1,7 +1,7 @@
 """The two models that are measured, as transformers' folders that vitserve and every peer load alike.
 
-    (a) `vit32`:   32 px, patch 4, 192 wide, 9 layers, 10 classes; random weights from a seed
-    (b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
+(a) `vit32`:   32 px, patch 4, 192 wide, 9 layers, 10 classes; random weights from a seed
+(b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
 """
 
 from __future__ import annotations

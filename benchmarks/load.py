@@ -35,7 +35,8 @@ function request()
 end
 function done(summary, latency, requests)
   io.write(string.format(
-    "RESULT requests=%%d us=%%d status=%%d connect=%%d read=%%d write=%%d timeout=%%d p50=%%d p90=%%d p99=%%d max=%%d\\n",
+    "RESULT requests=%%d us=%%d status=%%d connect=%%d read=%%d write=%%d timeout=%%d" ..
+    " p50=%%d p90=%%d p99=%%d max=%%d\\n",
     summary.requests, summary.duration, summary.errors.status, summary.errors.connect, summary.errors.read,
     summary.errors.write, summary.errors.timeout, latency:percentile(50), latency:percentile(90),
     latency:percentile(99), latency.max))

@@ -29,7 +29,9 @@ def ensure() -> tuple[list[Path], str]:
         pictures = photographs or [_synthetic(seed) for seed in range(COUNT)]
         for index, picture in enumerate(pictures):
             (folder / f"{index:02}.jpg").write_bytes(jpeg_of_size(picture, _BYTES))
-        source.write_text(f"{len(pictures)} {'ImageNet photographs' if photographs else 'synthetic pictures, seeds 0 on'}")
+        source.write_text(
+            f"{len(pictures)} {'ImageNet photographs' if photographs else 'synthetic pictures, seeds 0 on'}"
+        )
     return sorted(folder.glob("*.jpg")), source.read_text()
 
 

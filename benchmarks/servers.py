@@ -227,7 +227,9 @@ def _multipart(data: bytes) -> bytes:
     return head.encode() + data + f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
-_TRITON_HEADER = '{{"inputs":[{{"name":"image","shape":[1,1],"datatype":"BYTES","parameters":{{"binary_data_size":{size}}}}}]}}'
+_TRITON_HEADER = (
+    '{{"inputs":[{{"name":"image","shape":[1,1],"datatype":"BYTES","parameters":{{"binary_data_size":{size}}}}}]}}'
+)
 
 
 def _triton(data: bytes) -> bytes:

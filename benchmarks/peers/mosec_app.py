@@ -59,7 +59,16 @@ class Whole(Worker):
 if __name__ == "__main__":
     options = Options.from_environment()
     # mosec reads its own settings from the command line.
-    sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(options.port), "--timeout", "30000", "--log-level", "warning"]
+    sys.argv[1:] = [
+        "--address",
+        "127.0.0.1",
+        "--port",
+        str(options.port),
+        "--timeout",
+        "30000",
+        "--log-level",
+        "warning",
+    ]
     server = Server()
     wait = max(1, int(options.wait_ms))
     if options.decoders:

@@ -1,4 +1,4 @@
-"""Triton through pytriton: a dynamic batcher in front of a Python function that decodes on threads and runs the model."""
+"""Triton through pytriton: a dynamic batcher before a Python function that decodes on threads and runs the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def main() -> None:
             model_name="vit",
             infer_func=infer,
             inputs=[Tensor(name="image", dtype=bytes, shape=(1,))],
-            outputs=[Tensor(name="index", dtype=np.int32, shape=(1,)), Tensor(name="score", dtype=np.float32, shape=(1,))],
+            outputs=[
+                Tensor(name="index", dtype=np.int32, shape=(1,)),
+                Tensor(name="score", dtype=np.float32, shape=(1,)),
+            ],
             config=ModelConfig(
                 max_batch_size=options.batch,
                 batcher=DynamicBatcher(max_queue_delay_microseconds=int(1000 * options.wait_ms)),

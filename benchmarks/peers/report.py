@@ -1,0 +1,83 @@
+"""The tables of a record of `benchmarks.peers`, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.record import medians, table
+
+_TITLES = {
+    "vit32": "(a) ViT, 32 px, patch 4, 192 wide, 9 layers",
+    "vit224": "(b) ViT-Ti/16, 224 px",
+}
+_OURS = "vitserve"
+
+
+def report(data: Mapping[str, Any]) -> str:
+    """Every model's table, its ratios, and what a reader has to know about them."""
+    device, versions = data["device"], data["versions"]
+    lines = [
+        f"{device['cpu']}, {device['cores']} cores ({', '.join(device['features'])}); "
+        "load generator on the same cores.",
+        f"{data['connections']} connections; {data['pictures']}; {data['dtype']}; torch {versions['torch']}, "
+        f"transformers {versions.get('transformers', '?')}, wrk {versions.get('wrk', '?')}.",
+    ]
+    for name, model in data.get("models", {}).items():
+        lines += ["", f"### {_TITLES.get(name, name)}: {model['weights']}", "", *_model(model, data.get("servers", {}))]
+    lines += [f"\nNot measured: {reason}" for reason in data.get("not_installed", {}).values()]
+    return "\n".join(lines)
+
+
+def ratios(model: Mapping[str, Any]) -> dict[str, float]:
+    """Ours (the better of default and tuned by rate) over the best peer: rate, and p99 at half of its rate."""
+    rates = {name: medians(done)["rate"] for name, done in model.get("rounds", {}).items() if done}
+    ours = {name: rate for name, rate in rates.items() if name.startswith(_OURS)}
+    peers = {name: rate for name, rate in rates.items() if not name.startswith(_OURS)}
+    found: dict[str, float] = {}
+    if ours and peers:
+        best = max(peers.values())
+        found = {f"rate, {name}": rate / best for name, rate in ours.items()}
+    tails = {name: medians(done)["p99"] for name, done in model.get("pace", {}).items() if done}
+    slow = [tail for name, tail in tails.items() if not name.startswith(_OURS)]
+    for name in ours:
+        if name in tails and slow:
+            found[f"p99 at the pace, {name}"] = tails[name] / min(slow)
+    return found
+
+
+def _model(model: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:
+    rows = []
+    for name, done in model.get("rounds", {}).items():
+        if not done:
+            continue
+        peak, tail = medians(done), medians(model.get("pace", {}).get(name, []))
+        top1 = model.get("top1", {}).get(name)
+        version = servers.get(name.partition(",")[0], "")
+        rates = [round_["rate"] for round_ in done]
+        rows.append(
+            (
+                f"{name} {version}",
+                peak["rate"],
+                f"{min(rates):.0f}-{max(rates):.0f}",
+                peak["p50"],
+                peak["p99"],
+                int(sum(round_["refused"] + round_["broken"] for round_ in done)),
+                tail.get("p50"),
+                tail.get("p99"),
+                f"{top1['same_above_margin']}/{top1['above_margin']}" if top1 else None,
+            )
+        )
+    rows.sort(key=lambda row: -float(row[1]))
+    pace = f" at {model['pace_rate']}/s" if "pace_rate" in model else " at the pace"
+    header = ("", "answered/s", "rounds", "p50 ms", "p99 ms", "not 200", f"p50 ms{pace}", f"p99 ms{pace}", "top-1")
+    lines = [table(header, rows), ""]
+    lines += [f"- {name}: {ratio:.2f} of the best peer's" for name, ratio in ratios(model).items()]
+    configs = model.get("configs", {})
+    lines += [f"- {name}: {_settings(config)}" for name, config in configs.items() if config]
+    lines += [f"- {name} failed: {reason.splitlines()[-1]}" for name, reason in model.get("failed", {}).items()]
+    return lines
+
+
+def _settings(config: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in config.items())

@@ -1,0 +1,126 @@
+"""Records: what was measured, on what, with which versions, by which command. Saved after every measurement."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import REPOSITORY
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+_VERSIONS = ("vitserve", "torch", "transformers", "numpy", "pillow", "fastapi", "uvicorn")
+
+
+class Record:
+    """A JSON file that grows; one that exists is continued, so that a run that was cut short goes on.
+
+    Args:
+        path: of the file.
+        dtype: of the network, as the servers were told or chose.
+        about: what else a reader has to know (checkpoints, pictures).
+    """
+
+    def __init__(self, path: Path, *, dtype: str, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        command = shlex.join(["python", "-m", *_module(sys.argv)])
+        self.data.setdefault("commands", [])
+        if command not in self.data["commands"]:
+            self.data["commands"].append(command)
+        self.data |= {"device": device(), "versions": versions(), "dtype": dtype, **about}
+        self.data.setdefault("started", _now())
+
+    def section(self, *names: str) -> dict[str, Any]:
+        """A dictionary inside of the record, made if absent."""
+        found = self.data
+        for name in names:
+            found = found.setdefault(name, {})
+        return found
+
+    def save(self) -> None:
+        """Write the whole record; a reader sees the old one or the new one."""
+        self.data["finished"] = _now()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.data, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def device() -> dict[str, Any]:
+    """The CPU, its cores, memory and load, and the system."""
+    info = Path("/proc/cpuinfo").read_text()
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    flags = next((line for line in info.splitlines() if line.startswith("flags")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()],
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, our packages and wrk."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        # wrk tells its version with its usage, and fails.
+        banner = subprocess.run(["wrk", "-v"], capture_output=True, text=True, check=False).stdout
+        found["wrk"] = banner.split()[1].split("/")[-1] if banner else "unknown"
+        commit = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+        found["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return found
+
+
+def medians(measurements: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each value over the rounds."""
+    rounds = list(measurements)
+    return {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]} if rounds else {}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; floats with as many digits as tell something."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return str(value)
+
+
+def _module(argv: list[str]) -> list[str]:
+    """`python -m` is started with the path of the module's file as its first argument."""
+    file = Path(argv[0])
+    if file.suffix != ".py" or REPOSITORY not in file.resolve().parents:
+        return argv
+    parts = list(file.resolve().relative_to(REPOSITORY).with_suffix("").parts)
+    if parts[-1] == "__main__":
+        parts.pop()
+    return [".".join(parts), *argv[1:]]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
