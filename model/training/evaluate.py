@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +16,10 @@ from tqdm import tqdm
 from model.checkpoint import Checkpoint
 from model.errors import DatasetError
 from model.prediction import Prediction
+from model.preprocess import preprocess
 from model.training import cifar10
 from model.training.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
+from model.training.robustness import as_png
 
 
 class BatchPredictor(Protocol):
@@ -61,22 +66,60 @@ def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = 
     """Measure a predictor on the 10,000 test images.
 
     Args:
-        predictor: of a model that takes CIFAR-10's size and has its labels.
+        predictor: of a model that has CIFAR-10's labels. One that takes another size than 32 x 32 pixels sees
+            them as the service would: through its preprocessing.
         data: folder with the binary version of CIFAR-10.
         progress: show a bar.
 
     Raises:
-        DatasetError: the data cannot be read, or the model's labels or input are not CIFAR-10's.
+        DatasetError: the data cannot be read, or the model's labels are not CIFAR-10's.
     """
     checkpoint = predictor.checkpoint
     names = cifar10.read_labels(data)
     if checkpoint.labels != names:
         raise DatasetError(f"{data}: classes {', '.join(names)} are not those of the model {checkpoint.name}")
-    if checkpoint.config.image_size != cifar10.IMAGE_SIZE or checkpoint.config.in_channels != cifar10.CHANNELS:
-        rows, columns = checkpoint.config.image_size
-        raise DatasetError(f"{data}: images of 32x32 pixels do not fit the model {checkpoint.name} of {rows}x{columns}")
     images = cifar10.read_test(data)
-    return measure(predict_scores(predictor, images.pixels, progress=progress), images.labels, names)
+    if checkpoint.config.image_size == cifar10.IMAGE_SIZE and checkpoint.config.in_channels == cifar10.CHANNELS:
+        scores = predict_scores(predictor, images.pixels, progress=progress)
+    else:
+        scores = predict_uploads(
+            predictor, len(images), lambda n: as_png(images.pixels[n].transpose(1, 2, 0)), progress=progress
+        )
+    return measure(scores, images.labels, names)
+
+
+def predict_uploads(
+    predictor: BatchPredictor, count: int, upload: Callable[[int], bytes], *, progress: bool = False
+) -> NDArray[np.float32]:
+    """All scores of pictures that come as files, through the service's own preprocessing.
+
+    Args:
+        count: how many.
+        upload: number of a picture, 0...count-1 -> the bytes of its file; called on several threads.
+
+    Returns:
+        float32 [count, K] in class order.
+
+    Raises:
+        ImageError: a file that does not decode.
+    """
+    checkpoint = predictor.checkpoint
+    classes = checkpoint.config.num_classes
+    scores = np.empty((count, classes), dtype=np.float32)
+
+    def read(number: int) -> NDArray[np.uint8]:
+        return preprocess(upload(number), checkpoint.preprocess)
+
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar,
+    ):
+        for start in range(0, count, predictor.max_batch):
+            numbers = range(start, min(start + predictor.max_batch, count))
+            answer = predictor.predict(np.stack(list(pool.map(read, numbers))), top_k=classes)
+            np.put_along_axis(scores[start : numbers.stop], answer.indices, answer.scores, axis=1)
+            bar.update(len(numbers))
+    return scores
 
 
 def predict_scores(

@@ -1,35 +1,49 @@
-"""`vitserve evaluate`: accuracy on CIFAR-10's test images, in-process or through a running server."""
+"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from tqdm import tqdm
 
-from model.errors import DatasetError, InputError
+from model.errors import DatasetError, ImageError, InputError
 from service.client import Client, ClientError
 from service.commands.model_flags import add_model_flags, predictor_from
 
 if TYPE_CHECKING:
     from model.training.evaluate import Evaluation
+    from model.training.evaluation_set import EvaluationSet
+
+Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
+"""How many pictures, and a number's picture as a file -> scores [N, K] in class order."""
 
 
 def add_parser(commands: Any) -> None:
     """Flags of `vitserve evaluate`."""
-    parser = commands.add_parser("evaluate", help="measure a checkpoint's accuracy on CIFAR-10's test images")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files")
-    parser.add_argument("--url", help="ask this server, with each image as a PNG, instead of loading the model here")
+    parser = commands.add_parser("evaluate", help="measure a checkpoint's accuracy on labelled pictures")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
+    )
+    parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
     parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way with --url")
+    parser.add_argument(
+        "--robustness",
+        action="store_true",
+        help="measure CIFAR-10's images as users send them, too: enlarged JPEGs, turned by Exif, greyscale",
+    )
+    parser.add_argument(
+        "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
+    )
     add_model_flags(parser)
     parser.set_defaults(run=run)
 
@@ -39,51 +53,92 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         DatasetError: the data cannot be read, or are not what the model was made for.
-        InputError: no server at the URL, or one that fails.
+        InputError: no server at the URL, or one that fails; or flags that do not go together.
     """
-    if arguments.url:
-        what, found = f"the server at {arguments.url}", _evaluate_server(arguments)
-    else:
-        from model.training.evaluate import evaluate_cifar10  # noqa: PLC0415  torch takes seconds to import
+    if arguments.card is not None and not arguments.robustness:
+        raise InputError("card", "--card needs --robustness")
+    if arguments.card is not None and not arguments.card.is_file():
+        raise InputError("card", f"{arguments.card}: no such file")
+    from model.training.evaluation_set import open_evaluation_set  # noqa: PLC0415  torch takes seconds to import
 
-        predictor, info, _ = predictor_from(arguments)
-        what = f"{info.name} on {info.device} in {info.dtype}"
-        found = evaluate_cifar10(predictor, arguments.data, progress=True)
-    _print(what, found)
+    pictures = open_evaluation_set(arguments.data)
+    if arguments.robustness and not pictures.variants:
+        raise InputError("robustness", f"{arguments.data}: --robustness is for CIFAR-10's binary files")
+    return _through_server(arguments, pictures) if arguments.url else _in_process(arguments, pictures)
+
+
+def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
+    from model.training.evaluate import evaluate_cifar10, measure, predict_uploads  # noqa: PLC0415
+
+    predictor, info, _ = predictor_from(arguments)
+    truth = pictures.truth(info.labels, info.name)
+    score = partial(predict_uploads, predictor, progress=True)
+    try:
+        if pictures.variants:
+            found = evaluate_cifar10(predictor, arguments.data, progress=True)
+        else:
+            found = measure(score(len(pictures), pictures.upload), truth, info.labels)
+        _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
+        if arguments.robustness:
+            _robustness(arguments.card, pictures.variants, score, truth)
+    except ImageError as error:
+        raise DatasetError(f"{arguments.data}: {error}") from error
     return 0
 
 
-def _evaluate_server(arguments: argparse.Namespace) -> Evaluation:
-    from model.training import cifar10  # noqa: PLC0415  torch takes seconds to import
+def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
     from model.training.evaluate import measure  # noqa: PLC0415
 
-    names, images = cifar10.read_labels(arguments.data), cifar10.read_test(arguments.data)
     try:
-        with Client(arguments.url, api_key=arguments.api_key) as client:
-            if tuple(client.labels()) != names:
-                raise DatasetError(f"{arguments.data}: the server's classes are not {', '.join(names)}")
+        with (
+            Client(arguments.url, api_key=arguments.api_key) as client,
+            ThreadPoolExecutor(arguments.concurrency) as pool,
+        ):
+            labels = tuple(client.labels())
 
-            def ask(pixels: NDArray[np.uint8]) -> list[float]:
-                predictions = client.classify(_png(pixels), top_k=len(names)).predictions
+            def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
+                predictions = client.classify(upload(number), top_k=len(labels)).predictions
                 by_index = {found.index: found.score for found in predictions}
-                return [by_index[index] for index in range(len(names))]
+                return [by_index[index] for index in range(len(labels))]
 
-            with ThreadPoolExecutor(arguments.concurrency) as pool:
-                answers = list(tqdm(pool.map(ask, images.pixels), total=len(images), desc="evaluate", unit="img"))
+            def score(count: int, upload: Callable[[int], bytes]) -> NDArray[np.float32]:
+                answers = pool.map(partial(ask, upload), range(count))
+                return np.array(list(tqdm(answers, total=count, desc="evaluate", unit="img")), np.float32)
+
+            truth = pictures.truth(labels, arguments.url)
+            found = measure(score(len(pictures), pictures.upload), truth, labels)
+            _print(f"the server at {arguments.url}", pictures, found)
+            if arguments.robustness:
+                _robustness(arguments.card, pictures.variants, score, truth)
     except (httpx.TransportError, ClientError) as error:
         raise InputError("url", f"{arguments.url}: {error}") from None
-    return measure(np.array(answers, np.float32), images.labels, names)
+    return 0
 
 
-def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """uint8 [3, H, W] -> the bytes of a PNG, which loses nothing."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
-    return buffer.getvalue()
-
-
-def _print(what: str, found: Evaluation) -> None:
-    print(f"{what}: {found.accuracy:.2%} of {found.count} test images right")  # noqa: T201
+def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:
+    kind = f"{pictures.split} images" if pictures.split else "images"
+    print(f"{what}: {found.accuracy:.2%} of {found.count} {kind} right")  # noqa: T201
     print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")  # noqa: T201
+    width = max(12, *(len(label) for label in found.per_class))
     for label, accuracy in found.per_class.items():
-        print(f"  {label:12} {accuracy:.1%}")  # noqa: T201
+        print(f"  {label:{width}} {accuracy:.1%}")  # noqa: T201
+
+
+def _robustness(
+    card: Path | None, variants: Mapping[str, Callable[[int], bytes]], score: Scorer, truth: NDArray[np.int64]
+) -> None:
+    """Accuracy of each variant, and its distance from the first."""
+    found: dict[str, float] = {}
+    width = max(map(len, variants))
+    print("as users send them, through the service's own preprocessing:")  # noqa: T201
+    for name, upload in variants.items():
+        found[name] = float((score(len(truth), upload).argmax(axis=1) == truth).mean())
+        points = 100 * (found[name] - next(iter(found.values())))
+        print(f"  {name:{width}}  {found[name]:.2%}  {points:+.2f} points")  # noqa: T201
+    if card is not None:
+        from model.training.card import with_robustness  # noqa: PLC0415
+
+        try:
+            card.write_text(with_robustness(card.read_text(encoding="utf-8"), found, len(truth)), encoding="utf-8")
+        except OSError as error:
+            raise InputError("card", f"{card}: {error.strerror}") from error

@@ -10,7 +10,7 @@ import pytest
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.training import card_figures
-from model.training.card import model_card
+from model.training.card import model_card, with_robustness
 from model.training.card_figures import write_figures
 from model.training.evaluate import Evaluation, measure
 from model.training.loop import EpochMetrics
@@ -159,3 +159,16 @@ def test_without_matplotlib_there_is_a_card_without_pictures(
     assert write_figures(tmp_path, finished.test, LABELS, list(history())) == ()
     assert "pip install 'vitserve[figures]'" in caplog.text
     assert [file.name for file in (tmp_path / "figures").iterdir()] == ["confusion_matrix.csv"]
+
+
+def test_robustness_is_written_into_a_card_once(finished: Run) -> None:
+    card = model_card(finished, checkpoint())
+    first = with_robustness(card, {"as stored": 0.9, "turned": 0.885}, 10_000)
+    assert "| turned | 88.50% | -1.50 |" in first
+    assert first.index("## Robustness") < first.index("## Licence")
+    again = with_robustness(first, {"as stored": 0.8, "turned": 0.81}, 10_000)
+    assert again.count("## Robustness") == again.count("## Licence") == 1
+    assert "| turned | 81.00% | +1.00 |" in again
+    assert "88.50%" not in again
+    assert with_robustness(first, {"as stored": 0.9, "turned": 0.885}, 10_000) == first
+    assert with_robustness("# A card\n", {"as stored": 0.9}, 10).startswith("# A card\n\n## Robustness\n")

@@ -89,9 +89,19 @@ def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
         evaluate_cifar10(FirstPixelPredictor(checkpoint), cifar)
 
 
-def test_a_model_of_another_input_size_is_refused(cifar: Path) -> None:
-    with pytest.raises(DatasetError, match="64x64"):
-        evaluate_cifar10(FirstPixelPredictor(make_checkpoint(size=64)), cifar)
+def test_a_model_of_another_input_size_sees_the_pictures_through_its_preprocessing(cifar: Path) -> None:
+    class Size(FirstPixelPredictor):
+        def predict(self, images: NDArray[np.uint8], *, top_k: int) -> Prediction:
+            assert images.shape[1:] == (64, 64, 3)
+            return super().predict(images[:, :32, :32], top_k=top_k)
+
+    said = [n % 10 for n in range(16)]  # flat pictures stay what they are when they are enlarged
+    records = np.zeros((16, 3, 1024), dtype=np.uint8)
+    records[:, 0], records[:, 1] = np.array(said)[:, None], 80
+    np.concatenate([np.array(said, np.uint8)[:, None], records.reshape(16, -1)], axis=1).tofile(
+        cifar / "test_batch.bin"
+    )
+    assert evaluate_cifar10(Size(make_checkpoint(size=64)), cifar).accuracy == 1
 
 
 def test_an_underflowed_score_of_the_right_class_costs_a_finite_loss() -> None:
