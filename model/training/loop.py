@@ -14,7 +14,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -34,6 +33,7 @@ from model.training.erasing import random_erasing
 from model.training.initialise import start_patches, start_positions, whitening_sample
 from model.training.mixing import mix
 from model.training.optimisers import make_optimisers
+from model.training.prefetch import read_ahead
 from model.training.recipe import Recipe
 from model.training.state import read_state, write_state
 from model.vit import Attention, VisionTransformer
@@ -352,13 +352,8 @@ class Trainer:
         if not elsewhere:
             yield from ((data.pixels[some], data.labels[some]) for some in chosen)
             return
-        with ThreadPoolExecutor(1) as reader:
-            ahead = reader.submit(read, chosen[0])
-            for following in (*chosen[1:], None):
-                pixels, labels = ahead.result()
-                if following is not None:
-                    ahead = reader.submit(read, following)
-                yield pixels.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        for pixels, labels in read_ahead(read, chosen):
+            yield pixels.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
     def _run_epoch(self, progress: bool) -> EpochMetrics:
         began = time.monotonic()

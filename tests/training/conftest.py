@@ -9,7 +9,8 @@ import pytest
 import torch
 from synthetic import LABELS, write_batch
 
-from model.training.cifar10 import TEST_FILES, TRAIN_FILES
+from model.training.cifar10 import TEST_FILES, TRAIN_FILES, hold_out, read_train
+from model.training.loop import Data
 from model.training.recipe import Recipe
 
 
@@ -22,6 +23,17 @@ def cifar(tmp_path: Path) -> Path:
         write_batch(folder / name, 100 if name in TEST_FILES else 80, seed)
     (folder / "batches.meta.txt").write_text("\n".join(LABELS) + "\n\n")
     return folder
+
+
+@pytest.fixture
+def data(cifar: Path, recipe: Recipe) -> Data:
+    """The training pictures, split as the recipe says."""
+    train, held_out = hold_out(read_train(cifar), int(recipe.held_out), recipe.seed)
+    return Data(
+        *(torch.from_numpy(a) for a in (train.pixels, train.labels, held_out.pixels, held_out.labels)),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,13 @@ import torch.nn.functional as F
 
 from model.config import ViTConfig
 from model.errors import TrainingError
-from model.training.initialise import sincos_positions, start_patches, start_positions, whitening_filters
+from model.training.initialise import (
+    sincos_positions,
+    start_patches,
+    start_positions,
+    whitening_filters,
+    whitening_sample,
+)
 from model.vit import VisionTransformer
 
 
@@ -50,3 +56,16 @@ def test_starts_touch_only_patch_filters_and_patch_positions() -> None:
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"pos_embed", "patch_embed.proj.weight"}
     assert torch.equal(after["pos_embed"][:, 0], before["pos_embed"][:, 0])  # the CLS token's stays
+
+
+def test_whitening_looks_at_fewer_pictures_the_larger_they_are_and_copies_none() -> None:
+    number = torch.arange(9000).reshape(-1, 1, 1, 1)
+    small = number.expand(-1, 3, 32, 32)
+    assert torch.equal(whitening_sample(small)[:, 0, 0, 0], torch.arange(5000))
+    large = number.expand(-1, 3, 320, 320)
+    sample = whitening_sample(large)
+    assert len(sample) == 50
+    assert sample[0, 0, 0, 0] < 200
+    assert sample[-1, 0, 0, 0] > 8700  # from all over data that may be sorted
+    assert sample.untyped_storage().data_ptr() == number.untyped_storage().data_ptr()
+    assert len(whitening_sample(large[:3])) == 3

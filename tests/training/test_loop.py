@@ -1,56 +1,21 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
 from model.errors import TrainingError
 from model.training import loop
-from model.training.cifar10 import CLASSES, IMAGE_SIZE, hold_out, read_train
-from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer, plain_attention, rate_factor
+from model.training.average import update_average
+from model.training.cifar10 import CLASSES
+from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, plain_attention, rate_factor
 from model.training.recipe import Recipe
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def data(cifar: Path, recipe: Recipe) -> Data:
-    train, held_out = hold_out(read_train(cifar), recipe.held_out, recipe.seed)
-    return Data(
-        *(torch.from_numpy(a) for a in (train.pixels, train.labels, held_out.pixels, held_out.labels)),
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
-    )
-
-
-def make_trainer(recipe: Recipe, data: Data, folder: Path) -> Trainer:
-    return Trainer(recipe, recipe.architecture.config(IMAGE_SIZE, CLASSES), data, folder, CPU)
-
-
-def trained(recipe: Recipe, data: Data, folder: Path) -> Trainer:
-    trainer = make_trainer(recipe, data, folder)
-    trainer.run(progress=False)
-    return trainer
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupted_after(recipe: Recipe, data: Data, folder: Path, epochs: int) -> None:
-    def stop(metrics: EpochMetrics) -> None:
-        if metrics.epoch == epochs:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        make_trainer(recipe, data, folder).run(stop, progress=False)
-
-
-def same(one: Trainer, other: Trainer) -> bool:
-    return all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
@@ -67,21 +32,76 @@ def test_the_loss_falls_and_unseen_images_are_told_apart(
     assert all(tensor.dtype == torch.float32 for tensor in trainer.weights.values())
 
 
+@pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
-    recipe: Recipe, data: Data, tmp_path: Path, precision: str
+    recipe: Recipe, data: Data, tmp_path: Path, precision: str, changes: Mapping[str, Any]
 ) -> None:
-    recipe = recipe.override(precision=precision)
+    recipe = recipe.override({**changes, "precision": precision})
     whole = trained(recipe, data, tmp_path / "whole")
     interrupted_after(recipe, data, tmp_path / "parts", 2)
     torch.manual_seed(999)  # the rest of the process may have drawn numbers in between
-    resumed = make_trainer(recipe, data, tmp_path / "parts")
-    resumed.load()
-    assert resumed.epoch == 2
-    resumed.run(progress=False)
-    assert same(whole, resumed)
-    assert [row.train_loss for row in whole.history] == [row.train_loss for row in resumed.history]
-    assert [row.held_out_loss for row in whole.history] == [row.held_out_loss for row in resumed.history]
+    parts = make_trainer(recipe, data, tmp_path / "parts")
+    parts.load()
+    assert parts.epoch == 2
+    parts.run(progress=False)
+    assert same(whole, parts)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "patch_dropout.until"])
+def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: Data, tmp_path: Path, name: str) -> None:
+    recipe = recipe.override(
+        {"epochs": 1, "label_smoothing": 0.0, "drop_path": 0.0, "optimiser.clip_norm": 0.0, "mixing.mixup": 0.0}
+    )
+    changes = {name: EVERYTHING[name]}
+    if name == "mixing.probability":
+        recipe, changes = recipe.override({"mixing.mixup": 0.8}), {name: 0.3}
+    if name == "optimiser.clip_norm":
+        changes = {name: 0.01}
+    plain = trained(recipe, data, tmp_path / "plain")
+    assert not same(plain, trained(recipe.override(changes), data, tmp_path / "changed"))
+
+
+def test_gradients_are_clipped_by_their_common_norm_and_short_ones_left_alone(
+    recipe: Recipe, data: Data, tmp_path: Path
+) -> None:
+    def last_norm(clip_norm: float) -> float:
+        trainer = trained(
+            recipe.override({"epochs": 1, "optimiser.clip_norm": clip_norm}), data, tmp_path / str(clip_norm)
+        )
+        gradients = [weight.grad for weight in trainer.weights.values()]
+        return float(torch.stack([g.norm() for g in gradients if g is not None]).norm())
+
+    free = last_norm(0.0)
+    assert free > 0.05
+    assert last_norm(0.05) == pytest.approx(0.05, rel=1e-3)
+    assert last_norm(1e6) == free
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_evaluated_and_exported_is_the_moving_average(
+    recipe: Recipe, data: Data, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(
+        loop,
+        "update_average",
+        lambda average, weights, kept: (
+            seen.append([w.clone() for w in weights]) or update_average(average, weights, kept)
+        ),
+    )
+    recipe = recipe.override({"epochs": 1, "ema_decay": 0.5, "precision": precision})
+    start = [weight.clone() for weight in make_trainer(recipe, data, tmp_path).weights.values()]
+    trainer = trained(recipe, data, tmp_path)
+    assert len(seen) == trainer.steps_per_epoch == 8
+    for step, weights in enumerate(seen):
+        kept = min(0.5, (1 + step) / (10 + step))
+        start = [kept * mean + (1 - kept) * weight for mean, weight in zip(start, weights, strict=True)]
+    for mean, exported in zip(start, trainer.weights.values(), strict=True):
+        torch.testing.assert_close(exported, mean)
+    alone = make_trainer(recipe.override(ema_decay=0.0), data, tmp_path / "alone", trainer.weights)
+    loss = F.cross_entropy(alone.held_out_logits(), data.held_out_labels)
+    assert loss.item() == trainer.history[-1].held_out_loss
 
 
 def test_another_seed_gives_another_model(recipe: Recipe, data: Data, tmp_path: Path) -> None:
@@ -108,7 +128,8 @@ def test_held_out_images_are_never_trained_on(recipe: Recipe, data: Data, tmp_pa
         mean=data.mean,
         std=data.std,
     )
-    assert same(trained(recipe, data, tmp_path / "a"), trained(recipe, poisoned, tmp_path / "b"))
+    one, other = trained(recipe, data, tmp_path / "a"), trained(recipe, poisoned, tmp_path / "b")
+    assert same_tensors(one.weights, other.weights)
 
 
 def test_the_metrics_file_has_one_row_an_epoch_and_evaluates_as_often_as_told(
