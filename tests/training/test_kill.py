@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def killed_after(job: Path, folder: Path, *lines: str) -> None:
-    """Start or resume a run, let it do what it announces as long as that is `lines`, and kill it in the last of them."""
+    """Start or resume a run, let it do what it announces while that is `lines`, and kill it during the last."""
     command = [sys.executable, str(SCRIPT), str(job), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE

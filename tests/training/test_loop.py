@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,42 @@ def test_the_schedule_ends_with_its_time_and_the_rate_is_then_almost_zero(
     assert trainer.history[-1].held_out_accuracy is not None
     assert trainer.epochs_trained < trainer.epoch  # the last epoch was cut short
     assert trainer.seconds < 70
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("minutes", "left"), [(None, "05:00"), (2.0, "01:00")], ids=["by epochs", "by time"])
+def test_a_terminal_is_told_the_pace_and_what_is_left_of_the_whole_run(
+    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float | None, left: str
+) -> None:
+    terminal, clock = Terminal(), [0.0]
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    trainer = make_trainer(recipe.override({"epochs": 3, "minutes": minutes}), data, tmp_path)
+    step = trainer._step
+
+    def slow_step(*batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        clock[0] += 15.0
+        return step(*batch)
+
+    monkeypatch.setattr(trainer, "_step", slow_step)
+    told: list[str] = []
+    monkeypatch.setattr(loop.tqdm, "set_postfix_str", lambda self, s, refresh: told.append(s))
+    trainer.run(lambda row: None, progress=True)
+    shown = terminal.getvalue()
+    assert "epoch 1/3" in shown
+    assert "img/s" in shown
+    assert told[3] == f"run: {left} left"  # after a minute, a sixth of 24 steps
+
+
+def test_what_is_no_terminal_is_told_nothing(
+    recipe: Recipe, data: Data, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_trainer(recipe.override(epochs=1), data, tmp_path).run(progress=True)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_rate_rises_then_falls_to_zero() -> None:
