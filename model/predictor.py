@@ -1,6 +1,7 @@
 """The model on its device: a batch of uint8 images in, top-k and attention maps out.
 
-Not thread-safe: one thread owns a predictor.
+One thread owns a predictor: it builds it and warms it up. `predict` may then be called by as many
+threads at once as there are streams.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final, Literal
 
 import numpy as np
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "off"]
 
 _PENDING: Final = "compiling"
+_CPU_STREAMS: Final = 1
 _DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
 
 
@@ -44,7 +47,8 @@ class Predictor:
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU. A compiler that is missing or
             fails is logged, told by `compiled`, and the model runs uncompiled.
         max_batch: largest batch ever launched; None for the device's default.
-        threads: threads of one operator on the CPU; None leaves torch's choice.
+        threads: threads that compute on the CPU; None leaves torch's choice.
+        streams: batches computed at the same time; None for the device's default.
 
     Attributes:
         batch_sizes: the only sizes launched when compiled (smaller batches are padded up);
@@ -65,6 +69,7 @@ class Predictor:
         compile_mode: Compile = "auto",
         max_batch: int | None = None,
         threads: int | None = None,
+        streams: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -73,6 +78,8 @@ class Predictor:
         self.max_batch = max_batch or _DEFAULT_MAX_BATCH[self._device.type]
         if threads is not None:
             torch.set_num_threads(threads)
+        self._threads = _Threads(torch.get_num_threads())
+        self.streams = streams or (min(_CPU_STREAMS, self._threads.all) if self._device.type == "cpu" else 1)
         model = checkpoint.build()
         self._choose_kernels(model)
         self.parameters = count_parameters(model)
@@ -166,7 +173,13 @@ class Predictor:
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
         layers = tuple(sorted({request.layer for request in maps if request is not None}))
+        with self._threads if self._device.type == "cpu" else nullcontext():
+            return self._predict(images, layers, top_k, maps)
 
+    def _predict(
+        self, images: NDArray[np.uint8], layers: tuple[int, ...], top_k: int, maps: Sequence[MapRequest | None]
+    ) -> Prediction:
+        count = len(images)
         output = self._forward(images, layers)
         logits = output.logits[:count].float() / self.checkpoint.temperature
         independent = self.checkpoint.multi_label or self.config.num_classes == 1
@@ -270,6 +283,29 @@ class Predictor:
         self._model = twin
         self.compiled = "compiled"
         logger.info("compiled for batches of %s in %.0f s", ", ".join(map(str, sizes)), time.monotonic() - started)
+
+
+class _Threads:
+    """How many threads compute one batch: all of them when it is alone, one when others compute beside it.
+
+    A batch an own thread needs no barrier between operators, at which threads wait for each other
+    longest when the machine is busy; a lone batch is sooner done with all of them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.all = count
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._running += 1
+            alone = self._running == 1
+        torch.set_num_threads(self.all if alone else 1)  # of the calling thread
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
 
 
 def _first_line(error: BaseException) -> str:

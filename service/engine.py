@@ -1,7 +1,7 @@
-"""Engines: who computes. One protocol; `LocalEngine` runs the model on a thread of this process.
+"""Engines: who computes. One protocol; `LocalEngine` runs the model on threads of this process.
 
-    event loop                      engine thread
-    ----------                      -------------
+    event loop                      engine threads, one a stream
+    ----------                      ----------------------------
     submit() --> BatchQueue.put --> poll -> predict -> results
          ^                                               |
          +---- one call_soon_threadsafe a batch ---------+
@@ -44,6 +44,8 @@ class Predicts(Protocol):
     batch_sizes: tuple[int, ...] | None
     compiled: str
     max_batch: int
+    streams: int
+    """Threads that may be inside `predict` at the same time."""
 
     @property
     def device(self) -> str:
@@ -123,7 +125,10 @@ class _Pending:
 
 
 class LocalEngine:
-    """One thread of this process owns the predictor: it loads it, warms it up and runs every batch.
+    """A thread of this process owns the predictor: it loads it, warms it up and runs batches.
+
+    Where the predictor offers several streams, each beyond the first gets one more thread that takes
+    batches from the same queue; the first failure ends them all.
 
     Args:
         load: builds the predictor and says what was loaded; called on the engine's thread.
@@ -203,7 +208,7 @@ class LocalEngine:
         """Finish the running batch; what still waits is answered `EngineUnavailable`."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
+            self._wake.notify_all()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
@@ -253,7 +258,7 @@ class LocalEngine:
                 clock=self._clock,
             )
             self._call_loop(self._change, "ready", "", info)
-            self._serve(self._predictor, self._queue)
+            self._serve_streams(self._predictor, self._queue)
             reason, state = "the engine is closed", "closed"
         except (VitError, EngineUnavailable) as error:
             reason = _reason(error)
@@ -270,6 +275,32 @@ class LocalEngine:
             outcomes: list[tuple[_Pending, Outcome]] = [(entry.item, EngineUnavailable(reason)) for entry in left]
             self._call_loop(self._deliver, outcomes)
             self._call_loop(self._change, state, reason, self.info)
+
+    def _serve_streams(self, predictor: Predicts, queue: BatchQueue[_Pending]) -> None:
+        failures: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                self._serve(predictor, queue)
+            except BaseException as error:
+                failures.append(error)
+                with self._wake:
+                    self._closing = True
+                    self._wake.notify_all()
+                if threading.current_thread() is not self._thread and not isinstance(error, EngineUnavailable):
+                    raise  # its traceback is seen here, its reason below
+
+        others = [
+            threading.Thread(target=serve, name=f"engine-{number}", daemon=True)
+            for number in range(1, predictor.streams)
+        ]
+        for thread in others:
+            thread.start()
+        serve()
+        for thread in others:
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def _serve(self, predictor: Predicts, queue: BatchQueue[_Pending]) -> None:
         while (poll := self._next(queue)) is not None:

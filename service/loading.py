@@ -55,6 +55,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         compile_mode=settings.compile,
         max_batch=settings.max_batch,
         threads=settings.threads,
+        streams=settings.streams,
     )
     info = ModelInfo(
         name=settings.model_name or checkpoint.name,

@@ -109,6 +109,12 @@ class Settings(BaseSettings):
         "auto", description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU"
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
+    streams: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="batches computed at the same time. Default: 1",
+    )
     decode_threads: int | None = Field(
         None,
         ge=1,

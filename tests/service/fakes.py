@@ -110,6 +110,7 @@ class FakePredictor:
     """Answers by an image's red value. Every call waits for `gate` and is told in `launched`."""
 
     max_batch: int = 4
+    streams: int = 1
     batch_sizes: tuple[int, ...] | None = None
     compiled: str = "off"
     device: str = "cpu"
