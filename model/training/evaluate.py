@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.checkpoint import Checkpoint
-from model.errors import DatasetError
+from model.errors import DatasetError, ImageError
 from model.prediction import Prediction
 from model.preprocess import preprocess
 from model.training import cifar10
@@ -89,26 +89,35 @@ def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = 
 
 
 def predict_uploads(
-    predictor: BatchPredictor, count: int, upload: Callable[[int], bytes], *, progress: bool = False
+    predictor: BatchPredictor,
+    count: int,
+    upload: Callable[[int], bytes],
+    *,
+    name: Callable[[int], str] = "picture {}".format,
+    progress: bool = False,
 ) -> NDArray[np.float32]:
     """All scores of pictures that come as files, through the service's own preprocessing.
 
     Args:
         count: how many.
         upload: number of a picture, 0...count-1 -> the bytes of its file; called on several threads.
+        name: number of a picture -> what a message calls it.
 
     Returns:
         float32 [count, K] in class order.
 
     Raises:
-        ImageError: a file that does not decode.
+        DatasetError: a file that does not decode.
     """
     checkpoint = predictor.checkpoint
     classes = checkpoint.config.num_classes
     scores = np.empty((count, classes), dtype=np.float32)
 
     def read(number: int) -> NDArray[np.uint8]:
-        return preprocess(upload(number), checkpoint.preprocess)
+        try:
+            return preprocess(upload(number), checkpoint.preprocess)
+        except ImageError as error:
+            raise DatasetError(f"{name(number)}: {error}") from error
 
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,

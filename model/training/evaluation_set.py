@@ -25,6 +25,7 @@ class EvaluationSet:
         names: of the classes, in index order.
         labels: int64 [N], indices of `names`.
         upload: number of a picture -> the bytes of its file; thread-safe.
+        name: number of a picture -> what a message calls it.
         variants: the same pictures as users send them (see `robustness`), by name; empty where not offered.
     """
 
@@ -33,6 +34,7 @@ class EvaluationSet:
     names: tuple[str, ...]
     labels: NDArray[np.int64]
     upload: Callable[[int], bytes]
+    name: Callable[[int], str]
     variants: Mapping[str, Callable[[int], bytes]]
 
     def __len__(self) -> int:
@@ -78,7 +80,9 @@ def open_evaluation_set(root: Path) -> EvaluationSet:
         except OSError as error:
             raise DatasetError(f"{path}: cannot be read: {error.strerror}") from error
 
-    return EvaluationSet(str(root), split, found.labels, files.labels, read, {})
+    return EvaluationSet(
+        str(root), split, found.labels, files.labels, read, lambda number: str(files.paths[number]), {}
+    )
 
 
 def _cifar10(root: Path) -> EvaluationSet:
@@ -88,4 +92,4 @@ def _cifar10(root: Path) -> EvaluationSet:
         return lambda number: make(images.pixels[number].transpose(1, 2, 0), number)
 
     variants = {name: made_by(make) for name, make in UPLOADS.items()}
-    return EvaluationSet(str(root), "test", names, images.labels, made_by(as_png), variants)
+    return EvaluationSet(str(root), "test", names, images.labels, made_by(as_png), "test image {}".format, variants)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.errors import DatasetError, ImageError, InputError
+from model.errors import InputError
 from service.client import Client, ClientError
 from service.commands.model_flags import add_model_flags, predictor_from
 
@@ -72,17 +72,14 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
 
     predictor, info, _ = predictor_from(arguments)
     truth = pictures.truth(info.labels, info.name)
-    score = partial(predict_uploads, predictor, progress=True)
-    try:
-        if pictures.variants:
-            found = evaluate_cifar10(predictor, arguments.data, progress=True)
-        else:
-            found = measure(score(len(pictures), pictures.upload), truth, info.labels)
-        _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
-        if arguments.robustness:
-            _robustness(arguments.card, pictures.variants, score, truth)
-    except ImageError as error:
-        raise DatasetError(f"{arguments.data}: {error}") from error
+    score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
+    if pictures.variants:
+        found = evaluate_cifar10(predictor, arguments.data, progress=True)
+    else:
+        found = measure(score(len(pictures), pictures.upload), truth, info.labels)
+    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
+    if arguments.robustness:
+        _robustness(arguments.card, pictures.variants, score, truth)
     return 0
 
 
@@ -97,7 +94,10 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> i
             labels = tuple(client.labels())
 
             def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
-                predictions = client.classify(upload(number), top_k=len(labels)).predictions
+                try:
+                    predictions = client.classify(upload(number), top_k=len(labels)).predictions
+                except ClientError as error:
+                    raise InputError("url", f"{arguments.url}: {pictures.name(number)}: {error}") from error
                 by_index = {found.index: found.score for found in predictions}
                 return [by_index[index] for index in range(len(labels))]
 
