@@ -1,0 +1,46 @@
+"""Memory of processes, from /proc: what a service costs, with pages that its processes share counted once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def processes(pids: Sequence[int]) -> list[dict[str, Any]]:
+    """Of each process: MiB resident (RSS) and its share (PSS), and whether it has loaded torch."""
+    found = []
+    for pid in pids:
+        folder = Path("/proc") / str(pid)
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            rollup = (folder / "smaps_rollup").read_text()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            found.append(
+                {
+                    "command": command.split("/")[-1][:60],
+                    "rss_mib": mebibytes(rollup, "Rss"),
+                    "pss_mib": mebibytes(rollup, "Pss"),
+                    "torch": "libtorch" in (folder / "maps").read_text(),
+                }
+            )
+    return found
+
+
+def mebibytes(rollup: str, name: str) -> float:
+    """One line of `smaps_rollup`.
+
+    Raises:
+        ValueError: there is no such line.
+    """
+    found = re.search(rf"^{name}:\s+(\d+) kB", rollup, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"smaps_rollup has no {name}")
+    return round(int(found[1]) / 1024, 1)
+
+
+def whole(pids: Sequence[int]) -> float:
+    """MiB of all together: the sum of their shares."""
+    return round(sum(process["pss_mib"] for process in processes(pids)), 1)
