@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fakes import model_info
+from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.messages import BatchReport, EngineStatus
-from service.metrics import CONTENT_TYPE, Metrics
+from service.metrics import CONTENT_TYPE, Metrics, count_in_files
 
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
@@ -135,3 +138,79 @@ def test_two_services_in_one_process_do_not_mix() -> None:
 
 def test_the_content_type_is_prometheus_text_format() -> None:
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+@pytest.fixture
+def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Metrics]:
+    """The metrics of a process of this name, among others that count in the same folder."""
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
+
+    def start(name: str) -> Metrics:
+        count_in_files(tmp_path, name)
+        metrics = Metrics(tmp_path)
+        metrics.watch_engines(lambda: [status(device="cuda:0"), status(device="cuda:1", depth=2)])
+        metrics.watch_recent(lambda: (1, 2))
+        metrics.set_model(model_info(device="cuda:0"), "1.2.3")
+        metrics.set_model(model_info(device="cuda:1"), "1.2.3")
+        metrics.requests.labels("/classify", "200").inc(0)
+        metrics.request_duration.labels("/classify")
+        metrics.stage_duration.labels("decode")
+        metrics.rejected.labels("queue_full").inc(0)
+        metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
+        return metrics
+
+    return start
+
+
+def scraped(metrics: Metrics, name: str, **labels: str) -> float:
+    [found] = [
+        sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name == name and sample.labels == labels
+    ]
+    return float(found)
+
+
+def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
+    one, two = count_as("worker-0"), count_as("worker-1")
+    for number, metrics in enumerate((one, two), start=1):
+        metrics.images.inc(number)
+        metrics.inflight.inc(number)
+        metrics.requests.labels("/classify", "200").inc(number)
+        metrics.request_duration.labels("/classify").observe(0.1 * number)
+    for metrics in (one, two):
+        assert scraped(metrics, "vit_images_total") == 3
+        assert scraped(metrics, "vit_inflight_requests") == 3
+        assert scraped(metrics, "vit_requests_total", endpoint="/classify", code="200") == 3
+        assert scraped(metrics, "vit_request_duration_seconds_count", endpoint="/classify") == 2
+        assert scraped(metrics, "vit_request_duration_seconds_bucket", endpoint="/classify", le="0.1") == 1
+        assert scraped(metrics, "vit_engine_up", device="cuda:1") == 1
+        assert scraped(metrics, "vit_queue_depth", device="cuda:1") == 2
+        assert scraped(metrics, "vit_recent_bytes") == 2
+
+
+def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
+    count_as("engine-0")
+    found = families(count_as("worker-0"))
+    for name, labels in {**COUNTERS, **GAUGES}.items():
+        _, samples = found.pop(name.removesuffix("_total"))
+        assert samples == {name: labels}
+    for name, labels in HISTOGRAMS.items():
+        _, samples = found.pop(name)
+        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+    assert found == {}
+
+
+def test_who_takes_over_a_name_goes_on_counting_but_handles_nothing_yet(count_as: Callable[[str], Metrics]) -> None:
+    dead = count_as("worker-0")
+    dead.images.inc(5)
+    dead.inflight.inc(3)
+    other = count_as("worker-1")
+    assert scraped(other, "vit_inflight_requests") == 3
+    successor = count_as("worker-0")
+    successor.images.inc()
+    for metrics in (other, successor):
+        assert scraped(metrics, "vit_images_total") == 6
+        assert scraped(metrics, "vit_inflight_requests") == 0
