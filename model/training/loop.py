@@ -312,7 +312,7 @@ class Trainer:
                 start_patches(model, self.data.normalise(whitening_sample(self.data.pixels)).cpu())
         else:
             _start_from(model, initial)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
             for module in model.modules():
                 if isinstance(module, Attention):
                     module.attend = plain_attention
@@ -505,8 +505,8 @@ def _start_from(model: VisionTransformer, initial: Mapping[str, Tensor]) -> None
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(QK^T / sqrt(d)) V, spelled out.
 
-    On a CPU in bfloat16 and for the short sequences trained here it is four times faster than the
-    fused kernel, whose backward pass is slow.
+    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster than the
+    fused kernel; in float32 that one is the faster.
 
     Args:
         q, k, v: [B, heads, N, head_dim].
