@@ -10,6 +10,7 @@ resized, and the picture is turned when it is small.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,7 @@ from model.image_colour import converter
 from model.image_decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Picture, decode
 from model.image_resize import passes_rows_first, resize
 
-__all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size"]
+__all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size", "smallest_decoded"]
 
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -43,6 +44,9 @@ _WHOLE = 4096
 _SPARE = 1.1
 """How many times the wanted pixels are made, along one axis, for the sake of exact positions. 1.5 would leave one
 value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
+
+_ENOUGH = 2
+"""How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -92,14 +96,10 @@ def preprocess(
     if channels not in (1, 3):
         raise ValueError(f"mean has {channels} channels: pictures have 3 (RGB) or 1 (greyscale)")
 
-    def smallest(width: int, height: int) -> tuple[int, int]:
-        new_width, new_height = resized_size(width, height, config)
-        return 2 * new_width, 2 * new_height
-
     picture = decode(
         bytes(data) if isinstance(data, memoryview) else data,
         max_pixels=max_pixels,
-        smallest=smallest if scaled_decode else None,
+        smallest=smallest_decoded(config) if scaled_decode else None,
     )
     try:
         pixels = np.asarray(_fit(picture, config, "RGB" if channels == 3 else "L"))
@@ -108,6 +108,16 @@ def preprocess(
     if pixels.ndim == 2:
         return np.repeat(pixels[:, :, np.newaxis], channels, axis=2)
     return pixels.copy()  # Pillow's own array is read-only
+
+
+def smallest_decoded(config: PreprocessConfig) -> Callable[[int, int], tuple[int, int]]:
+    """Of an upright (width, height), the smallest size that `preprocess` lets a JPEG be decoded at, in pixels."""
+
+    def smallest(width: int, height: int) -> tuple[int, int]:
+        new_width, new_height = resized_size(width, height, config)
+        return _ENOUGH * new_width, _ENOUGH * new_height
+
+    return smallest
 
 
 def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:

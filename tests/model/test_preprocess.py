@@ -20,7 +20,7 @@ from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.image_container import unpack
 from model.image_decode import SUPPORTED_FORMATS, decode
-from model.preprocess import preprocess, resized_size
+from model.preprocess import preprocess, resized_size, smallest_decoded
 
 FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -302,16 +302,11 @@ class TestScaledDecode:
         self, width, height, rows, columns, more, resize, orientation, progressive
     ):
         wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
-        asked = []
-
-        def smallest(width: int, height: int) -> tuple[int, int]:
-            asked.append(tuple(2 * side for side in resized_size(width, height, wanted)))
-            return asked[-1]
-
         data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
-        picture = decode(data, max_pixels=10**6, smallest=smallest)
+        picture = decode(data, max_pixels=10**6, smallest=smallest_decoded(wanted))
 
-        enough = asked[0][::-1] if orientation == 6 else asked[0]
+        upright = (height, width) if orientation == 6 else (width, height)
+        enough = [2 * side for side in resized_size(*upright, wanted)][:: -1 if orientation == 6 else 1]
         assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
         if picture.scale > 1:
             assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
