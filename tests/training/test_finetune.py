@@ -138,6 +138,16 @@ def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -
         assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_pictures_in_a_file_teach_what_pictures_in_memory_do(tmp_path: Path, tuning: Recipe) -> None:
+    start = write_checkpoint(tmp_path / "start")
+    data = write_folder(tmp_path / "data", 12)
+    recipe = tuning.override(checkpoint=str(start), epochs=2)
+    for name, memory in (("memory", 1 << 30), ("file", 0)):
+        run(data, tmp_path / name, recipe, device="cpu", memory=memory, progress=False)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "file")]
+    assert weights[0] == weights[1]
+
+
 def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 6)
