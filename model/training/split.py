@@ -46,7 +46,7 @@ def stratify(
 def _apportion(counts: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
     """How many of each class: in proportion, at least one, never all, `wanted` in total."""
     quota = wanted * counts / counts.sum()
-    given = np.clip(quota.astype(np.int64), 1, counts - 1)
+    given: NDArray[np.int64] = np.clip(quota.astype(np.int64), 1, counts - 1)
     while given.sum() < wanted:
         given[np.argmax(np.where(given < counts - 1, quota - given, -np.inf))] += 1
     while given.sum() > wanted:
