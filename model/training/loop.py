@@ -395,7 +395,8 @@ class Trainer:
                     bar.set_postfix_str(f"run: {tqdm.format_interval(left)} left", refresh=False)
                 bar.update(len(labels))
         train_loss = loss_sum.item() / images
-        if not math.isfinite(train_loss):
+        # The last step's outcome is in no loss yet, and must not be saved either.
+        if not math.isfinite(train_loss) or not all(master.isfinite().all() for master in self._masters):
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         trained = time.monotonic()
         held_out_loss = held_out_accuracy = None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
+from runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
 from model.errors import TrainingError
 from model.training import loop
 from model.training.average import update_average
-from model.training.cifar10 import CLASSES
-from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, plain_attention, rate_factor
+from model.training.cifar10 import CLASSES, IMAGE_SIZE
+from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer, plain_attention, rate_factor
 from model.training.recipe import Recipe
 
 
@@ -49,18 +50,38 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
     assert same(whole, parts)
 
 
-@pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "patch_dropout.until"])
-def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: Data, tmp_path: Path, name: str) -> None:
-    recipe = recipe.override(
-        {"epochs": 1, "label_smoothing": 0.0, "drop_path": 0.0, "optimiser.clip_norm": 0.0, "mixing.mixup": 0.0}
+def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+    plain = recipe.override({"epochs": 1, "drop_path": 0.0, "mixing.mixup": 1.0})
+    changes = {**EVERYTHING, "optimiser.clip_norm": 0.01, "mixing.probability": 0.3}
+    first = trained(plain, data, tmp_path / "plain")
+    for name, value in changes.items():
+        if name != "patch_dropout.until":  # none without a rate; the next test is about it
+            assert not same(first, trained(plain.override({name: value}), data, tmp_path / name)), name
+
+
+def test_patches_are_dropped_until_the_told_share_of_the_schedule(
+    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(
+        recipe.override({"epochs": 2, "patch_dropout.rate": 0.5, "patch_dropout.until": 0.75}), data, tmp_path
     )
-    changes = {name: EVERYTHING[name]}
-    if name == "mixing.probability":
-        recipe, changes = recipe.override({"mixing.mixup": 0.8}), {name: 0.3}
-    if name == "optimiser.clip_norm":
-        changes = {name: 0.01}
-    plain = trained(recipe, data, tmp_path / "plain")
-    assert not same(plain, trained(recipe.override(changes), data, tmp_path / "changed"))
+    step, rates = trainer._step, []
+
+    def noted_step(*batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rates.append(trainer.model.patch_dropout)
+        return step(*batch)
+
+    monkeypatch.setattr(trainer, "_step", noted_step)
+    trainer.run(progress=False)
+    assert rates == [0.5] * 12 + [0.0] * 4
+
+
+def test_patches_cannot_be_dropped_where_positions_are_relative(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+    recipe = recipe.override({"patch_dropout.rate": 0.5})
+    assert recipe.architecture is not None
+    config = recipe.architecture.config(IMAGE_SIZE, CLASSES).model_copy(update={"relative_position_bias": True})
+    with pytest.raises(TrainingError, match="patch_dropout: not with relative_position_bias"):
+        Trainer(recipe, config, data, tmp_path, CPU)
 
 
 def test_gradients_are_clipped_by_their_common_norm_and_short_ones_left_alone(
@@ -260,3 +281,23 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data
     kept.load()
     assert kept.epoch == 2
     assert all(tensor.isfinite().all() for tensor in kept.weights.values())
+
+
+def test_a_run_that_diverges_in_an_epochs_last_step_does_not_save_it(
+    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(recipe, data, tmp_path)
+    step, steps = trainer._step, itertools.count(1)
+
+    def last_one_diverges(*batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = step(*batch)
+        if next(steps) == 2 * trainer.steps_per_epoch:
+            trainer.weights["head.bias"].fill_(torch.inf)
+        return result
+
+    monkeypatch.setattr(trainer, "_step", last_one_diverges)
+    with pytest.raises(TrainingError, match="epoch 2: the loss is not finite"):
+        trainer.run(progress=False)
+    kept = make_trainer(recipe, data, tmp_path)
+    kept.load()
+    assert kept.epoch == 1
