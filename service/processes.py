@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from service.engine_ipc import EngineLink
+from service.errors import SettingsError
 from service.settings import Settings
 from service.shared_memory import Board, SharedFile
 
@@ -78,14 +79,27 @@ def _private_folder() -> Path:
     """A folder of this service's own for the files that its processes count in.
 
     It is locked as long as the service lives; those whose services were killed are removed here.
+
+    Raises:
+        SettingsError: there is no place for it.
     """
-    parent = Path(tempfile.gettempdir())
+    try:
+        parent = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise SettingsError(f"several processes need a folder for temporary files (TMPDIR): {error}") from None
     for left_behind in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), (left_behind / _LOCK).open("rb") as lock:  # else in use, or someone else's
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left_behind)
+        with contextlib.suppress(OSError):  # still in use, or removed by another
+            _remove_unlocked(left_behind)
     made = Path(tempfile.mkdtemp(prefix="vitserve-"))
     descriptor = os.open(made / _LOCK, os.O_CREAT | os.O_RDONLY, 0o600)  # open until the last process ends
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     # Only now under the name that others look for.
     return made.rename(made.with_name(made.name.replace("vitserve-", _PREFIX)))
+
+
+def _remove_unlocked(folder: Path) -> None:
+    if folder.lstat().st_uid != os.getuid():  # anybody may put anything under this name
+        return
+    with (folder / _LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)

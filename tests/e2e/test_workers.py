@@ -1,0 +1,324 @@
+"""Two web workers and an engine, each a process: they answer as one, and whichever is killed, only its own is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import LABELS, PATIENCE, Pictures, Serve, Served, client, problem, together, until
+
+WORKERS = 2
+PLACES = 48
+
+
+class Processes:
+    """The processes of a service, as the kernel sees them."""
+
+    def __init__(self, server: Served) -> None:
+        self.supervisor = server.process.process.pid
+
+    @property
+    def all(self) -> set[int]:
+        children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children").read_text()
+        return {int(pid) for pid in children.split()}
+
+    @property
+    def engine(self) -> int:
+        """The one that has torch."""
+        [pid] = [pid for pid in self.all if "libtorch" in maps(pid)]
+        return pid
+
+    @property
+    def workers(self) -> set[int]:
+        return self.all - {self.engine}
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"  # ended, and not yet looked at by its parent
+
+
+@pytest.fixture(scope="module")
+def service(serve_module: Serve) -> Served:
+    """With little room, so that overload is easily made."""
+    return serve_module(workers=WORKERS, queue_size=PLACES, request_timeout=30)
+
+
+def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
+    """The answers on many new connections: the kernel chooses a worker for each."""
+    answers = []
+    for _ in range(12):
+        with connection(server) as own:
+            answers.append(own.get(path))
+    return answers
+
+
+def connection(server: Served) -> httpx.Client:
+    return client(server.url, verify=False)  # to read the system's certificates would take longer than to ask
+
+
+class Load:
+    """Callers that ask all the time, check each answer, and connect again when a connection is lost."""
+
+    def __init__(self, server: Served, pictures: Pictures, callers: int = 8) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[object] = []
+        self._server, self._pictures = server, pictures
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(callers)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            with connection(self._server) as own:
+                try:
+                    while not self._stop.is_set():
+                        turn += 1
+                        self._ask(own, (number + 8 * turn) % len(self._pictures))
+                except httpx.TransportError:  # the worker on the other end is gone
+                    with self._lock:
+                        self.outcomes["lost"] += 1
+                except AssertionError as error:
+                    self.wrong.append(error)
+                    return
+
+    def _ask(self, own: httpx.Client, index: int) -> None:
+        files = self._pictures.files
+        response = own.post("/classify?top_k=10", content=files[index], headers={"Content-Type": "image/png"})
+        if response.status_code == 200:
+            self._pictures.check(index, response.json())
+            outcome = "answered"
+        else:
+            status, outcome = problem(response)
+            assert status == 503
+            self._stop.wait(0.1)  # as one who is told to come back later
+        with self._lock:
+            self.outcomes[outcome] += 1
+
+    def until(self, condition: Callable[[Counter[str]], bool]) -> None:
+        until(lambda: bool(self.wrong) or condition(self.outcomes))
+
+    def more(self, answers: int = 40) -> None:
+        """Until so many more were answered."""
+        goal = self.outcomes["answered"] + answers
+        self.until(lambda outcomes: outcomes["answered"] >= goal)
+
+    def stop(self) -> Counter[str]:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert self.wrong == []
+        return self.outcomes
+
+
+@contextmanager
+def load(server: Served, pictures: Pictures) -> Iterator[Load]:
+    running = Load(server, pictures)
+    try:
+        running.more()
+        yield running
+    finally:
+        running._stop.set()
+
+
+# As one
+
+
+def test_only_the_engine_has_torch_and_a_worker_stays_small(service: Served) -> None:
+    processes = Processes(service)
+    assert len(processes.workers) == WORKERS
+    for pid in processes.workers:
+        status = Path(f"/proc/{pid}/status").read_text()
+        [resident] = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
+        assert int(resident) < 130 * 1024
+
+
+def test_callers_of_all_workers_get_their_own_answers_and_every_worker_shows_the_sums(
+    service: Served, pictures: Pictures
+) -> None:
+    before = {name: service.metric(name) for name in ("vit_images_total", "vit_batch_size_sum")}
+    callers, rounds = 24, 6
+    barrier = threading.Barrier(callers)
+
+    def call(number: int) -> None:
+        with connection(service) as own:
+            barrier.wait()
+            for turn in range(rounds):
+                index = (number + turn * callers) % len(pictures)
+                response = own.post(
+                    "/classify?top_k=10&attention=true",
+                    content=pictures.files[index],
+                    headers={"Content-Type": "image/png"},
+                )
+                assert response.status_code == 200, response.text
+                pictures.check(index, response.json())
+                assert abs(sum(map(sum, response.json()["attention"]["values"])) - 1) < 0.01
+
+    together(callers, call)
+    until(service.idle)
+    for scrape in asks_every_worker(service, "/metrics"):
+        service_metric = samples(scrape)
+        for name, value in before.items():
+            assert sum(service_metric(name)) == value + callers * rounds
+        assert service_metric("vit_engine_up") == [1]
+        assert "pid=" not in scrape.text
+
+
+def samples(scrape: httpx.Response) -> Callable[[str], list[float]]:
+    lines = [line.rpartition(" ") for line in scrape.text.splitlines() if not line.startswith("#")]
+    return lambda name: [float(value) for key, _, value in lines if key.partition("{")[0] == name]
+
+
+def test_every_worker_says_the_same_of_the_model(service: Served) -> None:
+    for path in ("/model", "/labels", "/readyz"):
+        answers = asks_every_worker(service, path)
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.text for answer in answers}) == 1
+    assert service.get("/labels").json()["labels"] == list(LABELS)
+
+
+def test_a_picture_that_one_worker_kept_is_found_by_every_worker(service: Served, pictures: Pictures) -> None:
+    document = service.classify(pictures.files[5], "attention=true").json()
+    for answer in asks_every_worker(service, f"{document['attention']['url']}&format=json"):
+        assert answer.status_code == 200
+        assert answer.json()["grid"] == document["attention"]["grid"]
+        assert answer.json()["values"] == document["attention"]["values"]
+    assert {answer.status_code for answer in asks_every_worker(service, "/attention?id=nobody")} == {404}
+
+
+def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(service: Served, pictures: Pictures) -> None:
+    until(service.idle)
+    with ExitStack() as stack:
+        callers = [stack.enter_context(service.raw()) for _ in range(PLACES)]
+        for caller in callers:
+            caller.post(pictures.files[0], sent=20)
+        until(lambda: service.metric("vit_inflight_requests") == PLACES)
+        for _ in range(12):
+            with connection(service) as own:
+                refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+            assert problem(refused) == (503, "queue_full")
+        for caller in callers:
+            caller.send(pictures.files[0][20:])
+        for caller in callers:
+            status, _, body = caller.answer()
+            assert status == 200
+            pictures.check(0, json.loads(body))
+    assert service.classify(pictures.files[0]).status_code == 200
+
+
+# Killed
+
+
+def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
+    service: Served, pictures: Pictures
+) -> None:
+    processes = Processes(service)
+    victim = min(processes.workers)
+    counted = service.metric("vit_images_total")
+    with load(service, pictures) as running:
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: victim not in processes.all and len(processes.all) == WORKERS + 1)
+        running.more()
+        outcomes = running.stop()
+    assert set(outcomes) <= {"answered", "lost", "engine_unavailable"}  # a new worker has to meet the engine first
+    assert "worker 0 ended with signal 9" in service.log or "worker 1 ended with signal 9" in service.log
+    until(service.idle)
+    for scrape in asks_every_worker(service, "/metrics"):
+        assert sum(samples(scrape)("vit_images_total")) >= counted + outcomes["answered"]
+        assert samples(scrape)("vit_inflight_requests") == [0]
+
+
+def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(service: Served, pictures: Pictures) -> None:
+    processes = Processes(service)
+    victim = processes.engine
+    with load(service, pictures) as running:
+        os.kill(victim, signal.SIGKILL)
+        running.until(lambda outcomes: outcomes["engine_unavailable"] > 0)
+        answer = service.get("/readyz")
+        assert answer.status_code == 200 or problem(answer) == (503, "engine_unavailable")
+        until(lambda: service.get("/readyz").status_code == 200)
+        running.more()
+        outcomes = running.stop()
+    assert set(outcomes) == {"answered", "engine_unavailable"}
+    assert "engine cpu ended with signal 9: starting it again in 0 s" in service.log
+    assert service.metric("vit_engine_restarts_total", device="cpu") == 1
+    assert service.metric("vit_engine_up", device="cpu") == 1
+    until(service.idle)
+
+
+# Ended
+
+
+def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(serve: Serve, pictures: Pictures) -> None:
+    server = serve(workers=WORKERS, drain_delay=1)
+    pids = Processes(server).all
+    left = set(Path(tempfile.gettempdir()).glob("vitserve-*"))
+    with server.raw() as slow, load(server, pictures) as running:
+        slow.post(pictures.files[1], sent=20)
+        until(lambda: server.metric("vit_inflight_requests") > 0)
+        server.process.process.send_signal(signal.SIGTERM)
+        running.until(lambda outcomes: outcomes["draining"] >= 8)
+        running._stop.set()
+        slow.send(pictures.files[1][20:])
+        status, _, body = slow.answer()
+        assert status == 200
+        pictures.check(1, json.loads(body))
+        outcomes = running.stop()
+    assert set(outcomes) == {"answered", "draining"}
+    assert server.process.process.wait(PATIENCE) == 0
+    assert all(is_gone(pid) for pid in pids)
+    assert "Traceback" not in server.log
+    assert "CRITICAL" not in server.log
+    assert len(left) > len(set(Path(tempfile.gettempdir()).glob("vitserve-*")) & left)
+
+
+def test_a_second_signal_ends_all_at_once(serve: Serve) -> None:
+    server = serve(wait=False, workers=WORKERS, drain_delay=600, drain_timeout=600)
+    until(lambda: len(Processes(server).all) == WORKERS + 1)
+    pids = Processes(server).all
+    server.process.process.send_signal(signal.SIGTERM)
+    until(lambda: "SIGTERM: draining" in server.log)
+    server.process.process.send_signal(signal.SIGINT)
+    assert server.process.process.wait(PATIENCE) == 128 + signal.SIGINT
+    until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_all_with_one(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = Served(log, wait=False, workers=WORKERS, checkpoint=tmp_path / "none", device="cpu")
+    try:
+        assert server.process.process.wait(PATIENCE) == 1
+    except subprocess.TimeoutExpired:
+        server.kill()
+        raise
+    assert "no such folder" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_no_process_outlives_a_supervisor_that_is_killed(service: Served) -> None:
+    """The last one that uses this service."""
+    pids = Processes(service).all
+    assert len(pids) == WORKERS + 1
+    service.process.process.kill()
+    until(lambda: all(is_gone(pid) for pid in pids))
