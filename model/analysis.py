@@ -17,6 +17,7 @@ from torch import Tensor
 from model.config import ViTConfig
 from model.errors import InputError
 from model.layers.attention import Attention
+from model.layers.block import Block
 from model.layers.patch_embed import PatchEmbed
 from model.vit import VisionTransformer
 
@@ -109,6 +110,7 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor])
     for pixels in batches:
         x = model.embed(pixels)
         for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
             total[layer] += _summed_distance(block.attn, block.norm1(x), config.prefix_tokens, places).cpu()
             if layer < config.depth - 1:
                 x, _ = block(x)

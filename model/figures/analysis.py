@@ -72,8 +72,10 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
     figure = canvas(max(3.0, wide * scale) + 1.3, max(3.0, high * scale) + 0.6)
     axes = figure.subplots()
     picture = axes.imshow(mosaic, cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
-    axes.set_xticks([j * (columns + 1) + (columns - 1) / 2 for j in range(len(shown_columns))], shown_columns)
-    axes.set_yticks([i * (rows + 1) + (rows - 1) / 2 for i in range(len(shown_rows))], shown_rows)
+    axes.set_xticks(
+        [j * (columns + 1) + (columns - 1) / 2 for j in range(len(shown_columns))], list(map(str, shown_columns))
+    )
+    axes.set_yticks([i * (rows + 1) + (rows - 1) / 2 for i in range(len(shown_rows))], list(map(str, shown_rows)))
     axes.tick_params(length=0, labelsize=7)
     axes.set(xlabel="patch column", ylabel="patch row", title="Position embedding similarity")
     figure.colorbar(picture, ax=axes, label="cosine similarity", shrink=0.8)

@@ -1,0 +1,69 @@
+"""The bundled model on pictures as users send them: the first test images of CIFAR-10, through the service's own
+preprocessing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from model.checkpoint import load_checkpoint
+from model.predictor import Predictor
+from model.training.evaluate import predict_uploads
+from model.training.evaluation_set import EvaluationSet, open_evaluation_set
+
+COUNT = 1000
+PROMISED = 0.015
+"""Accuracy that enlarging, compressing and turning may cost, on all test images."""
+
+
+@pytest.fixture(scope="module")
+def pictures(shared: Path) -> EvaluationSet:
+    return open_evaluation_set(shared / "data" / "cifar-10-batches-bin")
+
+
+@pytest.fixture(scope="module")
+def answers(pictures: EvaluationSet) -> dict[str, NDArray[np.int64]]:
+    """The class that each variant of each picture is answered with."""
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
+    return {
+        name.rpartition(", ")[2]: predict_uploads(predictor, COUNT, upload).argmax(axis=1)
+        for name, upload in pictures.variants.items()
+    }
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["JPEG 85", "turned by Exif"])
+def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
+    variant: str, answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet
+) -> None:
+    truth = pictures.labels[:COUNT]
+    right = answers["PNG"] == truth
+    right_as_sent = answers[variant] == truth
+    lost = right.mean() - right_as_sent.mean()
+    # A thousand images stand for all ten thousand. Only those whose answer changes can move the difference, each by
+    # one: two standard errors of a sum of so many signs come on top of what is promised for all of them.
+    changed = (right != right_as_sent).sum()
+    assert lost < PROMISED + 2 * changed**0.5 / COUNT
+    assert changed < 0.1 * COUNT
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_turning_by_exif_changes_almost_no_answer(answers: dict[str, NDArray[np.int64]]) -> None:
+    # The same pixels, compressed in another direction.
+    assert (answers["turned by Exif"] == answers["JPEG 85"]).mean() > 0.98
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_picture_without_colour_is_still_answered_well(
+    answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet, record_property: pytest.RecordProperty
+) -> None:
+    truth = pictures.labels[:COUNT]
+    accuracy = float((answers["greyscale"] == truth).mean())
+    record_property("greyscale_accuracy", accuracy)
+    assert accuracy > 0.5  # five times what guessing gives
