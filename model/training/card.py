@@ -102,9 +102,7 @@ Of the weights as stored (float16), computed in float32. Other arithmetic may mo
 |---|---|---|---|---|
 {_results(run)}
 
-The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images, is stored in
-the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are the best
-estimate of whether the answer is right (Brier score), so the loss over all classes may move either way.
+{_temperature(run)}
 {_picture(figures, card_figures.CALIBRATION, f"Accuracy by confidence on the {split} images")}
 {_per_class(measured, split)}
 {_picture(figures, card_figures.CONFUSION_MATRIX, f"Confusion matrix of the {split} images")}
@@ -162,9 +160,10 @@ _POOLING: Final = {
 
 def _split(run: Run) -> str:
     total = run.images + run.held_out_images
+    fitted = "" if run.temperature == 1 else ", and for fitting the temperature"
     text = (
         f"{run.images:,} of {total:,} images were trained on; {run.held_out_images:,} were held out for choosing the\n"
-        "recipe and the weights, and for fitting the temperature. "
+        f"recipe and the weights{fitted}. "
     )
     if run.test is None:
         return text + (
@@ -188,7 +187,21 @@ def _schedule(run: Run) -> str:
     return f"{run.epochs:.2f} epochs of batches of {recipe.batch_size}{limit}; seed {recipe.seed}{kept}."
 
 
+def _temperature(run: Run) -> str:
+    if run.temperature == 1:
+        return (
+            "No temperature was fitted: the held-out images are too few, or all of them are answered right.\n"
+            "How far the scores can be trusted is not known."
+        )
+    return """The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images, is
+stored in the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are
+the best estimate of whether the answer is right (Brier score), so the loss over all classes may move either way."""
+
+
 def _results(run: Run) -> str:
+    if run.temperature == 1:
+        plain = [("Held-out", run.held_out), ("**Test**", run.test)]
+        return "\n".join(_row(name, measured) for name, measured in plain if measured is not None)
     rows = [
         ("Held-out, temperature 1", run.held_out_uncalibrated),
         (f"Held-out, temperature {run.temperature:.3f}", run.held_out),

@@ -24,7 +24,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or rows)
 
 
-_OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
+OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "name": (str, "NAME", "what the service calls the model"),
     "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
     "epochs": (int, "N", "times that every picture is seen"),
@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
             help=f"of --from, if its format carries none [{ENV_PREFIX}{name.upper()}]",
         )
     recipe = parser.add_argument_group("instead of the recipe's")
-    for name, (kind, metavar, text) in _OVERRIDES.items():
+    for name, (kind, metavar, text) in OVERRIDES.items():
         recipe.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     recipe.add_argument(
         "--set",
@@ -128,7 +128,7 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    fields = ("checkpoint", *(name.replace("-", "_") for name in _OVERRIDES))
+    fields = ("checkpoint", *(name.replace("-", "_") for name in OVERRIDES))
     given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     if "checkpoint" in given:
         options = ("checkpoint_preprocess", "checkpoint_architecture")

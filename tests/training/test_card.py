@@ -172,3 +172,11 @@ def test_robustness_is_written_into_a_card_once(finished: Run) -> None:
     assert "88.50%" not in again
     assert with_robustness(first, {"as stored": 0.9, "turned": 0.885}, 10_000) == first
     assert with_robustness("# A card\n", {"as stored": 0.9}, 10).startswith("# A card\n\n## Robustness\n")
+
+
+def test_a_temperature_that_was_not_fitted_is_not_claimed(finished: Run) -> None:
+    card = model_card(replace(finished, temperature=1.0), checkpoint())
+    assert "No temperature was fitted" in card
+    assert "fitted on the held-out" not in card
+    assert "for fitting the temperature" not in card
+    assert card.count("| Held-out") == card.count("| **Test**") == 1
