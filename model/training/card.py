@@ -193,8 +193,8 @@ def _temperature(run: Run) -> str:
             "No temperature was fitted: the held-out images are too few, or all of them are answered right.\n"
             "How far the scores can be trusted is not known."
         )
-    return """The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images, is
-stored in the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are
+    return """The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the held-out images,
+is stored in the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are
 the best estimate of whether the answer is right (Brier score), so the loss over all classes may move either way."""
 
 
