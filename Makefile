@@ -5,14 +5,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test check format bench clean
+.PHONY: help run test check format bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
-	@echo "make bench   load a running server (URL=http://127.0.0.1:8000) and print rates and latencies"
+	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
+	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make clean   remove the virtual environment and caches"
 
 # A stamp a set of packages: nothing is installed a second time until a file that names packages changes.
@@ -53,9 +54,15 @@ format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-URL ?= http://127.0.0.1:8000
-bench: $(VENV)/.run
-	$(BIN)/vitserve bench --url $(URL)
+# Takes about an hour with the peers, on a machine that does nothing else; a run that was cut short goes on.
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.cpu
+	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers; \
+	else echo "Peers are not installed: make bench-peers"; fi
+	$(BIN)/python -m benchmarks.figures
+
+bench-peers: $(VENV)/.test
+	$(BIN)/python -m benchmarks.peers.make_environments
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -215,7 +215,7 @@ def _memory_table(model: dict[str, Any]) -> str:
             (f"after {last[0]} requests, MiB", last[1]),
         ]
     for count, one in model.get("workers", {}).items():
-        free = [process["pss_mib"] for process in one.get("processes", []) if not process["torch"]]
+        free = [process["rss_mib"] for process in one.get("processes", []) if not process["torch"]]
         if free:
             rows.append((f"largest process without torch of {count} web workers, MiB", max(free)))
     return table(("", "value"), rows)

@@ -1,4 +1,4 @@
-"""Memory of processes, from /proc: what a service costs, with pages that its processes share counted once."""
+"""Memory of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -42,5 +42,8 @@ def mebibytes(rollup: str, name: str) -> float:
 
 
 def whole(pids: Sequence[int]) -> float:
-    """MiB of all together: the sum of their shares."""
-    return round(sum(process["pss_mib"] for process in processes(pids)), 1)
+    """MiB resident of all together. Pages that processes share count for each of them: an upper bound.
+
+    The sum of their shares (PSS) would be exact, but is too low while strangers map the same libraries.
+    """
+    return round(sum(process["rss_mib"] for process in processes(pids)), 1)

@@ -26,6 +26,7 @@ from benchmarks.peers.report import report
 from benchmarks.record import RESULTS, Record, medians
 from benchmarks.servers import SERVERS, VITSERVE, Config, Running, Server, ServerFailed, ask, running
 
+_PHASES = ("tune", "rounds", "pace")
 _STABLE = 0.05
 _MARGIN = 0.02
 
@@ -36,12 +37,12 @@ def main() -> int:
     files, origin = pictures.ensure()
     about: dict[str, Any] = {"pictures": origin, "connections": arguments.connections}
     record = Record(arguments.record, dtype="bfloat16", about=about)
-    if arguments.phase != "report":
+    if arguments.phases != ["report"]:
         chosen = _chosen(arguments, record)
         for name in arguments.models:
             comparison = Comparison(record, name, files, arguments, chosen)
-            for phase in ("tune", "rounds", "pace"):
-                if arguments.phase in (phase, "all"):
+            for phase in _PHASES:
+                if phase in arguments.phases:
                     getattr(comparison, phase)()
     print(report(record.data))
     return 0
@@ -237,6 +238,7 @@ def _chosen(arguments: argparse.Namespace, record: Record) -> list[Server]:
             record.section("not_installed")[server.name] = str(error)
             print(error, file=sys.stderr)
         else:
+            record.section("not_installed").pop(server.name, None)
             chosen.append(server)
     return chosen
 
@@ -252,7 +254,7 @@ def _tell(phase: str, name: str, load: Load, config: Mapping[str, str]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
-    parser.add_argument("phase", nargs="?", default="all", choices=("all", "tune", "rounds", "pace", "report"))
+    parser.add_argument("phases", nargs="*", default=list(_PHASES), choices=[*_PHASES, "report"], metavar="PHASE")
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--servers", nargs="+", help="parts of names (default: all that are installed)")
     parser.add_argument("--rounds", type=int, default=3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.record import medians, table
 
-_TITLES = {
+TITLES = {
     "vit32": "(a) ViT, 32 px, patch 4, 192 wide, 9 layers",
     "vit224": "(b) ViT-Ti/16, 224 px",
 }
@@ -24,7 +24,7 @@ def report(data: Mapping[str, Any]) -> str:
         f"transformers {versions.get('transformers', '?')}, wrk {versions.get('wrk', '?')}.",
     ]
     for name, model in data.get("models", {}).items():
-        lines += ["", f"### {_TITLES.get(name, name)}: {model['weights']}", "", *_model(model, data.get("servers", {}))]
+        lines += ["", f"### {TITLES.get(name, name)}: {model['weights']}", "", *_model(model, data.get("servers", {}))]
     lines += [f"\nNot measured: {reason}" for reason in data.get("not_installed", {}).values()]
     return "\n".join(lines)
 
@@ -35,8 +35,7 @@ def ratios(model: Mapping[str, Any]) -> dict[str, float]:
     ours = {name: rate for name, rate in rates.items() if name.startswith(_OURS)}
     peers = {name: rate for name, rate in rates.items() if not name.startswith(_OURS)}
     found: dict[str, float] = {}
-    if ours and peers:
-        best = max(peers.values())
+    if best := max(peers.values(), default=0.0):
         found = {f"rate, {name}": rate / best for name, rate in ours.items()}
     tails = {name: medians(done)["p99"] for name, done in model.get("pace", {}).items() if done}
     slow = [tail for name, tail in tails.items() if not name.startswith(_OURS)]

@@ -1,0 +1,118 @@
+"""Records, their statistics and their tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import cpu, memory
+from benchmarks.peers.__main__ import best_config
+from benchmarks.peers.report import ratios, report
+from benchmarks.record import Record, medians, table
+from benchmarks.servers import SERVERS
+
+
+def _load(rate: float, p99: float = 10.0, refused: int = 0) -> dict[str, float]:
+    return {"rate": rate, "p50": 5.0, "p90": 8.0, "p99": p99, "max": 20.0, "refused": refused, "broken": 0}
+
+
+_MODEL = {
+    "weights": "random, seed 0",
+    "rounds": {
+        "vitserve": [_load(100), _load(300), _load(200)],
+        "mosec": [_load(100), _load(80), _load(90)],
+        "Ray Serve": [_load(50)],
+    },
+    "pace": {"vitserve": [_load(45, p99=30)], "mosec": [_load(45, p99=60)]},
+    "pace_rate": 45.0,
+    "configs": {"mosec": {"PEER_THREADS": "1"}},
+    "top1": {"mosec": {"same": 15, "same_above_margin": 14, "above_margin": 14, "pictures": 16}},
+}
+
+
+def test_a_record_says_where_on_what_and_how(tmp_path):
+    record = Record(tmp_path / "record.json", dtype="bfloat16", about={"pictures": "none"})
+    record.section("models", "vit32")["weights"] = "random"
+    record.save()
+
+    data = json.loads((tmp_path / "record.json").read_text())
+
+    assert {"device", "versions", "dtype", "commands", "started", "finished", "pictures"} <= data.keys()
+    assert data["device"]["cores"] >= 1
+    assert data["versions"]["torch"]
+    assert data["models"]["vit32"]["weights"] == "random"
+
+
+def test_a_record_is_continued(tmp_path):
+    path = tmp_path / "record.json"
+    first = Record(path, dtype="bfloat16", about={})
+    first.section("models", "vit32")["rounds"] = [1]
+    first.save()
+
+    assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
+
+
+def test_medians_are_of_each_value():
+    assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
+    assert medians([]) == {}
+
+
+def test_ratios_are_to_the_best_peer():
+    assert ratios(_MODEL) == pytest.approx({"rate, vitserve": 200 / 90, "p99 at the pace, vitserve": 0.5})
+
+
+def test_the_fastest_configuration_that_lost_nothing_is_kept():
+    tried = [
+        {"config": {"A": "1"}, **_load(100)},
+        {"config": {"A": "2"}, **_load(500, refused=3)},
+        {"config": {"A": "3"}, **_load(200)},
+        {"config": {"A": "4"}, "failed": "no answer"},
+    ]
+
+    assert best_config(tried) == {"A": "3"}
+    assert best_config(tried[1:2]) == {"A": "2"}
+    assert best_config(tried[3:]) is None
+
+
+def test_the_report_of_peers_names_versions_settings_and_the_fastest_first(tmp_path):
+    data = Record(tmp_path / "record.json", dtype="bfloat16", about={"connections": 32, "pictures": "16"}).data
+    data |= {"models": {"vit32": _MODEL}, "servers": {"mosec": "0.9.8", "vitserve": "0.1.0"}}
+
+    text = report(data)
+
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert [row.split("|")[1].strip() for row in rows[1:]] == ["vitserve 0.1.0", "mosec 0.9.8", "Ray Serve"]
+    assert "14/14" in text
+    assert "- mosec: PEER_THREADS=1" in text
+    assert "- rate, vitserve: 2.22" in text
+
+
+def test_the_report_of_the_cpu_survives_a_record_that_has_just_begun(tmp_path):
+    data = Record(tmp_path / "record.json", dtype="bfloat16", about={}).data
+    data["models"] = {"bundled": {"weights": "bundled", "memory": {"start_seconds": [3.0, 1.0, 2.0]}}}
+
+    assert "| start to ready, s (median) | 2.00 |" in cpu.report(data)
+
+
+def test_a_table_is_markdown():
+    assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
+
+
+def test_memory_of_this_process_is_seen():
+    import os
+
+    [found] = memory.processes([os.getpid()])
+
+    assert 0 < found["pss_mib"] <= found["rss_mib"]
+    with pytest.raises(ValueError, match="Swap"):
+        memory.mebibytes("Rss: 1 kB", "Swap")
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_every_server_has_configurations_and_a_program(server):
+    import importlib.util
+
+    assert len({tuple(sorted(config.items())) for config in server.candidates}) == len(server.candidates) > 1
+    module = next(part.partition(":")[0] for part in server.command if part not in ("-m", "serve", "bentoml"))
+    assert importlib.util.find_spec(module) is not None
