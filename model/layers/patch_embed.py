@@ -13,11 +13,15 @@ class PatchEmbed(nn.Module):
     """Non-overlapping patches, each through the same linear map: a convolution with stride = kernel.
 
     With a stem (`ViTConfig.stem`) the patches are those of the ResNet's last feature map.
+
+    Attributes:
+        as_product: compute the convolution as one matrix product over flattened patches.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         channels, patch = config.in_channels, config.patch_size
+        self.as_product = False
         self.backbone: nn.Module | None = None
         if config.stem is not None:
             self.backbone = ResNetV2(config.stem, config.in_channels)
@@ -28,6 +32,9 @@ class PatchEmbed(nn.Module):
         """[B, C, H, W] -> [B, gh*gw, D], row by row."""
         if self.backbone is not None:
             pixels = self.backbone(pixels)
+        if self.as_product:
+            weight = self.proj.weight
+            return F.linear(_flat_patches(pixels, weight.shape[-1]), weight.flatten(1), self.proj.bias)
         x: Tensor = self.proj(pixels)
         return x.flatten(2).transpose(1, 2)
 
@@ -42,9 +49,13 @@ class LinearPatchEmbed(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, gh*gw, D], row by row."""
-        batch, channels, height, width = pixels.shape
-        patch = self.patch_size
-        rows, columns = height // patch, width // patch
-        pixels = pixels[:, :, : rows * patch, : columns * patch]
-        x = pixels.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(x.reshape(batch, rows * columns, channels * patch * patch), self.proj.weight, self.proj.bias)
+        return F.linear(_flat_patches(pixels, self.patch_size), self.proj.weight, self.proj.bias)
+
+
+def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
+    """[B, C, H, W] -> [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left out."""
+    batch, channels, height, width = pixels.shape
+    rows, columns = height // patch, width // patch
+    pixels = pixels[:, :, : rows * patch, : columns * patch]
+    x = pixels.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(batch, rows * columns, channels * patch * patch)
