@@ -100,7 +100,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda,cuda:0", "once"),
     ("device", "cpu,cuda:0", "cuda:0,cuda:1"),
     ("dtype", "int8", "'auto', 'float32', 'bfloat16' or 'float16'"),
-    ("compile", "maybe", "'auto', 'on' or 'off'"),
+    ("compile", "maybe", "'auto', 'on', 'max' or 'off'"),
     ("threads", "0", "greater than or equal to 1"),
     ("streams", "0", "greater than or equal to 1"),
     ("decode_threads", "0", "greater than or equal to 1"),
