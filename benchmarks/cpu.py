@@ -22,12 +22,13 @@ from typing import Any
 
 from benchmarks import checkpoints, memory, pictures
 from benchmarks.load import loader
-from benchmarks.record import RESULTS, Record, medians, table
+from benchmarks.record import RESULTS, Record, medians, one_of, table
 from benchmarks.servers import OURS, OURS_ATTENTION, VITSERVE, ServerFailed, running
 
 _CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _WORKERS = (1, 2, 3, 4)
 _STARTS = 3
+_SECTIONS = ("limit", "attention", "connections", "workers", "memory")
 
 
 class Benchmark:
@@ -240,8 +241,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
-    names = ["limit", "attention", "connections", "workers", "memory"]
-    parser.add_argument("sections", nargs="*", default=names, choices=[*names, "report"], metavar="SECTION")
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", type=one_of(*_SECTIONS, "report"), help="default: all of them"
+    )
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--settings", nargs="*", default=[], metavar="VIT_NAME=VALUE", help="other than the defaults")
     parser.add_argument("--rounds", type=int, default=3)
@@ -249,7 +251,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-seconds", type=float, default=4)
     parser.add_argument("--requests", type=int, default=20_000, help="over which memory must not grow")
     parser.add_argument("--record", type=Path, default=RESULTS / "cpu.json")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.sections = arguments.sections or list(_SECTIONS)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def throughput(data: dict[str, Any], folder: Path) -> Path:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    axes[0].set_xscale("log", base=2)
     for name, model in data["models"].items():
         for axis, key, label in ((axes[0], "connections", "connections"), (axes[1], "workers", "web workers")):
             if model.get(key):
                 _load(axis, model[key], f"{name}: answered/s", label)
-    axes[0].set_xscale("log", base=2)
     path = folder / "throughput.svg"
     figure.savefig(path)
     plt.close(figure)
@@ -57,6 +57,7 @@ def _load(axis: Axes, done: dict[str, Any], name: str, label: str) -> None:
     tail = axis.twinx()
     tail.plot(counts, [one["p99"] for one in done.values()], "s--", color=_THEIRS, label="p99")
     tail.set(ylabel="p99, ms", ylim=(0, None))
+    axis.plot([], [], "s--", color=_THEIRS, label="p99, ms")
     axis.legend(loc="lower right", frameon=False)
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Load, Loader, loader
 from benchmarks.peers.common import Classifier, Decoder, Options
-from benchmarks.peers.report import report
-from benchmarks.record import RESULTS, Record, medians
+from benchmarks.peers.report import COMPILED, is_peer, report
+from benchmarks.record import RESULTS, Record, medians, one_of
 from benchmarks.servers import SERVERS, VITSERVE, Config, Running, Server, ServerFailed, ask, running
 
 _PHASES = ("tune", "rounds", "pace")
@@ -116,10 +116,10 @@ class Comparison:
     def pace(self) -> None:
         """Latencies at half of the best peer's rate, the same requests at the same moments for all."""
         peak = {name: medians(done)["rate"] for name, done in self._section.get("rounds", {}).items() if done}
-        peers = [rate for name, rate in peak.items() if not name.startswith(VITSERVE.name)]
-        if not peers:
+        best = max((rate for name, rate in peak.items() if is_peer(name)), default=0.0)
+        if not best:
             return
-        rate = self._section.setdefault("pace_rate", round(max(peers) / 2, 1))
+        rate = self._section.setdefault("pace_rate", round(best / 2, 1))
         for turn in range(self._arguments.rounds):
             for name, server, config in self._entries():
                 done = self._of("pace", name, [])
@@ -148,6 +148,8 @@ class Comparison:
                     entries.append((f"{server.name}, tuned", server, best))
             else:
                 entries.append((server.name, server, best))
+                if self._arguments.compiled:
+                    entries.append((f"{server.name}{COMPILED}", server, {**best, "PEER_COMPILE": "1"}))
         return entries
 
     def _running(self, server: Server, config: Config) -> _Session:
@@ -254,16 +256,21 @@ def _tell(phase: str, name: str, load: Load, config: Mapping[str, str]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
-    parser.add_argument("phases", nargs="*", default=list(_PHASES), choices=[*_PHASES, "report"], metavar="PHASE")
+    parser.add_argument(
+        "phases", nargs="*", metavar="PHASE", type=one_of(*_PHASES, "report"), help=f"default: {' '.join(_PHASES)}"
+    )
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--servers", nargs="+", help="parts of names (default: all that are installed)")
+    parser.add_argument("--compiled", action="store_true", help="peers with torch.compile, too, in rows of their own")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8, help="of each measurement")
     parser.add_argument("--tune-seconds", type=float, default=4, help="of each trial of a configuration")
     parser.add_argument("--warm-seconds", type=float, default=8, help="at most, before each measurement")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--record", type=Path, default=RESULTS / "peers-cpu.json")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.phases = arguments.phases or list(_PHASES)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ TITLES = {
     "vit224": "(b) ViT-Ti/16, 224 px",
 }
 _OURS = "vitserve"
+COMPILED = ", torch.compile"
+"""After the name of a peer whose module was compiled: a row of its own, no part of the best peer's figure."""
 
 
 def report(data: Mapping[str, Any]) -> str:
@@ -33,16 +35,20 @@ def ratios(model: Mapping[str, Any]) -> dict[str, float]:
     """Ours (the better of default and tuned by rate) over the best peer: rate, and p99 at half of its rate."""
     rates = {name: medians(done)["rate"] for name, done in model.get("rounds", {}).items() if done}
     ours = {name: rate for name, rate in rates.items() if name.startswith(_OURS)}
-    peers = {name: rate for name, rate in rates.items() if not name.startswith(_OURS)}
     found: dict[str, float] = {}
-    if best := max(peers.values(), default=0.0):
+    if best := max((rate for name, rate in rates.items() if is_peer(name)), default=0.0):
         found = {f"rate, {name}": rate / best for name, rate in ours.items()}
     tails = {name: medians(done)["p99"] for name, done in model.get("pace", {}).items() if done}
-    slow = [tail for name, tail in tails.items() if not name.startswith(_OURS)]
+    slow = [tail for name, tail in tails.items() if is_peer(name)]
     for name in ours:
         if name in tails and slow:
             found[f"p99 at the pace, {name}"] = tails[name] / min(slow)
     return found
+
+
+def is_peer(name: str) -> bool:
+    """Whether a row counts as a peer at its best."""
+    return not name.startswith(_OURS) and not name.endswith(COMPILED)
 
 
 def _model(model: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from benchmarks import cpu, memory
+from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers.__main__ import best_config
 from benchmarks.peers.report import ratios, report
 from benchmarks.record import Record, medians, table
@@ -116,3 +118,20 @@ def test_every_server_has_configurations_and_a_program(server):
     assert len({tuple(sorted(config.items())) for config in server.candidates}) == len(server.candidates) > 1
     module = next(part.partition(":")[0] for part in server.command if part not in ("-m", "serve", "bentoml"))
     assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("main", [cpu, peers_main], ids=["cpu", "peers"])
+def test_without_arguments_everything_is_measured(main, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    arguments = vars(main._arguments())
+
+    assert len(arguments.get("sections") or arguments["phases"]) > 1
+
+
+def test_a_phase_that_does_not_exist_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "rest"])
+
+    with pytest.raises(SystemExit):
+        peers_main._arguments()
+
+    assert "choose from tune, rounds, pace, report" in capsys.readouterr().err
