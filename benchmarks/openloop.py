@@ -28,7 +28,7 @@ _GIVE_UP = 30.0
 """Seconds after the last planned moment."""
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One request at a time."""
 
     def __init__(self) -> None:
@@ -37,12 +37,15 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: connected."""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
+        """asyncio: bytes of the answer."""
         self._parser.feed_data(data)
 
     def on_message_complete(self) -> None:
+        """httptools: the answer is whole."""
         status = self._parser.get_status_code()
         keep = self._parser.should_keep_alive()
         self._parser = httptools.HttpResponseParser(self)
@@ -53,6 +56,7 @@ class _Connection(asyncio.Protocol):
             self.answer.set_result(status)
 
     def connection_lost(self, error: Exception | None) -> None:
+        """asyncio: closed by the server or the network."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_exception(ConnectionError("closed before the answer"))
 
@@ -65,11 +69,16 @@ class _Connection(asyncio.Protocol):
 
 
 async def run(plan: dict[str, Any]) -> Load:
-    """Follow a plan: `url`, `path`, `headers`, `bodies`, `rate` (per second), `seconds`."""
+    """Follow a plan: `url`, `path`, `headers`, `bodies`, `rate` (per second), `seconds`, and maybe a `seed`."""
+    return summary(*await collect(plan), plan["seconds"])
+
+
+async def collect(plan: dict[str, Any]) -> tuple[list[float], int, int]:
+    """As `run`: seconds of each answer 200, how many were refused, how many broke."""
     url = urlsplit(plan["url"])
-    requests = [_request(plan, Path(body).read_bytes()) for body in plan["bodies"]]
+    requests = [request_bytes(plan, Path(body).read_bytes()) for body in plan["bodies"]]
     loop = asyncio.get_running_loop()
-    idle: list[_Connection] = []
+    idle: list[Connection] = []
     latencies: list[float] = []
     refused = broken = 0
 
@@ -78,7 +87,7 @@ async def run(plan: dict[str, Any]) -> Load:
         try:
             connection = idle.pop() if idle else None
             if connection is None or connection.transport is None or connection.transport.is_closing():
-                _, connection = await loop.create_connection(_Connection, url.hostname, url.port)
+                _, connection = await loop.create_connection(Connection, url.hostname, url.port)
             status = await connection.ask(request)
         except OSError:
             broken += 1
@@ -90,7 +99,7 @@ async def run(plan: dict[str, Any]) -> Load:
             refused += 1
 
     gc.disable()
-    gaps = random.Random(0)
+    gaps = random.Random(plan.get("seed", 0))
     tasks: list[asyncio.Task[None]] = []
     started = time.perf_counter() + 0.1
     at = started
@@ -106,7 +115,7 @@ async def run(plan: dict[str, Any]) -> Load:
     for task in tasks:
         if task.done() and not task.cancelled():
             task.result()  # what is not a broken connection is a fault of this program
-    return summary(latencies, refused, broken + len(waiting), plan["seconds"])
+    return latencies, refused, broken + len(waiting)
 
 
 def summary(latencies: list[float], refused: int, broken: int, seconds: float) -> Load:
@@ -118,7 +127,8 @@ def summary(latencies: list[float], refused: int, broken: int, seconds: float) -
     return Load(len(milliseconds) / seconds, cuts[49], cuts[89], cuts[98], milliseconds[-1], refused, broken)
 
 
-def _request(plan: dict[str, Any], body: bytes) -> bytes:
+def request_bytes(plan: dict[str, Any], body: bytes) -> bytes:
+    """A whole POST."""
     host = urlsplit(plan["url"]).netloc
     headers = {"Host": host, "Content-Length": str(len(body))} | plan["headers"]
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

@@ -140,7 +140,7 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
     port, mark = free_port(), uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIT_", "PEER_"))}
     environment |= {
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         # Threads of OpenMP that spin between operators starve whatever else runs on the same cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PEER_MODEL": str(model),
