@@ -7,11 +7,18 @@ from torch import Tensor
 
 from model.training.rand_augment import rand_augment
 from model.training.recipe import Augmentation
+from model.training.resample import random_resample
 from model.training.resized_crop import random_resized_crop
 from model.training.trivial_augment import trivial_augment
 
 
-def augment(images: Tensor, size: tuple[int, int], augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+def augment(
+    images: Tensor,
+    size: tuple[int, int],
+    augmentation: Augmentation,
+    generator: torch.Generator,
+    progress: float = 0.0,
+) -> Tensor:
     """All that is done to a batch before it is normalised, in the recipe's order.
 
     Args:
@@ -19,6 +26,7 @@ def augment(images: Tensor, size: tuple[int, int], augmentation: Augmentation, g
         size: (rows, columns) of the model's input; not above H, W unless crops are resized.
         augmentation: what to do.
         generator: on the images' device.
+        progress: share of the schedule that was done when the epoch began.
 
     Returns:
         uint8 [B, C, *size].
@@ -29,6 +37,8 @@ def augment(images: Tensor, size: tuple[int, int], augmentation: Augmentation, g
         images = random_crop(images, augmentation.crop_padding, generator, size)
     if augmentation.flip:
         images = random_flip(images, generator)
+    if progress >= augmentation.resample_since:
+        images = random_resample(images, augmentation.resample, generator)
     images = trivial_augment(images, augmentation.trivial_augment, generator)
     return rand_augment(images, augmentation.rand_augment, augmentation.rand_augment_magnitude, generator)
 

@@ -318,8 +318,12 @@ class Trainer:
                     module.attend = plain_attention
         return model.to(self.device).train()
 
-    def _batches(self, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _batches(self, generator: torch.Generator, progress: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The epoch's augmented batches on the device.
+
+        Args:
+            generator: of all that is random.
+            progress: share of the schedule that is behind when the epoch begins.
 
         Yields:
             Normalised pixels [B, C, H, W] in the working dtype, their own labels [B], and what the loss
@@ -328,7 +332,7 @@ class Trainer:
         augmentation, mixing = self.recipe.augmentation, self.recipe.mixing
         order = torch.randperm(len(self.data.labels), generator=generator, device=self.device)
         for stored, labels in self._stored_batches(order):
-            images = augment(stored, self.config.image_size, augmentation, generator)
+            images = augment(stored, self.config.image_size, augmentation, generator, progress)
             pixels = self.data.normalise(images)
             pixels = random_erasing(pixels, augmentation.erasing, augmentation.erasing_fill, generator)
             targets = labels
@@ -376,7 +380,9 @@ class Trainer:
         ):
             torch.manual_seed(seed)
             rate = 0.0
-            for step, (pixels, labels, targets) in enumerate(self._batches(generator)):
+            for step, (pixels, labels, targets) in enumerate(
+                self._batches(generator, self._progress(steps_before, began))
+            ):
                 progress_made = self._progress(steps_before + step, began)
                 if progress_made >= 1 and step > 0:  # out of time
                     break

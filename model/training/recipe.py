@@ -93,6 +93,10 @@ class Augmentation(_Table):
     4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0: parts are cut out, not resized."""
     flip: bool = True
     """Mirrored left to right, half of the images."""
+    resample: Probability = 0.0
+    """Share of the images that are enlarged and shrunk again, which blurs them as pictures from users are."""
+    resample_since: Probability = 0.0
+    """Share of the schedule after which that begins, from the next epoch on."""
     trivial_augment: Probability = 0.0
     """Share of the images that one random operation changes (TrivialAugment)."""
     rand_augment: Annotated[int, Field(ge=0, le=14)] = 0
