@@ -30,7 +30,7 @@ def random_resample(images: Tensor, probability: float, generator: torch.Generat
     if len(chosen):
         height, width = images.shape[2:]
         large = _resize(images[chosen].float(), (ENLARGED * height, ENLARGED * width))
-        # Pillow rounds between the two; within a level, it makes no difference here.
+        # Pillow rounds after each pass along one axis, which this does not.
         result[chosen] = _resize(large, (height, width)).round().clamp(0, 255).to(torch.uint8)
     return result
 

