@@ -28,7 +28,7 @@ from benchmarks.load import Load, Protocol
 from benchmarks.openloop import Connection, collect, request_bytes, summary
 
 _HEAD_START = 2.0
-"""Seconds that the processes have to start."""
+"""Seconds that several processes have to start, so that they begin together."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def load(plan: Plan, *, processes: int) -> Load:
             "headers": plan.protocol.headers,
             "bodies": bodies,
             "seconds": plan.seconds,
-            "begin": time.time() + _HEAD_START,
+            "begin": time.time() + (_HEAD_START if processes > 1 else 0),
         }
         started = []
         for index in range(processes):

@@ -109,6 +109,8 @@ async def collect(plan: dict[str, Any]) -> tuple[list[float], int, int]:
             break
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
         tasks.append(asyncio.create_task(one(at, request)))
+    if not tasks:  # the rate is so low that no moment came
+        return [], 0, 0
     _, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
     for task in waiting:
         task.cancel()
