@@ -27,7 +27,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, ROWSPERSTRIP, TILELENGTH, TILEWID
 from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.image_container import Container, Format, unpack
+from model.image_container import Container, Format, unpack, without_detail
 from model.image_exif import UPRIGHT
 from model.image_exif import orientation as read_orientation
 
@@ -157,6 +157,9 @@ def decode(
         if container.scalable and smallest is not None:
             scale = _draft(image, smallest, orientation or UPRIGHT)
         _check_memory(name, size, _decoding_bytes(container, image, scale), max_pixels)
+        shorter = without_detail(container, scale, _not_subsampled(image)) if scale > 1 else None
+        if shorter is not None:
+            image.fp = io.BytesIO(shorter)
         image.load()
         if orientation is None:
             orientation = read_orientation(image.info.get("exif"), image.info.get("xmp"))
@@ -190,6 +193,15 @@ def _draft(image: Image.Image, smallest: Callable[[int, int], tuple[int, int]], 
             image.draft(None, (width // scale, height // scale))
             return scale
     return 1
+
+
+def _not_subsampled(jpeg: ImageFile.ImageFile) -> set[int]:
+    """Identifiers of the components that have as many samples as the most finely sampled one."""
+    assert isinstance(jpeg, JpegImageFile)
+    factors = {(columns, rows) for _, columns, rows, _ in jpeg.layer}
+    finest = max(columns for columns, _ in factors), max(rows for _, rows in factors)
+    coarse = {name for name, columns, rows, _ in jpeg.layer if (columns, rows) != finest}
+    return {name for name, *_ in jpeg.layer} - coarse
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:

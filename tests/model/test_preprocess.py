@@ -6,6 +6,7 @@ import functools
 import io
 import subprocess
 import sys
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +19,7 @@ from timm_reference import timm
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
-from model.image_container import unpack
+from model.image_container import Container, unpack, without_detail
 from model.image_decode import SUPPORTED_FORMATS, decode
 from model.preprocess import preprocess, resized_size, smallest_decoded
 
@@ -235,8 +236,8 @@ def damageable(kind: str) -> bytes:
     image = noise(400, 300).resize((100, 75)).resize((400, 300))  # some detail, a few kilobytes
     if kind in ("grey", "cmyk"):
         return encode(image.convert("L" if kind == "grey" else "CMYK"), "JPEG")
-    options = {"progressive": {"progressive": True}, "restarts": {"restart_marker_rows": 2}}.get(kind, {})
-    return encode(image, "JPEG", **options)
+    restarts = {"restart_marker_rows": 2} if "restarts" in kind else {}
+    return encode(image, "JPEG", progressive="progressive" in kind, **restarts)
 
 
 def verdict(data: bytes | bytearray, *, scaled_decode: bool) -> str:
@@ -314,7 +315,7 @@ class TestScaledDecode:
             assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
 
     @settings(max_examples=150, deadline=None)
-    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts")))
+    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")))
     def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
         data = bytearray(damageable(kind))
         for place in draw.draw(st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"):
@@ -323,13 +324,64 @@ class TestScaledDecode:
 
         assert verdict(data, scaled_decode=True) == verdict(data, scaled_decode=False)
 
-    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts"])
+    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"])
     def test_a_file_that_lacks_its_end_is_refused(self, kind):
         data = damageable(kind)
 
         assert verdict(data, scaled_decode=True) == "ok"
         for length in (len(data) // 2, len(data) - 40):
             assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
+
+    @pytest.mark.parametrize("subsampling", [0, 1, 2])
+    def test_what_is_left_out_of_a_progressive_jpeg_at_an_eighth_changes_no_pixel(self, subsampling, monkeypatch):
+        data = encode(noise(400, 300), "JPEG", progressive=True, subsampling=subsampling)
+        lengths = []
+
+        def left_out(container: Container, scale: int, components: Set[int]) -> bytes | None:
+            shorter = without_detail(container, scale, components)
+            lengths.append(len(shorter or container.data))
+            return shorter
+
+        monkeypatch.setattr("model.image_decode.without_detail", left_out)
+        pixels = preprocess(data, config((16, 16)))
+        monkeypatch.setattr("model.image_decode.without_detail", lambda *_: None)
+
+        assert lengths[0] < len(data) / 2
+        assert np.array_equal(pixels, preprocess(data, config((16, 16))))
+
+    @pytest.mark.parametrize("quality", [50, 75, 95])
+    def test_what_is_left_out_at_a_quarter_is_less_than_scaling_changes(self, quality, monkeypatch):
+        data = encode(
+            noise(100, 75).resize((400, 300), Image.Resampling.BICUBIC), "JPEG", progressive=True, quality=quality
+        )
+        wanted = config((32, 32))
+        pixels = preprocess(data, wanted)
+        monkeypatch.setattr("model.image_decode.without_detail", lambda *_: None)
+        whole = preprocess(data, wanted)
+
+        assert not np.array_equal(pixels, whole)
+        assert np.abs(pixels.astype(int) - whole).mean() < 1
+
+    def test_at_half_the_size_nothing_is_left_out(self):
+        data = unpack(damageable("progressive"))
+
+        assert without_detail(data, 2, {1, 2, 3}) is None
+        assert without_detail(data, 4, {1}) is not None
+        assert without_detail(data, 4, set()) is None
+        assert without_detail(unpack(damageable("progressive")[:-2]), 4, {1}) is None
+        assert without_detail(unpack(damageable("progressive restarts")), 4, {1}) is None
+        assert without_detail(unpack(damageable("baseline")), 4, {1}) is None
+
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_the_last_scan_of_a_progressive_jpeg_is_judged_though_its_data_is_left_out(self, scaled_decode):
+        data = damageable("progressive")
+        header = data.rindex(b"\xff\xda")
+        tables = data.rindex(b"\xff\xc4", 0, header)
+        for place, value in [(header + 5, 99), (header + 8, 64), (tables + 5, 255)]:  # component, frequency, code
+            broken = bytearray(data)
+            broken[place] = value
+
+            assert verdict(broken, scaled_decode=scaled_decode) == "InvalidImage"
 
     @pytest.mark.parametrize("scaled_decode", [True, False])
     def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):
