@@ -6,6 +6,7 @@ Only here, and in a service of one process, torch is imported.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 from collections.abc import Callable
 
@@ -65,4 +66,15 @@ def run_engine(settings: Settings, link: EngineLink, load: Load, metrics: Metric
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed, as in the web workers; a round trip is much shorter with it."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

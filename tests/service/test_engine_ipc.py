@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,6 +269,29 @@ def test_the_address_is_no_file() -> None:
         link.close()
         with pytest.raises(OSError):
             link.connect()
+
+
+def test_lost_connections_leave_no_descriptor_behind() -> None:
+    def open_now() -> int:
+        gc.collect()  # maps of memory go with their last view
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    @on_a_loop
+    async def lose_an_engine() -> None:
+        async with service() as running:
+            await running.start_engine()
+            worker = await running.ready_worker()
+            await ask(worker, 1)
+            running.lose_connections(running.servers[0])
+            await until(lambda: not worker.ready)
+            await running.start_engine()
+            await until(lambda: worker.ready)
+            await ask(worker, 2)
+
+    lose_an_engine()
+    before = open_now()
+    lose_an_engine()
+    assert open_now() == before
 
 
 # Several devices
