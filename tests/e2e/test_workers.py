@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import LABELS, PATIENCE, Pictures, Serve, Served, client, problem, together, until
+from tests.e2e.serving import LABELS, PATIENCE, Pictures, Serve, Served, client, free_port, problem, together, until
 
 WORKERS = 2
 PLACES = 48
@@ -294,9 +294,12 @@ def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(serve: 
 
 
 def test_a_second_signal_ends_all_at_once(serve: Serve) -> None:
-    server = serve(wait=False, workers=WORKERS, drain_delay=600, drain_timeout=600)
+    port = free_port()
+    server = serve(wait=False, port=port, workers=WORKERS, drain_delay=600, drain_timeout=600)
+    server.connect(f"http://127.0.0.1:{port}")
     until(lambda: len(Processes(server).all) == WORKERS + 1)
     pids = Processes(server).all
+    assert server.get("/healthz").status_code == 200  # a worker runs, and will drain
     server.process.process.send_signal(signal.SIGTERM)
     until(lambda: "SIGTERM: draining" in server.log)
     server.process.process.send_signal(signal.SIGINT)
