@@ -146,7 +146,7 @@ class Benchmark:
             del ours, reference
         names = ("ours_rate", "reference_rate", "reference_resident_rate", "ratio", "ratio_to_resident", "equal_top1")
         print(table(["engine", "images/s or ratio"], [(name, section[name]) for name in names]), flush=True)
-        other = "timm" if section["reference"]["name"].startswith("timm ") else "a plain ViT (timm is missing)"
+        other = "timm" if section["reference"]["name"].startswith("timm ") else "a plain ViT (no timm)"
         self._mark(f"engine / {other} at its best", section["ratio"], _ENGINE_RATIO)
         self._mark("engine, images/s", section["ours_rate"], _ENGINE_RATE)
 
@@ -259,6 +259,7 @@ class Benchmark:
             "VIT_DTYPE": self._arguments.dtype,
             "VIT_COMPILE": variant,
             "VIT_WORKERS": str(workers),
+            "VIT_DRAIN_DELAY": "0",
             "VIT_QUEUE_SIZE": str(max(256, 4 * connections)),
             **({} if batch is None else {"VIT_MAX_BATCH": str(batch)}),
             **dict(pair.split("=", 1) for pair in self._arguments.settings),
@@ -266,8 +267,7 @@ class Benchmark:
         }
         first = self._files[0].read_bytes()
         with running(VITSERVE, self._folder, config, picture=first, timeout=900) as server:
-            if not self._arguments.smoke:
-                self._closed(server, connections, 2)  # connections, threads and allocators find their sizes
+            self._closed(server, connections, min(2, self._seconds))  # threads and allocators find their sizes
             yield server
 
     def _closed(self, server: Running, connections: int, seconds: float) -> Load:
@@ -413,7 +413,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load-processes", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=[], metavar="VIT_NAME=VALUE", help="further settings")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4, help="of one measurement")
+    parser.add_argument("--seconds", type=float, help="of one measurement (default: 4)")
     parser.add_argument("--out", type=Path, help="folder of the record (default: benchmarks/results)")
     parser.add_argument("--fresh", action="store_true", help="begin a new record")
     parser.add_argument("--smoke", action="store_true", help="tiny model and times, nothing compiled: tests the script")
@@ -423,10 +423,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown := set(arguments.only) - set(STAGES):
         parser.error(f"--only {','.join(sorted(unknown))}: stages are {', '.join(STAGES)}")
     arguments.out = arguments.out or (checkpoints.CACHE / "smoke" if arguments.smoke else RESULTS)
+    arguments.seconds = arguments.seconds or (0.5 if arguments.smoke else 4)
     if arguments.smoke:
         arguments.variants, arguments.batches, arguments.dtype = ["off"], [2, 4], "float32"
         arguments.workers, arguments.connections, arguments.load_processes = [1], 4, 1
-        arguments.rounds, arguments.seconds = 1, 0.5
+        arguments.rounds = 1
     return arguments
 
 
