@@ -171,8 +171,9 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._kill_at is not None:
             logger.warning("%s again: ending at once", number.name)
+            self._exit_code, self._kill_at = 128 + number, time.monotonic()
             self._kill(self._children)
-            exit_now(128 + number)
+            return
         logger.info("%s: draining", number.name)
         self._drain(exit_code=0)
 

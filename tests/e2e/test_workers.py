@@ -304,7 +304,7 @@ def test_a_second_signal_ends_all_at_once(serve: Serve) -> None:
     until(lambda: "SIGTERM: draining" in server.log)
     server.process.process.send_signal(signal.SIGINT)
     assert server.process.process.wait(PATIENCE) == 128 + signal.SIGINT
-    until(lambda: all(is_gone(pid) for pid in pids))
+    assert all(is_gone(pid) for pid in pids)
 
 
 def test_a_checkpoint_that_cannot_be_read_ends_all_with_one(tmp_path: Path) -> None:
