@@ -146,6 +146,14 @@ def test_the_compiled_model_is_what_the_graphs_run() -> None:
     assert ops.replays == replays + 1
     same(found, plain().predict(make_images(2), top_k=5, maps=maps), atol=1e-4)
 
+    # A map of another layer must not make its sender wait for the compiler.
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    other = [MapRequest(0), None]
+    found = predictor.predict(make_images(2), top_k=5, maps=other)
+    same(found, plain().predict(make_images(2), top_k=5, maps=other), atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
 
 @needs_cuda
 class TestOnCuda:
