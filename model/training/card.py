@@ -244,7 +244,10 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 def _reproducibility(run: Run) -> str:
     if run.recipe.minutes is None:
-        return "On the same device with the same versions the result is the same; elsewhere it differs by rounding."
+        return (
+            "Another device, or another version of vitserve or of a library, rounds otherwise: the result then ends\n"
+            "some tenths of a percent higher or lower, as another seed does."
+        )
     return (
         f"The schedule ends after {run.recipe.minutes:g} minutes or {run.recipe.epochs} epochs, whichever comes first, "
         f"so a faster\nor less busy machine sees the images more often than here. The accuracy differs accordingly."

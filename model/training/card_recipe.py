@@ -42,6 +42,9 @@ def _augmentation(recipe: Recipe) -> str:
         parts.append(f"random shifts by up to {settings.crop_padding} pixels")
     if settings.flip:
         parts.append("mirroring")
+    if settings.resample:
+        since = f" from {settings.resample_since:.0%} of the schedule on" if settings.resample_since else ""
+        parts.append(f"{settings.resample:.0%} of the images enlarged and shrunk again{since}")
     if settings.trivial_augment:
         parts.append(f"one random operation (TrivialAugment) on {settings.trivial_augment:.0%} of the images")
     if settings.rand_augment:
