@@ -190,7 +190,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the schedule is at its end, by epochs or by time."""
-        return self.epoch > 0 and self._progress(self.epoch * self.steps_per_epoch, time.monotonic()) >= 1
+        return self.epoch > 0 and self._progress(self.epoch * self.steps_per_epoch, 0.0) >= 1
 
     @property
     def epochs_trained(self) -> float:
@@ -381,9 +381,9 @@ class Trainer:
             torch.manual_seed(seed)
             rate = 0.0
             for step, (pixels, labels, targets) in enumerate(
-                self._batches(generator, self._progress(steps_before, began))
+                self._batches(generator, self._progress(steps_before, 0.0))
             ):
-                progress_made = self._progress(steps_before + step, began)
+                progress_made = self._progress(steps_before + step, time.monotonic() - began)
                 if progress_made >= 1 and step > 0:  # out of time
                     break
                 rate = self._set_rate(min(progress_made, 1.0))
@@ -406,11 +406,13 @@ class Trainer:
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         trained = time.monotonic()
         held_out_loss = held_out_accuracy = None
-        last = self._progress(steps_before + step + 1, began) >= 1
+        ended = trained
+        last = self._progress(steps_before + step + 1, trained - began) >= 1
         if last or (self.epoch + 1) % self.recipe.evaluate_every == 0:
             logits, labels = self.held_out_logits(), self.data.held_out_labels.cpu()
             held_out_loss = F.cross_entropy(logits, labels).item()
             held_out_accuracy = (logits.argmax(dim=1) == labels).sum().item() / len(labels)
+            ended = time.monotonic()
         return EpochMetrics(
             epoch=self.epoch + 1,
             images=images,
@@ -420,7 +422,7 @@ class Trainer:
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
             images_per_second=images / (trained - began),
-            seconds=self.seconds + time.monotonic() - began,
+            seconds=self.seconds + ended - began,
         )
 
     def _step(self, pixels: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,17 +445,17 @@ class Trainer:
         """Masters, or their average, to the working copy."""
         torch._foreach_copy_(list(self.model.parameters()), weights)
 
-    def _progress(self, steps: int, began: float) -> float:
+    def _progress(self, steps: int, elapsed: float) -> float:
         """Share of the schedule that is behind: of its steps, or of its time where that is further on.
 
         Args:
             steps: updates done since the run began.
-            began: `time.monotonic()` at the start of the epoch under way.
+            elapsed: seconds since the epoch under way began.
         """
         by_steps = steps / (self.recipe.epochs * self.steps_per_epoch)
         if self.recipe.minutes is None:
             return by_steps
-        return max(by_steps, (self.seconds + time.monotonic() - began) / (60 * self.recipe.minutes))
+        return max(by_steps, (self.seconds + elapsed) / (60 * self.recipe.minutes))
 
     def _seconds_left(self, steps_before: int, steps: int, began: float) -> float:
         """Of training, at the pace of the epoch under way, which has done `steps`."""
