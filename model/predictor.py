@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "max", "off"]
 
 _PENDING: Final = "compiling"
-_CPU_STREAMS: Final = 1
+_CPU_STREAMS: Final = 2
 _CUDA_STREAMS: Final = 2
 """One batch is uploaded, or its answer read, while the other computes."""
 
