@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -35,11 +38,14 @@ def model_card(
     data = data or describe(run.data)
     rows, columns = config.image_size
     measured, split = (run.held_out, "held-out") if run.test is None else (run.test, "test")
-    origin = "trained from scratch" if run.started_from is None else f"fine-tuned from `{run.started_from}`"
-    names = f": {', '.join(checkpoint.labels)}" if config.num_classes <= _LISTED_CLASSES else ""
+    origin = (
+        "trained from scratch" if run.started_from is None else f"fine-tuned from `{run.started_from.replace('`', '')}`"
+    )
+    names = f": {', '.join(map(_text, checkpoint.labels))}" if config.num_classes <= _LISTED_CLASSES else ""
+    recipe_flag = "" if data.bundled_recipe else " --recipe recipe.toml"
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     recipe = "\n".join(f"- {line}" for line in recipe_lines(run.recipe))
-    return f"""# {checkpoint.name}
+    return f"""# {_text(checkpoint.name)}
 
 A Vision Transformer that sorts {data.pictures} into {config.num_classes} classes, {origin} on
 {data.name}{names}.
@@ -89,7 +95,7 @@ standard deviation {_numbers(preprocess.std)} ({_statistics(run)}).
 To make it again (all settings are in the recipe, which `config.json` repeats under `training`):
 
 ```sh
-vitserve train --data DIR --out runs/{checkpoint.name}{"" if data.bundled_recipe else " --recipe recipe.toml"}
+vitserve train --data DIR --out {shlex.quote(f"runs/{checkpoint.name}")}{recipe_flag}
 ```
 
 {_reproducibility(run)}
@@ -106,8 +112,8 @@ Of the weights as stored (float16), computed in float32. Other arithmetic may mo
 {_picture(figures, card_figures.CALIBRATION, f"Accuracy by confidence on the {split} images")}
 {_per_class(measured, split)}
 {_picture(figures, card_figures.CONFUSION_MATRIX, f"Confusion matrix of the {split} images")}
-`vitserve evaluate --data DIR` measures the accuracy again; with `--robustness`, also on the same pictures as users
-send them: enlarged and compressed, turned, without colour.
+`vitserve evaluate --data DIR --dtype float32` measures the accuracy again; without `--dtype`, in the device's own
+arithmetic.{_ROBUSTNESS_HINT if run.data == "CIFAR-10" else ""}
 
 ## Licence
 
@@ -143,6 +149,9 @@ The {count:,} test images as users send them, through the service's own preproce
     before, licence, after = card.rpartition(_LICENCE)
     return before + section + licence + after if licence else f"{card.rstrip()}\n\n{section.rstrip()}\n"
 
+
+_ROBUSTNESS_HINT: Final = """ With `--robustness`, also on the same pictures as users send them: enlarged and
+compressed, turned, without colour."""
 
 _ROBUSTNESS: Final = "## Robustness\n\n"
 _LICENCE: Final = "## Licence\n"
@@ -225,8 +234,16 @@ def _per_class(measured: Evaluation, split: str) -> str:
     if len(rows) > _TABLED_CLASSES:
         rows = sorted(rows, key=lambda row: row[1])[:_LISTED_CLASSES]
         note = f"\n\nThe {_LISTED_CLASSES} worst of {len(measured.per_class):,}; `config.json` has all of them."
-    table = "\n".join(f"| {label} | {accuracy:.1%} |" for label, accuracy in rows)
+    table = "\n".join(f"| {_text(label)} | {accuracy:.1%} |" for label, accuracy in rows)
     return f"| Class | {split.capitalize()} accuracy |\n|---|---|\n{table}{note}"
+
+
+def _text(name: str) -> str:
+    """A name that comes from outside, as text of a Markdown page and nothing else."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(name, quote=False))
+
+
+_MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 
 
 def _picture(figures: Sequence[str], name: str, caption: str) -> str:

@@ -120,6 +120,8 @@ def _read_classes(root: Path, folders: list[Path]) -> tuple[tuple[str, ...], Pic
             folder.name.encode()
         except UnicodeEncodeError:
             raise DatasetError(f"{root}: the name {folder.name!a} is not UTF-8") from None
+        if not folder.name.isprintable():  # it becomes a label, in answers, tables and pictures
+            raise DatasetError(f"{root}: the name {folder.name!a} has characters that cannot be printed")
         other = seen.setdefault(unicodedata.normalize("NFC", folder.name).casefold(), folder)
         if other is not folder:
             raise DatasetError(f"{root}: the classes {other.name!r} and {folder.name!r} differ by case alone")

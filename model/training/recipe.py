@@ -147,9 +147,9 @@ class Recipe(_Table):
         pydantic.ValidationError: a field is missing, unknown, or out of range.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    seed: Annotated[int, Field(ge=0)] = 0
-    epochs: Annotated[int, Field(ge=1)]
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
     minutes: Positive | None = None
     """Wall time after which the schedule ends even if epochs are left; the learning rate then falls with
     whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
@@ -172,7 +172,7 @@ class Recipe(_Table):
     """Of activations and gradients; master weights and optimiser state are float32 whatever it is."""
     compile: bool = True
     """Compile the blocks where a C++ compiler is found."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one operator on the CPU; 0: torch's own choice."""
     checkpoint: str | None = None
     """Fine-tune this one (whatever `load_checkpoint` reads) instead of training an `architecture` from scratch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,14 +34,15 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
         TrainingError: no state there, unreadable, or of another recipe.
     """
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except OSError as error:
         raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise TrainingError(f"{path}: not a training state: {reason}") from error
+        # Torch's own message advises to load it without the protection against code.
+        raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
     if not isinstance(state, dict) or state.get("version") != _VERSION:
-        raise TrainingError(f"{path}: written by another version; start afresh")
+        raise TrainingError(f"{path}: not a training state of this version; start afresh in another folder")
     if parse_recipe(str(state.get("recipe")), str(path)) != recipe:
         raise TrainingError(f"{path}: made with another recipe; resume with that one or start in another folder")
     return state

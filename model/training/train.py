@@ -28,6 +28,7 @@ from model.training.datasets import SPLIT_FILE, Dataset, Folder, is_cifar10, ope
 from model.training.decoding import MEMORY
 from model.training.evaluate import Evaluation
 from model.training.export import STORED, log_scores, measure_logits, round_and_calibrate
+from model.training.folder_lock import folder_lock
 from model.training.images import Images, channel_statistics
 from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer
 from model.training.recipe import RECIPES, Recipe
@@ -130,11 +131,27 @@ def run(
         CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
         TrainingError: `out` holds something already and `resume` is false, or nothing that this recipe could
-            continue; the recipe does not fit the data; or training diverged.
+            continue; another run is under way there; the recipe does not fit the data; or training diverged.
     """
     where = choose_device(device)
     dataset = open_dataset(data, recipe.held_out, recipe.seed)
     _check_folder(out, dataset, data, resume)
+    with folder_lock(out):
+        return _run(data, out, recipe, dataset, where, resume=resume, device=device, memory=memory, progress=progress)
+
+
+def _run(
+    data: Path,
+    out: Path,
+    recipe: Recipe,
+    dataset: Dataset,
+    where: torch.device,
+    *,
+    resume: bool,
+    device: str,
+    memory: int,
+    progress: bool,
+) -> Run:
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
     if dataset.train_count < recipe.batch_size:
         raise TrainingError(

@@ -122,7 +122,9 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
         bundled = RECIPES / f"{arguments.recipe}.toml"
         return bundled if bundled.parent == RECIPES and bundled.is_file() else Path(arguments.recipe)
     begun: Path = arguments.out / RECIPE_FILE
-    if arguments.resume and begun.is_file():
+    if arguments.resume:  # any other recipe would be a guess
+        if not begun.is_file():
+            raise TrainingError(f"{arguments.out}: nothing to resume: no {RECIPE_FILE}")
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
 

@@ -15,6 +15,7 @@ from model.errors import DatasetError, TrainingError
 from model.predictor import Predictor
 from model.training.cifar10 import hold_out, read_train
 from model.training.evaluate import evaluate_cifar10
+from model.training.folder_lock import folder_lock
 from model.training.images import channel_statistics
 from model.training.recipe import Recipe, read_recipe
 from model.training.train import CARD_FILE, Run, run
@@ -175,3 +176,15 @@ def test_a_recipe_without_a_model_is_refused(cifar: Path, tmp_path: Path, recipe
 def test_nothing_to_resume_is_said(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(TrainingError, match="nothing to resume"):
         run(cifar, tmp_path / "run", recipe, resume=True, device="cpu", progress=False)
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
+    with (
+        folder_lock(tmp_path),
+        pytest.raises(TrainingError, match="another run is writing here"),
+        folder_lock(tmp_path),
+    ):
+        pass
+    with folder_lock(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
