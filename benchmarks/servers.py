@@ -278,7 +278,7 @@ VITSERVE = Server(
     candidates=[
         {},
         {"VIT_COMPILE": "on"},
-        {"VIT_COMPILE": "on", "VIT_THREADS": "1"},
+        {"VIT_STREAMS": "1"},
         {"VIT_COMPILE": "on", "VIT_DECODE_THREADS": "1"},
         {"VIT_THREADS": "1"},
     ],
