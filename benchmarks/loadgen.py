@@ -72,7 +72,7 @@ def load(plan: Plan, *, processes: int) -> Load:
         }
         started = []
         for index in range(processes):
-            share: dict[str, Any] = {"seed": index}
+            share: dict[str, Any] = {"seed": index, "result": str(Path(name) / f"{index}.json")}
             if plan.connections is not None:
                 share["connections"] = plan.connections // processes + (index < plan.connections % processes)
             else:
@@ -84,7 +84,6 @@ def load(plan: Plan, *, processes: int) -> Load:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.loadgen"],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
                 env=environment,
                 cwd=REPOSITORY,
                 text=True,
@@ -92,17 +91,15 @@ def load(plan: Plan, *, processes: int) -> Load:
             assert process.stdin is not None
             process.stdin.write(json.dumps(common | share))
             process.stdin.close()
-            process.stdin = None  # so that communicate() does not flush it
             started.append(process)
         latencies: list[float] = []
         refused = broken = 0
         failed = 0
-        for process in started:
-            output, _ = process.communicate(timeout=plan.seconds + 120)
-            if process.returncode:
+        for index, process in enumerate(started):
+            if process.wait(timeout=plan.seconds + 120):
                 failed = process.returncode
                 continue
-            found = json.loads(output)
+            found = json.loads((Path(name) / f"{index}.json").read_text())
             latencies += found["latencies"]
             refused += found["refused"]
             broken += found["broken"]
@@ -153,4 +150,6 @@ async def _follow(plan: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     import uvloop
 
-    print(json.dumps(uvloop.run(_follow(json.load(sys.stdin)))))
+    # Into a file: longer than a pipe's buffer, it came out of one cut short now and then.
+    task = json.load(sys.stdin)
+    Path(task["result"]).write_text(json.dumps(uvloop.run(_follow(task))))
