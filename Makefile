@@ -24,7 +24,7 @@ $(VENV)/.made:
 
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing vitserve into $(VENV) (torch is large: some minutes on a slow line) ..."
-	$(PIP) -e .
+	$(PIP) -e '.[openvino]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -277,10 +277,9 @@ VITSERVE = Server(
     "vitserve",
     candidates=[
         {},
-        {"VIT_COMPILE": "on"},
         {"VIT_STREAMS": "1"},
-        {"VIT_COMPILE": "on", "VIT_DECODE_THREADS": "1"},
-        {"VIT_THREADS": "1"},
+        {"VIT_DECODE_THREADS": "1"},
+        {"VIT_BACKEND": "torch"},
     ],
 )
 

@@ -11,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Final, Literal
 
 import numpy as np
@@ -28,6 +27,7 @@ from model.explain import cls_map
 from model.layers.attention import Attention
 from model.layers.attention_kernels import chunked_attention
 from model.layers.patch_embed import PatchEmbed
+from model.openvino_network import OpenVinoNetwork, unfit
 from model.packing import pack, unpack
 from model.prediction import AttentionMap, MapRequest, Prediction
 from model.vit import VisionTransformer, ViTOutput, count_parameters
@@ -35,6 +35,7 @@ from model.vit import VisionTransformer, ViTOutput, count_parameters
 logger = logging.getLogger(__name__)
 
 Compile = Literal["auto", "on", "max", "off"]
+Backend = Literal["auto", "torch", "openvino"]
 
 _PENDING: Final = "compiling"
 _CPU_STREAMS: Final = 2
@@ -54,6 +55,8 @@ class Predictor:
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. A compiler that is missing or fails is logged, told by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
+        backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
+            installed, has the dtype and agrees with torch, unless torch is to compile.
         max_batch: largest batch ever launched; None for the device's default.
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
@@ -65,7 +68,7 @@ class Predictor:
         compiled: `compiled`, `compiling`, or why not.
 
     Raises:
-        DeviceError: the device or dtype is not available here.
+        DeviceError: the device, dtype or backend is not available here.
         CheckpointError: the weights are not what the config says.
     """
 
@@ -76,6 +79,7 @@ class Predictor:
         device: str = "auto",
         dtype: str = "auto",
         compile_mode: Compile = "auto",
+        backend: Backend = "torch",
         max_batch: int | None = None,
         threads: int | None = None,
         streams: int | None = None,
@@ -93,22 +97,24 @@ class Predictor:
         on_cpu = self._device.type == "cpu"
         self.streams = streams or (min(_CPU_STREAMS, self._threads.all) if on_cpu else _CUDA_STREAMS)
         model = checkpoint.build()
-        self._choose_kernels(model)
         self.parameters = count_parameters(model)
+        # Normalisation in float32, on the device, folded into one multiply and add: (x/255 - mean) / std.
+        std = torch.tensor(checkpoint.preprocess.std, dtype=torch.float64)
+        mean = torch.tensor(checkpoint.preprocess.mean, dtype=torch.float64)
+        self._scale = (1 / (255 * std)).float().reshape(1, -1, 1, 1)
+        self._shift = (-mean / std).float().reshape(1, -1, 1, 1)
+        self._openvino = self._open_openvino(model, backend, compile_mode)
+        self._choose_kernels(model)
         try:
             self._plain = model.to(device=self._device, dtype=self._dtype)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"{self._device}: not enough memory for {self.parameters:,} parameters") from error
         self._model = self._plain
-        # Normalisation in float32, on the device, folded into one multiply and add: (x/255 - mean) / std.
-        std = torch.tensor(checkpoint.preprocess.std, dtype=torch.float64)
-        mean = torch.tensor(checkpoint.preprocess.mean, dtype=torch.float64)
-        self._scale = (1 / (255 * std)).float().to(self._device).reshape(1, -1, 1, 1)
-        self._shift = (-mean / std).float().to(self._device).reshape(1, -1, 1, 1)
+        self._scale, self._shift = self._scale.to(self._device), self._shift.to(self._device)
         self._fused_normalise: Callable[[Tensor], Tensor] | None = None
         self.batch_sizes: tuple[int, ...] | None = None
         self._autotune = compile_mode == "max"
-        self.compiled = self._compile_plan(compile_mode)
+        self.compiled = self._compile_plan(compile_mode if self._openvino is None else "off")
         self._launcher: BatchLauncher | None = None
         if not on_cpu:
             self._launch_with(CudaOps(self._device))
@@ -127,6 +133,11 @@ class Predictor:
     def dtype(self) -> str:
         """Name of the dtype that the network runs in."""
         return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def backend(self) -> str:
+        """What runs the network, with its version; attention of other layers than the last is always torch's."""
+        return f"torch {torch.__version__}" if self._openvino is None else f"openvino {self._openvino.version}"
 
     def warm_up(self) -> None:
         """Run the model once at its smallest and largest batch, so that no request pays for allocations.
@@ -171,6 +182,8 @@ class Predictor:
             with torch.inference_mode():
                 for layers in self._usual_layers:
                     logits = model(self._prepare(images), layers).logits
+                if self._openvino is not None:
+                    logits = logits + self._openvino(images.numpy(), alone=True).logits
             if not logits.isfinite().all():
                 raise DeviceError(f"{self.device}: warm-up gave scores that are not finite in {self.dtype}")
 
@@ -198,14 +211,19 @@ class Predictor:
         layers = tuple(sorted({request.layer for request in maps if request is not None}))
         if self._launcher is not None:
             return self._launch(self._launcher, images, layers, top_k, maps)
-        with self._threads if self._device.type == "cpu" else nullcontext():
-            return self._predict(images, layers, top_k, maps)
+        with self._threads as alone:
+            return self._predict(images, layers, top_k, maps, alone)
 
     def _predict(
-        self, images: NDArray[np.uint8], layers: tuple[int, ...], top_k: int, maps: Sequence[MapRequest | None]
+        self,
+        images: NDArray[np.uint8],
+        layers: tuple[int, ...],
+        top_k: int,
+        maps: Sequence[MapRequest | None],
+        alone: bool,
     ) -> Prediction:
         count = len(images)
-        output = self._forward(images, layers)
+        output = self._forward(images, layers, alone)
         scores, finite = self._scores(output.logits[:count])
         top = scores.topk(top_k, dim=-1)
         found: list[AttentionMap | None] = [None] * count
@@ -257,11 +275,13 @@ class Predictor:
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Raw logits, before temperature: float32 [B, num_classes]; for parity tests and calibration."""
         with torch.inference_mode():
-            output = self._forward(images, ())
+            output = self._forward(images, (), alone=True)
             result: NDArray[np.float32] = output.logits[: len(images)].float().cpu().numpy()
             return result
 
-    def _forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
+    def _forward(self, images: NDArray[np.uint8], layers: tuple[int, ...], alone: bool) -> ViTOutput:
+        if self._openvino is not None and (not layers or (self._openvino.has_row and layers in self._usual_layers)):
+            return self._openvino(images, alone=alone)
         missing = self.launch_size(len(images)) - len(images)
         if missing:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
@@ -310,6 +330,35 @@ class Predictor:
                 module.attend = chunked_attention
             elif isinstance(module, PatchEmbed) and self._device.type == "cuda":
                 module.as_product = True
+
+    def _open_openvino(
+        self, model: VisionTransformer, backend: Backend, compile_mode: Compile
+    ) -> OpenVinoNetwork | None:
+        """The network in OpenVINO if it is asked for, or pays and is there.
+
+        Raises:
+            DeviceError: it is asked for and cannot be.
+        """
+        if backend == "torch" or (backend == "auto" and compile_mode in ("on", "max")):
+            return None
+        reason = unfit(self._device, self._dtype)
+        if reason is None:
+            try:
+                return OpenVinoNetwork(
+                    model,
+                    self._scale,
+                    self._shift,
+                    dtype=self._dtype,
+                    threads=self._threads.all,
+                    streams=self.streams,
+                )
+            except DeviceError as error:
+                if backend == "openvino":
+                    raise
+                logger.warning("torch runs the network: %s", error)
+        elif backend == "openvino":
+            raise DeviceError(f"backend openvino: {reason}")
+        return None
 
     def _compile_plan(self, mode: Compile) -> str:
         if mode == "off":
@@ -405,11 +454,12 @@ class _Threads:
         self._lock = threading.Lock()
         self._running = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         with self._lock:
             self._running += 1
             alone = self._running == 1
         torch.set_num_threads(self.all if alone else 1)  # of the calling thread
+        return alone
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -128,7 +128,13 @@ def create_app(
 def say_what(status: EngineStatus, info: ModelInfo) -> None:
     """Log what is served, once it is."""
     logger.info(
-        "vitserve %s: %s on %s in %s, compile: %s", VERSION, info.name, info.device, info.dtype, status.compiled
+        "vitserve %s: %s on %s in %s, %s, compile: %s",
+        VERSION,
+        info.name,
+        info.device,
+        info.dtype,
+        info.backend,
+        status.compiled,
     )
 
 

@@ -39,7 +39,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
-        DeviceError: the device or dtype is not available here.
+        DeviceError: the device, dtype or backend is not available here.
     """
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -53,6 +53,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         device=settings.device,
         dtype=settings.dtype,
         compile_mode=settings.compile,
+        backend=settings.backend,
         max_batch=settings.max_batch,
         threads=settings.threads,
         streams=settings.streams,
@@ -71,6 +72,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         multi_label=checkpoint.multi_label,
         device=predictor.device,
         dtype=predictor.dtype,
+        backend=predictor.backend,
         max_batch=predictor.max_batch,
         gpu_uuid=predictor.gpu_uuid,
     )

@@ -91,6 +91,7 @@ class ModelInfo:
     multi_label: bool
     device: str
     dtype: str
+    backend: str
     max_batch: int
     gpu_uuid: str | None
 

@@ -114,6 +114,7 @@ class Model(BaseModel):
     multi_label: bool
     device: str
     dtype: str
+    backend: Annotated[str, Field(description="what runs the network, with its version")]
     compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
     max_batch: int
     batch_sizes: Annotated[list[int] | None, Field(description="fixed launch sizes; null: any up to max_batch")]

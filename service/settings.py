@@ -110,12 +110,17 @@ class Settings(BaseSettings):
         description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU, `max` tries several kernels first "
         "(minutes at the first start)",
     )
+    backend: Literal["auto", "torch", "openvino"] = Field(
+        "auto",
+        description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
+        "where it is installed and torch is not to compile",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
     streams: int | None = Field(
         None,
         ge=1,
         le=64,
-        description="batches under way at the same time. Default: 1 on the CPU, 2 on CUDA",
+        description="batches under way at the same time. Default: 2, or 1 on a single core",
     )
     decode_threads: int | None = Field(
         None,

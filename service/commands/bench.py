@@ -110,7 +110,7 @@ async def _measure(
 def _print(arguments: argparse.Namespace, model: Model, pictures: int, result: Result) -> None:
     rows = {
         "server": arguments.url,
-        "model": f"{model.name}, {model.device} in {model.dtype}, compile: {model.compiled}",
+        "model": f"{model.name}, {model.device} in {model.dtype}, {model.backend}, compile: {model.compiled}",
         "load": f"{arguments.concurrency} clients, {pictures} picture(s), attention {str(arguments.attention).lower()}",
         "client": f"httpx {httpx.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores shared",
         "answered": f"{len(result.latencies)} in {result.seconds:.1f} s",

@@ -52,6 +52,7 @@ async def model(pipeline: PipelineDependency) -> Model:
         multi_label=info.multi_label,
         device=info.device,
         dtype=info.dtype,
+        backend=info.backend,
         compiled=status.compiled,
         max_batch=info.max_batch,
         batch_sizes=None if status.batch_sizes is None else list(status.batch_sizes),

@@ -77,6 +77,7 @@ def model_info(**changes: Any) -> ModelInfo:
         "multi_label": False,
         "device": "cpu",
         "dtype": "float32",
+        "backend": "fake 1.0",
         "max_batch": 4,
         "gpu_uuid": None,
     }

@@ -1,0 +1,104 @@
+"""OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.errors import DeviceError
+from model.openvino_network import installed, unfit
+from model.prediction import MapRequest
+from model.predictor import Predictor
+
+pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Predictor, Predictor]:
+    checkpoint = load_checkpoint("bundled")
+    made = [
+        Predictor(checkpoint, device="cpu", dtype="float32", backend=name, threads=2, streams=2)
+        for name in ("torch", "openvino")
+    ]
+    made[1].warm_up()
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
+    wanted = [MapRequest(layer=both[0].config.depth - 1, head="mean")] * count
+    expected, found = (one.predict(images[:count], top_k=10, maps=wanted) for one in both)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+    for ours, theirs in zip(found.maps, expected.maps, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
+
+
+def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    wanted = [MapRequest(layer=0, head=1), None]
+    expected, found = (one.predict(images[:2], top_k=3, maps=wanted) for one in both)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    assert found.maps[0] is not None
+    assert expected.maps[0] is not None
+    np.testing.assert_array_equal(found.maps[0].values, expected.maps[0].values)
+    assert found.maps[1] is None
+
+
+def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    batches = [images[i : i + 1 + i % 3] for i in range(5)] * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda batch: both[1].predict(batch, top_k=10), batches))
+    for batch, one in zip(batches, found, strict=True):
+        expected = both[0].predict(batch, top_k=10)
+        np.testing.assert_allclose(one.scores, expected.scores, atol=1e-4)
+
+
+def test_it_says_what_runs(both: tuple[Predictor, Predictor]) -> None:
+    assert both[0].backend.startswith("torch ")
+    assert both[1].backend.startswith("openvino ")
+    assert both[1].compiled == "off"
+
+
+def test_auto_leaves_compiling_and_other_dtypes_to_torch() -> None:
+    checkpoint = load_checkpoint("bundled")
+    for options in ({"compile_mode": "on"}, {"dtype": "float16"}):
+        made = Predictor(checkpoint, device="cpu", backend="auto", **options)  # type: ignore[arg-type]
+        assert made.backend.startswith("torch ")
+
+
+def test_what_it_cannot_do_is_told() -> None:
+    with pytest.raises(DeviceError, match="backend openvino: it has no float16 here"):
+        Predictor(load_checkpoint("bundled"), device="cpu", dtype="float16", backend="openvino")
+    assert "runs on the CPU" in str(unfit(torch.device("cuda", 0), torch.float32))
+    assert unfit(CPU, torch.float32) is None
+
+
+def test_nothing_is_reported_to_its_maker(tmp_path) -> None:
+    code = (
+        "import sys; from model.openvino_network import unfit; import torch;"
+        "unfit(torch.device('cpu'), torch.float32);"
+        "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []
