@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from service.errors import Draining
 
 
@@ -23,3 +25,11 @@ class Lifecycle:
         """
         if self.draining:
             raise Draining("the service is about to stop: try another instance")
+
+
+def settle() -> None:
+    """Take what start-up made out of the garbage collector's sight: it stays until the end, and looking through all of
+    it again and again costs each request a few hundredths of its time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -12,7 +12,7 @@ from service.admission import SharedPlaces
 from service.app import create_app, say_what
 from service.engine import Engine
 from service.engine_ipc import EngineGroup, RemoteEngine
-from service.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle, settle
 from service.metrics import Metrics
 from service.processes import Shared
 from service.server import Server
@@ -47,6 +47,8 @@ def run_web(settings: Settings, shared: Shared, worker: int, metrics: Metrics) -
         board.worker_state[worker] = Board.SERVING if serving else Board.LISTENING
         if serving and worker == 0 and engine.info is not None:
             say_what(engine.status, engine.info)
+        if serving:
+            settle()
         os.kill(shared.supervisor, CHANGED)
 
     app = create_app(

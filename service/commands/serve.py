@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from service import logs
 from service.app import create_app, say_what
 from service.engine import LocalEngine
-from service.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle, settle
 from service.loading import load_predictor
 from service.metrics import Metrics, count_in_files
 from service.server import Server, exit_now
@@ -149,6 +149,7 @@ def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
     if not server.started:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
         return
+    settle()
     say_what(engine.status, info)
     _say_where(settings, server.port)
 
