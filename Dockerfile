@@ -15,10 +15,12 @@ RUN python -m venv --without-pip /opt/venv
 # https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
 ARG TORCH_INDEX_URL=
 RUN pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
-# These extras are small, and quiet where they have nothing to do.
-RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+# These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
+ARG EXTRAS="gpu hub"
+RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
-        print(*project["dependencies"], *extras["gpu"], *extras["hub"], sep="\n")' >requirements.txt \
+        print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \
+        ${EXTRAS} >requirements.txt \
     && pip --python /opt/venv/bin/python install -r requirements.txt
 
 # Apart from its dependencies, so that a change of code replaces megabytes and not gigabytes.

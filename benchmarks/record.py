@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.checkpoints import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
-_VERSIONS = ("vitserve", "torch", "transformers", "numpy", "pillow", "fastapi", "uvicorn")
+_VERSIONS = ("vitserve", "torch", "openvino", "transformers", "numpy", "pillow", "fastapi", "uvicorn")
 
 
 class Record:
