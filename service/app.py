@@ -41,6 +41,7 @@ from service.problems import MEDIA_TYPE, body, problem_of
 from service.recent import KeepsPictures, RecentImages
 from service.routes import attention, classify, operations
 from service.settings import Settings
+from service.shortcut import Shortcut
 
 logger = logging.getLogger("vitserve")
 
@@ -112,7 +113,7 @@ def create_app(
 
     public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]
-    layers: ASGIApp = ApiKeys(app, keys, public, metrics)
+    layers: ASGIApp = ApiKeys(Shortcut(app, pipeline), keys, public, metrics)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,

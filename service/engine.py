@@ -82,6 +82,11 @@ class Engine(Protocol):
         """How it is doing right now."""
         ...
 
+    @property
+    def ready(self) -> bool:
+        """Whether it takes images: `status` says "ready", for those who only ask that, with each request."""
+        ...
+
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading; `on_change` is called on the event loop whenever the state changes."""
         ...
@@ -179,6 +184,11 @@ class LocalEngine:
             batch_sizes=predictor.batch_sizes if predictor else None,
             queue_depth=len(queue) if queue is not None else 0,
         )
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes images."""
+        return self._state == "ready"
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on the engine's thread."""

@@ -518,6 +518,11 @@ class EngineGroup:
             restarts=sum(status.restarts for status in all_of_them),
         )
 
+    @property
+    def ready(self) -> bool:
+        """Whether one of them takes images."""
+        return any(engine.ready for engine in self.engines)
+
     def start(self, on_change: Callable[[], None]) -> None:
         """Start all."""
         for engine in self.engines:

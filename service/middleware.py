@@ -188,9 +188,7 @@ class ApiKeys:
         if scope["type"] != "http" or not self._keys or scope["path"] in self._public or self._knows(scope):
             await self._app(scope, receive, send)
             return
-        problem = problem_of(Unauthorized("an API key is needed: Authorization: Bearer KEY"))
-        self._metrics.rejected.labels(problem.code).inc()
-        await send_problem(send, problem.status, problem.headers(), body(problem, scope["vit.request_id"]))
+        await refuse(scope, send, Unauthorized("an API key is needed: Authorization: Bearer KEY"), self._metrics)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -198,6 +196,13 @@ class ApiKeys:
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
         matches = [hmac.compare_digest(offered, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+
+async def refuse(scope: Scope, send: Send, error: Exception, metrics: Metrics) -> None:
+    """Answer a request with what its error is on the wire, and count that."""
+    problem = problem_of(error)
+    metrics.rejected.labels(problem.code).inc()
+    await send_problem(send, problem.status, problem.headers(), body(problem, scope["vit.request_id"]))
 
 
 async def send_problem(send: Send, status: int, headers: dict[str, str], content: bytes) -> None:

@@ -85,10 +85,10 @@ class Pipeline:
         Raises:
             EngineUnavailable: no model is ready.
         """
-        status = self.engine.status
-        if self.engine.info is None or status.state != "ready":
-            raise EngineUnavailable(status.reason)
-        return self.engine.info
+        info = self.engine.info
+        if info is None or not self.engine.ready:
+            raise EngineUnavailable(self.engine.status.reason)
+        return info
 
     def admit(self) -> Reservation:
         """A place in the service, before any work; use it as a context manager.
@@ -118,7 +118,7 @@ class Pipeline:
                 pictures = await read_pictures(request.headers, request.receive, limits, reservation.extend)
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        self.metrics.stage_duration.labels("read").observe(time.monotonic() - started)
+        self.metrics.stages["read"].observe(time.monotonic() - started)
         return pictures
 
     async def read_one(self, request: Request, reservation: Reservation) -> bytearray:
@@ -156,7 +156,7 @@ class Pipeline:
             return Decoded(pixels, time.perf_counter() - started)
 
         decoded = await self.in_thread(work)
-        self.metrics.stage_duration.labels("decode").observe(decoded.seconds)
+        self.metrics.stages["decode"].observe(decoded.seconds)
         return decoded
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -192,8 +192,8 @@ class Pipeline:
         """
         request = InferenceRequest(pixels, top_k, map_request)
         result = await self.engine.infer(request, timeout=deadline.remaining())
-        self.metrics.stage_duration.labels("queue").observe(result.queue_seconds)
-        self.metrics.stage_duration.labels("inference").observe(result.inference_seconds)
+        self.metrics.stages["queue"].observe(result.queue_seconds)
+        self.metrics.stages["inference"].observe(result.inference_seconds)
         return result
 
 

@@ -49,6 +49,21 @@ async def classify(
     request: Request, pipeline: PipelineDependency, top_k: TopK = None, attention: WithAttention = False
 ) -> Response:
     """Classify one picture: a multipart field `file`, or the raw body."""
+    return await classify_one(request, pipeline, top_k, attention)
+
+
+async def classify_one(request: Request, pipeline: Pipeline, top_k: int | None, attention: bool) -> Response:
+    """The answer to POST /classify; `service.shortcut` asks for it, too.
+
+    Args:
+        request: its body is not read yet.
+        pipeline: see there.
+        top_k: positive, or None for the default.
+        attention: whether the answer has a map.
+
+    Raises:
+        ServiceError, VitError: the answer is a problem.
+    """
     question = _Question(pipeline, request, top_k, attention)
     with pipeline.admit() as reservation:
         picture = await pipeline.read_one(request, reservation)

@@ -264,6 +264,10 @@ class FakeEngine:
     def status(self) -> EngineStatus:
         return EngineStatus("cpu", self.state, self.reason, "off", None, self.waiting)  # type: ignore[arg-type]
 
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
     def start(self, on_change: Callable[[], None]) -> None:
         on_change()
 
