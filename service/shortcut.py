@@ -22,7 +22,7 @@ from service.middleware import refuse
 from service.pipeline import Pipeline
 from service.routes.classify import classify_one
 
-_PLAIN = re.compile(rb"(?:top_k=([1-9][0-9]{0,5}))?&?(?:attention=(true|false))?")
+_PLAIN = re.compile(rb"(?:top_k=([1-9][0-9]{0,5}))?(?:(?:^|(?<=[0-9])&)attention=(true|false))?")
 """The query string as most callers write it, if at all."""
 
 
