@@ -96,11 +96,18 @@ def versions() -> dict[str, str]:
         # wrk tells its version with its usage, and fails.
         banner = subprocess.run(["wrk", "-v"], capture_output=True, text=True, check=False).stdout
         found["wrk"] = banner.split()[1].split("/")[-1] if banner else "unknown"
-        commit = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-        found["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+        found["commit"] = _git("describe", "--always")
+        # Records are written here as well, and documents do not run.
+        if _git("status", "--porcelain", "--", "model", "service", "benchmarks/*.py", "benchmarks/peers"):
+            found["commit"] += "-dirty"
     except (OSError, subprocess.CalledProcessError):
         pass
     return found
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def medians(measurements: Iterable[Mapping[str, float]]) -> dict[str, float]:
