@@ -11,7 +11,8 @@ import signal
 from collections.abc import Callable
 
 from service.engine import LocalEngine, Predicts
-from service.engine_ipc import EngineLink, EngineServer
+from service.engine_link import EngineLink
+from service.engine_server import EngineServer
 from service.messages import ModelInfo
 from service.metrics import Metrics
 from service.settings import Settings

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from service.engine_ipc import EngineLink
+from service.engine_link import EngineLink
 from service.errors import SettingsError
 from service.settings import Settings
 from service.shared_memory import Board, SharedFile

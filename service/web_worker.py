@@ -11,10 +11,11 @@ import signal
 from service.admission import SharedPlaces
 from service.app import create_app, say_what
 from service.engine import Engine
-from service.engine_ipc import EngineGroup, RemoteEngine
+from service.engine_group import EngineGroup
 from service.lifecycle import Lifecycle, settle
 from service.metrics import Metrics
 from service.processes import Shared
+from service.remote_engine import RemoteEngine
 from service.server import Server
 from service.settings import Settings
 from service.shared_memory import Board

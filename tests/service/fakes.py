@@ -20,9 +20,11 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.prediction import AttentionMap, MapRequest, Prediction
 from service.engine import Engine, LocalEngine
-from service.engine_ipc import EngineLink, EngineServer, RemoteEngine
+from service.engine_link import EngineLink
+from service.engine_server import EngineServer
 from service.errors import ServiceError
 from service.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.remote_engine import RemoteEngine
 from service.shared_memory import Board
 
 PATIENCE = 30.0

@@ -16,10 +16,13 @@ from fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_lo
 
 from model.prediction import MapRequest
 from service.engine import LocalEngine
-from service.engine_ipc import EngineGroup, EngineLink, EngineServer, RemoteEngine
+from service.engine_group import EngineGroup
+from service.engine_link import EngineLink
+from service.engine_server import EngineServer
 from service.errors import EngineUnavailable, QueueFull
 from service.frames import Hello, Submit, encode
 from service.messages import InferenceRequest, InferenceResult
+from service.remote_engine import RemoteEngine
 from service.shared_memory import Board
 
 
