@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest
 from service.middleware import BROKEN_FRAMING, request_id_from
@@ -32,6 +32,8 @@ class HttpProtocol(HttpToolsProtocol):
     _offer = False
     """Whether this head offers to go on in another protocol."""
     _refused = False
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered, or was last."""
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
@@ -41,10 +43,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the clocks, and tell the request that is being answered."""
         self._stop_head_timer()
         self._stop_stall_timer()
         super().connection_lost(exc)
+        # uvicorn tells the newest request, which may be one that waits for its turn behind this one.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Bound what the parser takes without end: headers, chunk extensions, trailers, and waiting for them."""
@@ -85,6 +91,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Body bytes are bounded by whoever reads them."""

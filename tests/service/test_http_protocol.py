@@ -253,6 +253,23 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize("target", [b"/classify", b"/classify?attention=0"])
+async def test_leaving_with_another_request_in_line_cancels_the_one_that_is_being_answered(target: bytes) -> None:
+    async with listening() as server:
+        server.app.engine.gate.clear()
+        async with server.connect() as connection:
+            await connection.send(post(png(1)).replace(b"/classify", target) + GET)
+            while server.app.engine.waiting == 0:
+                await asyncio.sleep(0.001)
+        while server.app.metric("vit_cancelled_total") == 0:
+            await asyncio.sleep(0.001)
+        assert server.app.engine.cancelled == 1
+        assert server.app.metric("vit_requests_total", endpoint="/classify", code="499") == 1
+        assert server.app.metric("vit_rejected_total", reason="internal_error") == 0
+        assert pipeline_of(server.app).places.taken == 0
+
+
+@on_a_loop
 async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None:
     async with listening(queue_size=2) as server:
         async with server.connect() as connection:
