@@ -39,6 +39,8 @@ class Record:
         if command not in self.data["commands"]:
             self.data["commands"].append(command)
         self.data |= {"device": device(), "versions": versions(), "dtype": dtype, **about}
+        # A record that is continued may hold measurements of several states of the code.
+        self.data.setdefault("commits", {})[command] = self.data["versions"].get("commit", "unknown")
         self.data.setdefault("started", _now())
 
     def section(self, *names: str) -> dict[str, Any]:
