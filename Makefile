@@ -55,11 +55,17 @@ format: $(VENV)/.check
 	$(BIN)/ruff format .
 
 # Takes about an hour with the peers, on a machine that does nothing else; a run that was cut short goes on.
+# Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
+RESULTS ?= runs/benchmarks
+
 bench: $(VENV)/.test
-	$(BIN)/python -m benchmarks.cpu
-	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers; \
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.decode --out $(RESULTS)
+	$(BIN)/python -m benchmarks.cpu --record $(RESULTS)/cpu.json
+	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers --record $(RESULTS)/peers-cpu.json; \
 	else echo "Peers are not installed: make bench-peers"; fi
-	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.figures --results $(RESULTS) --output $(RESULTS)
+	@echo "Records and pictures: $(RESULTS). The next run continues them; remove them to measure anew."
 
 bench-peers: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers.make_environments
