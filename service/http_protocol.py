@@ -74,6 +74,9 @@ class HttpProtocol(HttpToolsProtocol):
                 # The parser takes what follows for another protocol, but no server need accept an offer: the same
                 # head without it, and then the body. (Java's client offers h2c with each of its first requests.)
                 data = self._head_without_offer() + data[upgrade.args[0] :]
+                if not self.parser.should_keep_alive():
+                    # This one takes nothing more after a head that says "close".
+                    self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError:
                 self.send_400_response("this is not HTTP/1.1")
                 return

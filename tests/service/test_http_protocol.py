@@ -444,6 +444,19 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(upg
 
 
 @on_a_loop
+async def test_an_offer_of_another_protocol_on_a_connection_that_is_to_close() -> None:
+    headers = ("Connection: Upgrade, HTTP2-Settings, close", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk")
+    async with listening() as server, server.connect() as connection:
+        padding = bytes(100_000)  # behind the picture's end, where decoders do not look
+        await connection.send(post(png(4) + padding, *headers))
+        answer = await connection.answer()
+        assert answer.status == 200
+        assert json.loads(answer.body)["predictions"][0]["index"] == 4
+        assert answer.headers["connection"] == "close"
+        assert await connection.is_closed()
+
+
+@on_a_loop
 async def test_an_old_client_gets_its_answer_and_a_closed_connection() -> None:
     async with listening() as server, server.connect() as connection:
         await connection.send(b"GET /healthz HTTP/1.0\r\n\r\n")
