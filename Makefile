@@ -54,10 +54,10 @@ format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes about an hour with the peers, on a machine that does nothing else; a run that was cut short goes on.
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks
 
+# Takes an hour and a half with the peers, on a machine that does nothing else; a run that was cut short goes on.
 bench: $(VENV)/.test
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m benchmarks.decode --out $(RESULTS)

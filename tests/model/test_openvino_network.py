@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from model import openvino_network
 from model.checkpoint import load_checkpoint
 from model.errors import DeviceError
 from model.openvino_network import installed, unfit
 from model.prediction import MapRequest
 from model.predictor import Predictor
+from model.vit import ViTOutput
 
 pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
 CPU = torch.device("cpu")
@@ -78,6 +80,31 @@ def test_auto_leaves_compiling_and_other_dtypes_to_torch() -> None:
     for options in ({"compile_mode": "on"}, {"dtype": "float16"}):
         made = Predictor(checkpoint, device="cpu", backend="auto", **options)  # type: ignore[arg-type]
         assert made.backend.startswith("torch ")
+
+
+@pytest.mark.skipif(unfit(CPU, torch.bfloat16) is not None, reason="this CPU has no bfloat16 that OpenVINO uses")
+def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="bfloat16", backend="openvino")
+    expected = both[0].logits(images)
+    off = np.linalg.norm(made.logits(images) - expected) / np.linalg.norm(expected)
+    assert 0 < off < 0.03
+
+
+def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = openvino_network.OpenVinoNetwork.__call__
+
+    def wrong(self: openvino_network.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> ViTOutput:
+        output = whole(self, images, alone=alone)
+        return output._replace(logits=output.logits.flip(-1))
+
+    monkeypatch.setattr(openvino_network.OpenVinoNetwork, "__call__", wrong)
+    checkpoint = load_checkpoint("bundled")
+    assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
+    assert "of their norm away from torch's" in caplog.text
+    with pytest.raises(DeviceError, match="of their norm away"):
+        Predictor(checkpoint, device="cpu", backend="openvino")
 
 
 def test_what_it_cannot_do_is_told() -> None:
