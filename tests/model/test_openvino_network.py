@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ import torch
 
 from model import openvino_network
 from model.checkpoint import load_checkpoint
+from model.config import ViTConfig
 from model.errors import DeviceError
 from model.openvino_network import installed, unfit
 from model.prediction import MapRequest
 from model.predictor import Predictor
-from model.vit import ViTOutput
+from model.vit import VisionTransformer, ViTOutput
 
 pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
 CPU = torch.device("cpu")
@@ -67,6 +70,41 @@ def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images
     for batch, one in zip(batches, found, strict=True):
         expected = both[0].predict(batch, top_k=10)
         np.testing.assert_allclose(one.scores, expected.scores, atol=1e-4)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"pool": "mean", "class_token": False, "position_prefix": False},
+    {"pool": "attention", "class_token": False, "position_prefix": False},
+    {"pool": "mean_max"},
+    {"pool": "cls_mean"},
+    {"registers": 4, "position_prefix": False},
+    {"distillation_token": True, "distillation_head": True},
+    {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
+    {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
+    {"relative_position_bias": True, "activation": "quick_gelu"},
+    {"depth": 1},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.ndarray) -> None:
+    bundled = load_checkpoint("bundled")
+    config = ViTConfig.model_validate({**bundled.config.model_dump(), "depth": 2, **kind})
+    torch.manual_seed(0)
+    weights = VisionTransformer(config).state_dict()
+    tensors = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
+    checkpoint = replace(bundled, config=config, tensors=tensors)
+    expected, found = (
+        Predictor(checkpoint, device="cpu", dtype="float32", backend=name, threads=2) for name in ("torch", "openvino")
+    )
+    for count in (1, 2, 7):
+        np.testing.assert_allclose(found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4)
+        wanted = [MapRequest(layer=config.depth - 1)] * count
+        maps = [one.predict(images[:count], top_k=1, maps=wanted).maps for one in (expected, found)]
+        for ours, theirs in zip(maps[1], maps[0], strict=True):
+            assert ours is not None
+            assert theirs is not None
+            np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
 
 
 def test_it_says_what_runs(both: tuple[Predictor, Predictor]) -> None:
