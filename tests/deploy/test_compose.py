@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from strict_yaml import load_documents
 
 from service.settings import ENV_PREFIX, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def compose(*names: str) -> list[dict[str, Any]]:
-    return [yaml.safe_load((REPOSITORY / name).read_text()) for name in names]
+def load(name: str) -> dict[str, Any]:
+    (document,) = load_documents(REPOSITORY / name)
+    return document
 
 
-BASE, GPU, CPU = compose("docker-compose.yml", "docker-compose.override.yml", "docker-compose.cpu.yml")
+BASE = load("docker-compose.yml")
+GPU = load("docker-compose.override.yml")
+CPU = load("docker-compose.cpu.yml")
 
 
 def default(value: str) -> str:
@@ -91,7 +96,7 @@ def test_caches_are_in_the_volume():
 
 
 def test_prometheus_scrapes_the_service_where_it_listens():
-    config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())
+    config = load("deploy/prometheus/prometheus.yml")
     (job,) = config["scrape_configs"]
     (static,) = job["static_configs"]
     host, port = static["targets"][0].split(":")
@@ -114,3 +119,43 @@ def test_prometheus_accepts_its_configuration():
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def docker_compose(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `docker compose` in the repository, without the caller's settings, .env file and other compose files."""
+    environment = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "DOCKER_CONFIG"}}
+    return subprocess.run(
+        ["docker", "compose", "--env-file", os.devnull, *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def compose_v2():
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed")
+    version = docker_compose("version")
+    if version.returncode != 0:
+        pytest.skip(f"`docker compose version` does not work: {version.stderr.strip()}")
+
+
+@pytest.mark.usefixtures("compose_v2")
+@pytest.mark.parametrize(
+    ("files", "gpus"),
+    [([], 1), (["docker-compose.yml"], 0), (["docker-compose.yml", "docker-compose.cpu.yml"], 0)],
+    ids=["plain up", "base", "base and cpu"],
+)
+def test_compose_accepts_its_files_without_a_warning(files, gpus):
+    named = [argument for file in files for argument in ("-f", file)]
+
+    done = docker_compose(*named, "config", "--format", "json")
+
+    assert done.returncode == 0, done.stderr
+    assert "level=warning" not in done.stderr
+    config = json.loads(done.stdout)
+    assert config["services"].keys() == BASE["services"].keys()
+    assert len(devices(config)) == gpus

@@ -1,0 +1,32 @@
+"""YAML as Compose v2, Prometheus and Kubernetes read it: a key that stands twice in a mapping is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which PyYAML's own loaders silently keep the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Checked before `<<` is resolved: a key that overrides a merged one is no duplicate.
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    "while composing a mapping", node.start_mark, f"found duplicate key {key.value!r}", key.start_mark
+                )
+            seen.add((key.tag, key.value))
+        return node
+
+
+def load_documents(path: Path) -> list[Any]:
+    """Return the documents of the file `path`; raise `yaml.YAMLError`, which names the line, if one is not valid."""
+    with path.open(encoding="utf-8") as file:
+        return list(yaml.load_all(file, Loader=UniqueKeyLoader))
