@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from timm_reference import timm, transformers
 
 from model.checkpoint.files import Folder
 from model.checkpoint.huggingface import FAMILIES
+from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import read_preprocessor
 from model.checkpoint.timm import _preprocess
 from model.config import PreprocessConfig
+from model.errors import CheckpointError
 from model.preprocess import preprocess
 
 BY_CLASS = {family.class_name: family for family in FAMILIES}
@@ -60,7 +63,19 @@ CROPS: dict[str, dict[str, Any]] = {
     },
 }
 
+CLASSES = ("ViT", "DeiT", "Bit", "Beit", "CLIP", "Siglip")
 
+SIZES: dict[str, Any] = {
+    "number": 96,
+    "height-width": {"height": 90, "width": 120},
+    "shortest-edge": {"shortest_edge": 96},
+}
+
+NUMBERS = {"crop_size": 80, "resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+"""What a file has to hold beside its size; all that is done with them is left open."""
+
+
+@cache
 def generated() -> list[bytes]:
     """Small noisy pictures of odd sizes, so that margins are odd and every pixel counts."""
     numbers = np.random.default_rng(0)
@@ -88,13 +103,17 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
     processor = getattr(transformers(), name)(**options)
     processor.save_pretrained(folder)
     saved = json.loads((folder / "preprocessor_config.json").read_text())
-    config = read_preprocessor(saved, BY_CLASS[family], Folder(folder, str(folder)))
+    return read_preprocessor(saved, BY_CLASS[family], Folder(folder, str(folder))), resized_by(processor)
+
+
+def resized_by(processor: Any) -> Any:
+    """The pixels 0...255 that an image processor of transformers makes of a picture, before it normalises them."""
 
     def reference(image: Image.Image) -> NDArray[np.float64]:
         pixels = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
         return np.asarray(pixels, dtype=np.float64).transpose(1, 2, 0)
 
-    return config, reference
+    return reference
 
 
 def timm_case(case: str) -> tuple[PreprocessConfig, Any]:
@@ -120,6 +139,86 @@ def largest_difference(config: PreprocessConfig, reference: Any, data: bytes) ->
 def test_pixels_are_those_of_transformers_processors(case: str, tmp_path: Path) -> None:
     config, reference = huggingface_case(case, tmp_path)
     assert max(largest_difference(config, reference, data) for data in generated()) <= 1
+
+
+def assert_read_as_by_transformers(file: dict[str, Any], family: Family, folder: Path, **config: Any) -> None:
+    """The processor that transformers chooses for this family and file does to a picture what is read here.
+
+    Where its pictures have no one size, the file is refused.
+    """
+    # transformers has no processor of its own for DINOv2 with registers; the released models name DINOv2's.
+    model_type = family.model_type.removesuffix("_with_registers")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(file))
+    processor = transformers().AutoImageProcessor.from_pretrained(folder, backend="pil")
+    reference = resized_by(processor)
+    wide, tall = generated()[:2]
+    if reference(upright(wide)).shape != reference(upright(tall)).shape:
+        with pytest.raises(CheckpointError, match="no one input size"):
+            read_preprocessor(file, family, Folder(folder, str(folder)))
+        return
+    read = read_preprocessor(file, family, Folder(folder, str(folder)))
+    assert max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
+    assert (read.mean, read.std) == (processor.image_mean, processor.image_std)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [None, *CLASSES])
+@pytest.mark.parametrize("family", BY_CLASS)
+def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
+    family: str, name: str | None, size: str, tmp_path: Path
+) -> None:
+    named = {} if name is None else {"feature_extractor_type": f"{name}FeatureExtractor"}
+    assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("family", BY_CLASS)
+def test_what_transformers_saves_is_read_whatever_the_family(family: str, name: str, tmp_path: Path) -> None:
+    getattr(transformers(), f"{name}ImageProcessorPil")().save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert_read_as_by_transformers(saved, BY_CLASS[family], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "open_file",
+    [
+        {"image_processor_type": "CLIPImageProcessor"},
+        {"image_processor_type": "CLIPImageProcessorFast"},
+        {"image_processor_type": "CLIPImageProcessorPil"},
+        {"image_processor_type": "CLIPImageProcessor", "feature_extractor_type": "ViTFeatureExtractor"},
+        {"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"},
+        {"default_to_square": False, "do_center_crop": True},
+        {"image_processor_type": "CLIPImageProcessor", "default_to_square": True, "do_center_crop": False},
+    ],
+    ids=lambda file: "-".join(map(str, file.values())),
+)
+def test_every_way_of_naming_a_class_or_step_counts(open_file: dict[str, Any], tmp_path: Path) -> None:
+    file = NUMBERS | {"size": 96} | open_file
+    assert_read_as_by_transformers(file, BY_CLASS["ViTForImageClassification"], tmp_path)
+
+
+def test_a_class_may_be_named_in_the_models_config(tmp_path: Path) -> None:
+    family = BY_CLASS["ViTForImageClassification"]
+    file = NUMBERS | {"size": 96}
+    assert_read_as_by_transformers(file, family, tmp_path, image_processor_type="CLIPImageProcessor")
+
+
+def test_feature_extractors_that_transformers_5_no_longer_has_are_their_image_processors(tmp_path: Path) -> None:
+    def read(name: str) -> PreprocessConfig:
+        file = NUMBERS | {"size": 96, "image_processor_type": name}
+        return read_preprocessor(file, BY_CLASS["ViTForImageClassification"], Folder(tmp_path, str(tmp_path)))
+
+    assert read("CLIPFeatureExtractor") == read("CLIPImageProcessor") != read("ViTImageProcessor")
+
+
+def test_a_crop_without_height_and_width_is_refused_as_by_transformers(tmp_path: Path) -> None:
+    file = NUMBERS | {"size": 96, "crop_size": {"shortest_edge": 80}}
+    # transformers 5.23 stumbles over its own ValueError.
+    with pytest.raises((ValueError, AttributeError)):
+        resized_by(transformers().CLIPImageProcessorPil(**file))(upright(generated()[0]))
+    with pytest.raises(CheckpointError, match="crop_size is a shortest_edge: expected a number, or height and width"):
+        read_preprocessor(file, BY_CLASS["CLIPForImageClassification"], Folder(tmp_path, str(tmp_path)))
 
 
 @pytest.mark.parametrize("case", CROPS)

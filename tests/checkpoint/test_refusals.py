@@ -294,6 +294,7 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ("huggingface", "preprocessor_config.json", "rescale_factor", 0.1, "rescale_factor"),
         ("huggingface", "preprocessor_config.json", "do_resize", False, "do_resize"),
         ("huggingface", "preprocessor_config.json", "resample", 9, "resample"),
+        ("huggingface", "preprocessor_config.json", "use_square_size", True, "use_square_size is not read"),
         ("huggingface", "preprocessor_config.json", "size", {"shortest_edge": 16}, "no one input size"),
         ("huggingface", "preprocessor_config.json", "size", {"height": 8, "width": 8}, "preprocessing gives"),
         ("native", "config.json", "version", 2, "version"),

@@ -19,7 +19,6 @@ from model.checkpoint.huggingface.family import (
     Converted,
     Count,
     Family,
-    PreprocessorDefaults,
     VisionConfig,
     encoder_names,
     rename_encoder,
@@ -129,7 +128,7 @@ FAMILY: Final = Family(
     config=_config,
     convert=_convert,
     unused=_unused,
-    preprocessor=PreprocessorDefaults(center_crop=False, square=True),
+    image_processor="BeitImageProcessor",
     hub_names=_hub_names,
     resizes=True,
 )

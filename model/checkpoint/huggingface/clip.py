@@ -15,7 +15,6 @@ from model.checkpoint.huggingface.family import (
     Converted,
     Count,
     Family,
-    PreprocessorDefaults,
     VisionConfig,
     take_blocks,
     take_linear,
@@ -100,5 +99,5 @@ FAMILY: Final = Family(
     config=_config,
     convert=_convert,
     unused=_unused,
-    preprocessor=PreprocessorDefaults(center_crop=True, square=False),
+    image_processor="CLIPImageProcessor",
 )

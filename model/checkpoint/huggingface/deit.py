@@ -15,7 +15,6 @@ from model.checkpoint.huggingface.family import (
     Converted,
     Count,
     Family,
-    PreprocessorDefaults,
     VisionConfig,
     encoder_names,
     rename_encoder,
@@ -68,7 +67,7 @@ FAMILY: Final = Family(
     config=_one_head,
     convert=_convert,
     unused=_UNUSED.__contains__,
-    preprocessor=PreprocessorDefaults(center_crop=True, square=True),
+    image_processor="DeiTImageProcessor",
     hub_names=rename_encoder("deit"),
 )
 

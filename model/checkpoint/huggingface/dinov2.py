@@ -21,7 +21,6 @@ from model.checkpoint.huggingface.family import (
     BlockNames,
     Converted,
     Family,
-    PreprocessorDefaults,
     VisionConfig,
     take_blocks,
     take_linear,
@@ -138,7 +137,7 @@ FAMILY: Final = Family(
     convert=lambda stored, config, size: _convert("dinov2", False, stored, config, size),
     # For masked image modelling.
     unused=lambda name: name == "dinov2.embeddings.mask_token",
-    preprocessor=PreprocessorDefaults(center_crop=True, square=False),
+    image_processor="BitImageProcessor",
     hub_names=_hub_names,
     resizes=True,
 )

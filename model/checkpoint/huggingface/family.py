@@ -92,14 +92,6 @@ class VisionConfig(BaseModel):
         return ViTConfig.model_validate(fields | more)
 
 
-class PreprocessorDefaults(NamedTuple):
-    """What a family's image processor does where its file does not say (class attributes in transformers)."""
-
-    center_crop: bool
-    square: bool
-    """Whether a `size` that is one number means a square, or the shorter edge."""
-
-
 @dataclass(frozen=True)
 class Family:
     """One class of transformers that classifies images.
@@ -112,7 +104,7 @@ class Family:
         convert: (tensors, architecture, (rows, columns) of the input) -> architecture and tensors in
             the project's names. A family that resizes its own positions returns another input size.
         unused: whether a tensor is known and has no part in classification.
-        preprocessor: defaults of its image processor.
+        image_processor: the class of its image processor where no file names one.
         antialias: as its `interpolate_pos_encoding`.
         hub_names: tensors under the names of the hub's files, where versions of transformers differ.
         resizes: the class itself takes any input size (DINOv2, BEiT).
@@ -124,7 +116,7 @@ class Family:
     config: Callable[[dict[str, Any], int], ViTConfig]
     convert: Callable[[TensorSource, ViTConfig, Size], Converted]
     unused: Callable[[str], bool]
-    preprocessor: PreprocessorDefaults
+    image_processor: str
     antialias: bool = False
     hub_names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors
     resizes: bool = False

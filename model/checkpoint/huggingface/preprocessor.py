@@ -1,14 +1,14 @@
 """`preprocessor_config.json`, as transformers' PIL image processors read it (image_processing_backends.py).
 
-ViT's and BEiT's squash to a size; DeiT's squashes and crops; BiT's (DINOv2), CLIP's and SigLIP's keep
-the aspect or squash, as their file says. What a file leaves open is the class's attribute, where the
-attribute says what is done; numbers (size, mean, std, filter) must be in the file.
+What a file leaves open is the attribute of the class that it names, where the attribute says what is
+done; only where no file names a class is it that of the model's own family. Numbers (size, mean, std,
+filter) must be in the file.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 
@@ -29,9 +29,26 @@ _RESAMPLING: Final[dict[int, Interpolation]] = {
 }
 """PIL.Image.Resampling, by the numbers that the files hold."""
 
-_PROCESSORS: Final = ("ViT", "DeiT", "Bit", "Beit", "CLIP", "Siglip")
+
+class _Attributes(NamedTuple):
+    """What a class does where the file does not say (models/*/image_processing_*.py)."""
+
+    center_crop: bool
+    square: bool
+    """Whether a `size` that is one number means a square, or the shorter edge (`default_to_square`)."""
+
+
+_PROCESSORS: Final = {
+    "ViT": _Attributes(center_crop=False, square=True),
+    "DeiT": _Attributes(center_crop=True, square=True),
+    "Bit": _Attributes(center_crop=True, square=False),
+    "Beit": _Attributes(center_crop=False, square=True),
+    "CLIP": _Attributes(center_crop=True, square=False),
+    "Siglip": _Attributes(center_crop=False, square=False),
+}
+# Files of transformers 4 name classes that transformers 5 no longer has: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
-_KNOWN: Final = frozenset(prefix + suffix for prefix in _PROCESSORS for suffix in _SUFFIXES)
+_CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES}
 
 
 def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> PreprocessConfig:
@@ -41,9 +58,15 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> Pre
         CheckpointError: a processor or step that is not read here, or a number that is missing.
     """
     where = files.where(PREPROCESSOR_FILE)
-    kind = json.get("image_processor_type", json.get("feature_extractor_type"))
-    if kind is not None and (not isinstance(kind, str) or kind not in _KNOWN):
+    named = (
+        json.get("image_processor_type"),
+        json.get("feature_extractor_type"),
+        (files.config or {}).get("image_processor_type"),
+    )
+    kind = next((name for name in named if name is not None), family.image_processor)
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise CheckpointError(f"{where}: image_processor_type {kind!r:.100} is not read by this version")
+    attributes = _CLASSES[kind]
     if not _flag(json, "do_resize", True, where):
         raise CheckpointError(f"{where}: do_resize is false: the service needs one input size")
     if not _flag(json, "do_rescale", True, where):
@@ -51,13 +74,17 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> Pre
     factor = json.get("rescale_factor", 1 / 255)
     if not _number(factor) or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
         raise CheckpointError(f"{where}: rescale_factor {factor!r:.100}: expected 1/255")
-    if _flag(json, "do_pad", False, where):
-        raise CheckpointError(f"{where}: do_pad is not read by this version")
+    for step in ("do_pad", "use_square_size"):
+        if _flag(json, step, False, where):
+            raise CheckpointError(f"{where}: {step} is not read by this version")
 
-    resize, resize_size = _size(_required(json, "size", where), family.preprocessor.square, where)
+    square = _flag(json, "default_to_square", attributes.square, where)
+    resize, resize_size = _size(json, "size", square, where)
     size = resize_size
-    if _flag(json, "do_center_crop", family.preprocessor.center_crop, where):
-        _, size = _size(_required(json, "crop_size", where), True, where)
+    if _flag(json, "do_center_crop", attributes.center_crop, where):
+        crop, size = _size(json, "crop_size", True, where)
+        if crop == "shortest_edge":
+            raise CheckpointError(f"{where}: crop_size is a shortest_edge: expected a number, or height and width")
     elif resize == "shortest_edge":
         raise CheckpointError(f"{where}: size keeps the aspect and do_center_crop is false: no one input size")
     normalize = _flag(json, "do_normalize", True, where)
@@ -72,16 +99,17 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> Pre
                 "resize_size": resize_size,
                 "interpolation": _RESAMPLING[resample],
                 "crop_rounding": "down",
-                "mean": _statistic(json, "image_mean", where) if normalize else (0.0, 0.0, 0.0),
-                "std": _statistic(json, "image_std", where) if normalize else (1.0, 1.0, 1.0),
+                "mean": _required(json, "image_mean", where) if normalize else (0.0, 0.0, 0.0),
+                "std": _required(json, "image_std", where) if normalize else (1.0, 1.0, 1.0),
             }
         )
     except ValidationError as error:
         raise CheckpointError(f"{where}: {first_problem(error)}") from None
 
 
-def _size(value: Any, square: bool, where: str) -> tuple[str, tuple[int, int]]:
+def _size(json: dict[str, Any], key: str, square: bool, where: str) -> tuple[str, tuple[int, int]]:
     """How a picture is resized, and to what (rows, columns)."""
+    value = _required(json, key, where)
     if type(value) is int:
         return ("squash" if square else "shortest_edge"), (value, value)
     if isinstance(value, dict):
@@ -91,11 +119,7 @@ def _size(value: Any, square: bool, where: str) -> tuple[str, tuple[int, int]]:
                 return "squash", (numbers["height"], numbers["width"])
             if numbers.keys() == {"shortest_edge"}:
                 return "shortest_edge", (numbers["shortest_edge"], numbers["shortest_edge"])
-    raise CheckpointError(f"{where}: size {value!r:.100}: expected a number, height and width, or shortest_edge")
-
-
-def _statistic(json: dict[str, Any], key: str, where: str) -> Any:
-    return _required(json, key, where)
+    raise CheckpointError(f"{where}: {key} {value!r:.100}: expected a number, height and width, or shortest_edge")
 
 
 def _flag(json: dict[str, Any], key: str, default: bool, where: str) -> bool:

@@ -14,7 +14,6 @@ from model.checkpoint.huggingface.clip import BLOCKS, Config, vision_json
 from model.checkpoint.huggingface.family import (
     Converted,
     Family,
-    PreprocessorDefaults,
     take_blocks,
     take_linear,
     take_norm,
@@ -63,5 +62,5 @@ FAMILY: Final = Family(
     config=_config,
     convert=_convert,
     unused=_unused,
-    preprocessor=PreprocessorDefaults(center_crop=False, square=True),
+    image_processor="SiglipImageProcessor",
 )

@@ -11,7 +11,6 @@ from model.checkpoint.huggingface.family import (
     Converted,
     Count,
     Family,
-    PreprocessorDefaults,
     VisionConfig,
     encoder_names,
     rename_encoder,
@@ -55,6 +54,6 @@ FAMILY: Final = Family(
     config=_config,
     convert=_convert,
     unused=_UNUSED.__contains__,
-    preprocessor=PreprocessorDefaults(center_crop=False, square=True),
+    image_processor="ViTImageProcessor",
     hub_names=rename_encoder("vit"),
 )
