@@ -31,9 +31,9 @@ from benchmarks import pictures
 from benchmarks.checkpoints import shared_folder
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
-from model.image_decode import decode
-from model.predictor import Predictor
-from model.preprocess import preprocess, smallest_decoded
+from model.images.decode import decode
+from model.images.preprocess import preprocess, smallest_decoded
+from model.runtime.predictor import Predictor
 
 CONFIGS = {
     "32": PreprocessConfig(

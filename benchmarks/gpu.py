@@ -155,7 +155,7 @@ class Benchmark:
         import numpy as np  # noqa: PLC0415
 
         from benchmarks.gpu_engine import random_pictures  # noqa: PLC0415
-        from model.preprocess import preprocess  # noqa: PLC0415
+        from model.images.preprocess import preprocess  # noqa: PLC0415
 
         subject = random_pictures(ours.checkpoint, count, seed=9)
         for index, file in enumerate(self._files[:count]):
@@ -342,7 +342,7 @@ def decode_rate(files: Sequence[bytes], config: PreprocessConfig, seconds: float
 
 def _decode(files: Sequence[bytes], config: str, seconds: float, begin: Any, results: Any) -> None:
     from model.config import PreprocessConfig  # noqa: PLC0415
-    from model.preprocess import preprocess  # noqa: PLC0415
+    from model.images.preprocess import preprocess  # noqa: PLC0415
 
     parsed = PreprocessConfig.model_validate_json(config)
     preprocess(files[0], parsed)
@@ -434,8 +434,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, save. 0: all stages ran; 1: some failed; 2: no such device."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    from model.device import choose_device  # noqa: PLC0415
     from model.errors import DeviceError  # noqa: PLC0415
+    from model.runtime.device import choose_device  # noqa: PLC0415
 
     try:
         arguments.device = str(choose_device(arguments.device))

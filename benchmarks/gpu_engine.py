@@ -1,7 +1,7 @@
 """The engine alone: uint8 pictures in host memory go in, the top five classes in host memory come out.
 
-`Ours` is `model.predictor.Predictor` as the service runs it. `Reference` is timm's ViT of the same weights under
-torch.compile, or, where timm is not installed, a plain ViT of the same shapes and names; the record says which.
+`Ours` is `model.runtime.predictor.Predictor` as the service runs it. `Reference` is timm's ViT of the same weights
+under torch.compile, or, where timm is not installed, a plain ViT of the same shapes and names; the record says which.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.device import choose_device, choose_dtype
-from model.predictor import Compile, Predictor
+from model.runtime.device import choose_device, choose_dtype
+from model.runtime.predictor import Compile, Predictor
 
 TOP_K = 5
 _WARM_SHARE = 0.25

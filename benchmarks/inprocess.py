@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from model.preprocess import preprocess
-from service.loading import load_predictor
-from service.messages import ModelInfo
+from model.images.preprocess import preprocess
+from service.engine.loading import load_predictor
+from service.engine.messages import ModelInfo
 from service.settings import load_settings
 
 if TYPE_CHECKING:
-    from model.predictor import Predictor
+    from model.runtime.predictor import Predictor
 
 _UNDER_WAY = 32
 """Pictures between decoding and their answer at once, as many as the connections of the load."""

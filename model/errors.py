@@ -14,11 +14,13 @@ The tree:
       TrainingError              data or a recipe that cannot be trained on
         DatasetError
 
-Errors know neither HTTP nor exit codes: `service.app` and `service.__main__` map them.
+Errors know neither HTTP nor exit codes: `service.web.app` and `service.__main__` map them.
 Each message is one line that names the thing and, where there is one, the way out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class VitError(Exception):
@@ -71,3 +73,11 @@ class TrainingError(VitError):
 
 class DatasetError(TrainingError):
     """Training or evaluation data that are missing, unreadable or degenerate."""
+
+
+def first_problem(error: Any) -> str:
+    """One line from a pydantic ValidationError: where and what."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ").replace("\n", " ")
+    return f"{where}: {message}" if where else message

@@ -1,6 +1,6 @@
 """`vitserve`: the composition root and the command line.
 
-Each subcommand is a module of `service.commands`. Torch is imported only when a model is loaded, so
+Each subcommand is a module of `service.cli`. Torch is imported only when a model is loaded, so
 that `vitserve classify --url` needs none and `vitserve --help` is quick.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from model.errors import VitError
-from service.commands import attention, bench, classify, convert, evaluate, inspect, serve, train
+from service.cli import attention, bench, classify, convert, evaluate, inspect, serve, train
 from service.errors import ServiceError
 
 

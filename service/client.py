@@ -13,8 +13,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from service.schemas import BatchClassification, Classification, Labels, Model, ProblemDocument
-from service.upload import FIELD
+from service.schemas import FIELD, BatchClassification, Classification, Labels, Model, ProblemDocument
 
 Picture = str | Path | bytes
 """A file's path, or the bytes of a picture."""

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as types. They know no HTTP: `service.problems` maps them.
+"""What can go wrong with a request, as types. They know no HTTP: `service.web.problems` maps them.
 
     ServiceError
       SettingsError           start-up only

@@ -10,6 +10,9 @@ from pydantic import BaseModel, Field
 
 from model.prediction import AttentionMap
 
+FIELD = "file"
+"""Name of the multipart field that carries a picture."""
+
 
 class Prediction(BaseModel):
     """One class and its score."""

@@ -10,7 +10,7 @@ import pytest
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from model.checkpoint.files import as_float32, first_problem
+from model.checkpoint.files import as_float32
 from model.config import PreprocessConfig, Size, ViTConfig
-from model.errors import CheckpointError
-from model.vit import VisionTransformer, resize_position_embedding
+from model.errors import CheckpointError, first_problem
+from model.network.vit import VisionTransformer, resize_position_embedding
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Checkpoint:
         architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
         config, preprocess: see `model.config`.
         labels: one human description a class, in index order; may repeat.
-        tensors: float32 on the CPU, keyed as `model.vit.VisionTransformer` names its parameters.
+        tensors: float32 on the CPU, keyed as `model.network.vit.VisionTransformer` names its parameters.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.

@@ -354,11 +354,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
-
-
-def first_problem(error: Any) -> str:
-    """One line from a pydantic ValidationError: where and what."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ").replace("\n", " ")
-    return f"{where}: {message}" if where else message

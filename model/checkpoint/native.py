@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, first_problem
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.options import Options
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 FORMAT = "vitserve"
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from model.checkpoint.files import first_problem, read_json_value
+from model.checkpoint.files import read_json_value
 from model.config import PreprocessConfig, Size
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)

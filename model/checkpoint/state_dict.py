@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import Files, SingleFile, TensorSource, first_problem
+from model.checkpoint.files import Files, SingleFile, TensorSource
 from model.checkpoint.options import Options
 from model.checkpoint.timm import TimmArguments, architecture_arguments, rename
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 FORMAT: Final = "state_dict"
 

@@ -20,11 +20,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config
-from model.checkpoint.files import CONFIG_FILE, Files, first_problem
+from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.options import Options, imagenet_labels
 from model.config import Activation, Pool, PreprocessConfig, ResNetStem, Size, ViTConfig
-from model.errors import CheckpointError
-from model.vit import resize_position_embedding
+from model.errors import CheckpointError, first_problem
+from model.network.vit import resize_position_embedding
 
 FORMAT: Final = "timm"
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import Files, SingleFile, TensorSource, first_problem
+from model.checkpoint.files import Files, SingleFile, TensorSource
 from model.checkpoint.options import PREPROCESS_PRESETS, Options, imagenet_labels
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 FORMAT: Final = "torchvision"
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
-from model.predictor import Predictor
-from model.training.calibration import fit_temperature
-from model.training.evaluate import Evaluation, measure, predict_scores
-from model.training.images import Images
+from model.data.labelled_images import Images
+from model.evaluation.calibration import fit_temperature
+from model.evaluation.evaluate import Evaluation, measure, predict_scores
+from model.runtime.predictor import Predictor
 
 STORED: Final = torch.float16
 """Dtype of the weights on disk."""
@@ -29,25 +29,25 @@ class Measured:
     Attributes:
         checkpoint: float32, rounded to `STORED`, with its temperature.
         predictor: of the same weights without it.
-        held_out, held_out_uncalibrated: on the held-out pictures with it and without it.
+        validation, validation_uncalibrated: on the validation pictures with it and without it.
     """
 
     checkpoint: Checkpoint
     predictor: Predictor
-    held_out: Evaluation
-    held_out_uncalibrated: Evaluation
+    validation: Evaluation
+    validation_uncalibrated: Evaluation
 
 
-def round_and_calibrate(checkpoint: Checkpoint, held_out: Images, *, device: str, progress: bool) -> Measured:
+def round_and_calibrate(checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool) -> Measured:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    The temperature is left at 1 where the held-out pictures cannot tell it: where they are fewer than
+    The temperature is left at 1 where the validation pictures cannot tell it: where they are fewer than
     `FEWEST`, or where all of them are answered right and a lower temperature only looks ever better.
 
     Args:
         checkpoint: float32; its temperature is not used.
-        held_out: pictures that were not trained on, in the checkpoint's size.
-        device: see `model.device.choose_device`.
+        validation: pictures that were not trained on, in the checkpoint's size.
+        device: see `model.runtime.device.choose_device`.
         progress: show a bar.
 
     Raises:
@@ -56,15 +56,15 @@ def round_and_calibrate(checkpoint: Checkpoint, held_out: Images, *, device: str
     rounded = {name: tensor.detach().cpu().to(STORED).float() for name, tensor in checkpoint.tensors.items()}
     stored = replace(checkpoint, tensors=rounded, temperature=1.0)
     predictor = Predictor(stored, device=device, dtype="float32", compile_mode="off")
-    logits = log_scores(predictor, held_out, progress=progress)
-    truth = torch.from_numpy(held_out.labels)
+    logits = log_scores(predictor, validation, progress=progress)
+    truth = torch.from_numpy(validation.labels)
     all_right = bool((logits.argmax(dim=1) == truth).all())
     temperature = 1.0 if all_right or len(truth) < FEWEST else fit_temperature(logits, truth)
     return Measured(
         checkpoint=replace(stored, temperature=temperature),
         predictor=predictor,
-        held_out=measure_logits(logits, held_out, temperature, checkpoint.labels),
-        held_out_uncalibrated=measure_logits(logits, held_out, 1.0, checkpoint.labels),
+        validation=measure_logits(logits, validation, temperature, checkpoint.labels),
+        validation_uncalibrated=measure_logits(logits, validation, 1.0, checkpoint.labels),
     )
 
 

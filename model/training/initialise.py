@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.vit import VisionTransformer
+from model.network.vit import VisionTransformer
 
 _TEMPERATURE: Final = 100.0
 """Lowest frequency of the code is 1/_TEMPERATURE; grids here are small, so far below the papers' 10,000."""

@@ -25,18 +25,18 @@ from tqdm import tqdm
 
 from model.checkpoint.checkpoint import check_tensors
 from model.config import ViTConfig
-from model.device import choose_dtype
 from model.errors import CheckpointError, TrainingError
-from model.training.augment import augment
-from model.training.average import kept_share, update_average
-from model.training.erasing import random_erasing
+from model.network.vit import Attention, VisionTransformer
+from model.runtime.device import choose_dtype
+from model.training.augment.augment import augment
+from model.training.augment.erasing import random_erasing
+from model.training.augment.mixing import mix
+from model.training.ema import update_average, warmed_up_decay
 from model.training.initialise import start_patches, start_positions, whitening_sample
-from model.training.mixing import mix
 from model.training.optimisers import make_optimisers
 from model.training.prefetch import read_ahead
 from model.training.recipe import Recipe
 from model.training.state import read_state, write_state
-from model.vit import Attention, VisionTransformer
 
 STATE_FILE: Final = "last.pt"
 BEST_FILE: Final = "best.pt"
@@ -52,15 +52,15 @@ class Data:
 
     Attributes:
         pixels: uint8 [N, C, H, W], not smaller than the model's input unless the recipe resizes crops.
-        held_out_pixels: uint8 [M, C, H, W] of the size of the model's input.
-        labels, held_out_labels: int64 [N] and [M].
+        validation_pixels: uint8 [M, C, H, W] of the size of the model's input.
+        labels, validation_labels: int64 [N] and [M].
         mean, std: per channel, of the training pictures scaled to 0...1.
     """
 
     pixels: Tensor
     labels: Tensor
-    held_out_pixels: Tensor
-    held_out_labels: Tensor
+    validation_pixels: Tensor
+    validation_labels: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -81,7 +81,7 @@ class EpochMetrics:
         learning_rate: AdamW's (the head's, where it differs by layer), at the epoch's last step.
         train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed
             image counts as its own, unmixed label.
-        held_out_loss, held_out_accuracy: without augmentation or smoothing; None where not evaluated.
+        validation_loss, validation_accuracy: without augmentation or smoothing; None where not evaluated.
         images_per_second: training alone.
         seconds: wall time since the run began, evaluation included, interruptions not.
     """
@@ -91,15 +91,15 @@ class EpochMetrics:
     learning_rate: float
     train_loss: float
     train_accuracy: float
-    held_out_loss: float | None
-    held_out_accuracy: float | None
+    validation_loss: float | None
+    validation_accuracy: float | None
     images_per_second: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class Best:
-    """The weights that did best on the held-out pictures.
+    """The weights that did best on the validation pictures.
 
     Attributes:
         epoch: they are of its end, counted from 1.
@@ -184,7 +184,7 @@ class Trainer:
 
     @property
     def best_epoch(self) -> int:
-        """The epoch, counted from 1, with the best held-out accuracy so far, and of equals the lowest loss."""
+        """The epoch, counted from 1, with the best validation accuracy so far, and of equals the lowest loss."""
         return self.epoch if self._best is None else self._best.epoch
 
     @property
@@ -219,8 +219,8 @@ class Trainer:
             on_epoch(metrics)
 
     @torch.no_grad()
-    def held_out_logits(self) -> Tensor:
-        """float32 [N, num_classes] on the CPU, for the held-out pictures."""
+    def validation_logits(self) -> Tensor:
+        """float32 [N, num_classes] on the CPU, for the validation pictures."""
         self.model.eval()
         if self._average:
             self._publish(self._average)
@@ -228,7 +228,7 @@ class Trainer:
         with torch.compiler.set_stance("force_eager"):  # another batch size is not worth another compilation
             logits = [
                 self.model(self.data.normalise(pixels.to(self.device)).to(self.dtype)).logits.float()
-                for pixels in torch.split(self.data.held_out_pixels, batch)
+                for pixels in torch.split(self.data.validation_pixels, batch)
             ]
         if self._average:
             self._publish(self._masters)
@@ -295,10 +295,10 @@ class Trainer:
 
     def _remember_best(self) -> None:
         row = self.history[-1]
-        if row.held_out_accuracy is None or row.held_out_loss is None:
+        if row.validation_accuracy is None or row.validation_loss is None:
             return
         weights = {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}
-        candidate = Best(row.epoch, row.held_out_accuracy, row.held_out_loss, weights)
+        candidate = Best(row.epoch, row.validation_accuracy, row.validation_loss, weights)
         if candidate.beats(self._best):
             self._best, self._best_is_saved = candidate, False
 
@@ -391,7 +391,7 @@ class Trainer:
                 self.model.patch_dropout = dropout.rate if progress_made < dropout.until else 0.0
                 loss, correct = self._step(pixels, labels, targets)
                 if self._average:
-                    kept = kept_share(self.recipe.ema_decay, steps_before + step)
+                    kept = warmed_up_decay(self.recipe.ema_decay, steps_before + step)
                     update_average(self._average, self._masters, kept)
                 loss_sum += loss * len(labels)
                 hits += correct
@@ -405,13 +405,13 @@ class Trainer:
         if not math.isfinite(train_loss) or not all(master.isfinite().all() for master in self._masters):
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         trained = time.monotonic()
-        held_out_loss = held_out_accuracy = None
+        validation_loss = validation_accuracy = None
         ended = trained
         last = self._progress(steps_before + step + 1, trained - began) >= 1
         if last or (self.epoch + 1) % self.recipe.evaluate_every == 0:
-            logits, labels = self.held_out_logits(), self.data.held_out_labels.cpu()
-            held_out_loss = F.cross_entropy(logits, labels).item()
-            held_out_accuracy = (logits.argmax(dim=1) == labels).sum().item() / len(labels)
+            logits, labels = self.validation_logits(), self.data.validation_labels.cpu()
+            validation_loss = F.cross_entropy(logits, labels).item()
+            validation_accuracy = (logits.argmax(dim=1) == labels).sum().item() / len(labels)
             ended = time.monotonic()
         return EpochMetrics(
             epoch=self.epoch + 1,
@@ -419,8 +419,8 @@ class Trainer:
             learning_rate=rate,
             train_loss=train_loss,
             train_accuracy=hits.item() / images,
-            held_out_loss=held_out_loss,
-            held_out_accuracy=held_out_accuracy,
+            validation_loss=validation_loss,
+            validation_accuracy=validation_accuracy,
             images_per_second=images / (trained - began),
             seconds=self.seconds + ended - began,
         )
@@ -492,9 +492,9 @@ def _check(recipe: Recipe, config: ViTConfig, data: Data) -> None:
     if recipe.patch_dropout.rate and config.relative_position_bias:
         raise TrainingError("patch_dropout: not with relative_position_bias, which needs every patch")
     wanted = [config.in_channels, *config.image_size]
-    held_out, stored = list(data.held_out_pixels.shape[1:]), list(data.pixels.shape[1:])
-    if held_out != wanted:
-        raise TrainingError(f"held-out pictures are {held_out}, the model takes {wanted} (channels, rows, columns)")
+    validation, stored = list(data.validation_pixels.shape[1:]), list(data.pixels.shape[1:])
+    if validation != wanted:
+        raise TrainingError(f"validation pictures are {validation}, the model takes {wanted} (channels, rows, columns)")
     too_small = any(have < want for have, want in zip(stored[1:], wanted[1:], strict=True))
     if stored[0] != wanted[0] or (too_small and not recipe.augmentation.resized_crop):
         raise TrainingError(f"training pictures are {stored}, the model takes {wanted} (channels, rows, columns)")

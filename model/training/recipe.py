@@ -9,9 +9,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from model.checkpoint.files import first_problem
 from model.config import Pool, Size, ViTConfig
-from model.errors import TrainingError
+from model.errors import TrainingError, first_problem
 
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 """The recipes that travel with the code."""
@@ -154,13 +153,13 @@ class Recipe(_Table):
     """Wall time after which the schedule ends even if epochs are left; the learning rate then falls with
     whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
     batch_size: Annotated[int, Field(ge=1)]
-    held_out: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
+    validation: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
     """Training images that no gradient sees, as a number or as a share of them: for choices and for the
     temperature. Not used where the data bring a validation split of their own."""
     evaluate_every: Annotated[int, Field(ge=1)] = 1
-    """Epochs between evaluations on the held-out images."""
+    """Epochs between evaluations on the validation images."""
     keep: Literal["best", "last"] = "best"
-    """Which weights are served: the epoch's with the highest held-out accuracy, or the last epoch's."""
+    """Which weights are served: the epoch's with the highest validation accuracy, or the last epoch's."""
     label_smoothing: Share = 0.1
     """Share of each target that is spread evenly over all classes (Szegedy et al. 2015)."""
     drop_path: Share = 0.0

@@ -10,29 +10,29 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, native
 from model.config import PreprocessConfig
-from model.device import choose_device
+from model.data.datasets import SPLIT_FILE, Dataset, Folder, is_cifar10, open_dataset
+from model.data.decoding import MEMORY
+from model.data.labelled_images import Images, channel_statistics
 from model.errors import TrainingError
-from model.training.card import model_card
-from model.training.card_figures import write_figures
-from model.training.datasets import SPLIT_FILE, Dataset, Folder, is_cifar10, open_dataset
-from model.training.decoding import MEMORY
-from model.training.evaluate import Evaluation
+from model.runtime.device import choose_device
 from model.training.export import STORED, log_scores, measure_logits, round_and_calibrate
 from model.training.folder_lock import folder_lock
-from model.training.images import Images, channel_statistics
 from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer
 from model.training.recipe import RECIPES, Recipe
 from model.training.recipe_toml import to_toml
+from model.training.report.figures import write_figures
+from model.training.report.model_card import model_card
+from model.training.run_record import RunRecord
 from model.training.start import Start, start_from
 
 logger = logging.getLogger(__name__)
@@ -45,55 +45,6 @@ _BEGUN: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE})
 
 _MARGIN: Final = 256 / 224
 """Training pictures that random parts are resized from are kept larger than the model's input by this much."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What came of a run; written into the checkpoint's `training` record and told by its card.
-
-    Attributes:
-        recipe: what was asked for.
-        data: what it was trained on: `CIFAR-10`, or the name of a folder of pictures.
-        started_from: name of the checkpoint that was fine-tuned; None: trained from scratch.
-        kept_epoch: the epoch whose weights are kept.
-        epochs: as far as training came; the last may be a part of one when the recipe bounds the time.
-        images: training images; `held_out_images` were set aside from the same files.
-        seconds: wall time of training, evaluations on the held-out images included.
-        device: what it ran on. `precision`: dtype of activations and gradients there.
-        parameters: of the model.
-        versions: of Python and the packages that matter.
-        temperature: fitted on the held-out images; 1 where they cannot tell it (see `round_and_calibrate`).
-        held_out, held_out_uncalibrated: measured with it and without it (temperature 1).
-        test, test_uncalibrated: the same on the test images; None where the data have none.
-    """
-
-    recipe: Recipe
-    data: str
-    started_from: str | None
-    kept_epoch: int
-    epochs: float
-    images: int
-    held_out_images: int
-    seconds: float
-    device: str
-    precision: str
-    parameters: int
-    versions: Mapping[str, str]
-    temperature: float
-    held_out: Evaluation
-    held_out_uncalibrated: Evaluation
-    test: Evaluation | None
-    test_uncalibrated: Evaluation | None
-
-    def record(self) -> dict[str, Any]:
-        """As JSON types."""
-        measured = {name: value.record() for name, value in vars(self).items() if isinstance(value, Evaluation)}
-        return {
-            **asdict(self),
-            **measured,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "versions": dict(self.versions),
-        }
 
 
 def default_recipe(data: Path, checkpoint: str | None) -> Path:
@@ -112,7 +63,7 @@ def run(
     device: str = "auto",
     memory: int = MEMORY,
     progress: bool = True,
-) -> Run:
+) -> RunRecord:
     """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
 
     Everything that can be wrong with recipe, data, checkpoint and folder is found before the first step.
@@ -122,7 +73,7 @@ def run(
         out: folder for the results; made if absent.
         recipe: what to do.
         resume: continue the run that `out` holds; one that is complete is only measured and written anew.
-        device: see `model.device.choose_device`.
+        device: see `model.runtime.device.choose_device`.
         memory: bytes of decoded pictures up to which they are kept in memory; more go to a file in `out`.
         progress: show bars.
 
@@ -134,7 +85,7 @@ def run(
             continue; another run is under way there; the recipe does not fit the data; or training diverged.
     """
     where = choose_device(device)
-    dataset = open_dataset(data, recipe.held_out, recipe.seed)
+    dataset = open_dataset(data, recipe.validation, recipe.seed)
     _check_folder(out, dataset, data, resume)
     with folder_lock(out):
         return _run(data, out, recipe, dataset, where, resume=resume, device=device, memory=memory, progress=progress)
@@ -151,7 +102,7 @@ def _run(
     device: str,
     memory: int,
     progress: bool,
-) -> Run:
+) -> RunRecord:
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
     if dataset.train_count < recipe.batch_size:
         raise TrainingError(
@@ -162,10 +113,10 @@ def _run(
         data,
         len(dataset.labels),
         dataset.train_count,
-        dataset.held_out_count,
+        dataset.validation_count,
     )
     _begin(out, recipe, dataset, resume)
-    train, held_out = dataset.load(
+    train, validation = dataset.load(
         _training_size(recipe, start, dataset), start.preprocess, out, memory=memory, progress=progress
     )
     if start.weights is None:
@@ -176,7 +127,7 @@ def _run(
         start.config,
         Data(
             *_tensors(train, where),
-            *_tensors(held_out, where),
+            *_tensors(validation, where),
             mean=start.preprocess.mean,
             std=start.preprocess.std,
         ),
@@ -188,7 +139,7 @@ def _run(
         trainer.load()
         write_text(out / RECIPE_FILE, to_toml(recipe))
     trainer.run(_log_epoch, progress=progress)
-    return _export(trainer, start, dataset, held_out, data, out, device=device, progress=progress)
+    return _export(trainer, start, dataset, validation, data, out, device=device, progress=progress)
 
 
 def _check_folder(out: Path, dataset: Dataset, data: Path, resume: bool) -> None:
@@ -244,13 +195,13 @@ def _export(
     trainer: Trainer,
     start: Start,
     dataset: Dataset,
-    held_out: Images,
+    validation: Images,
     data: Path,
     out: Path,
     *,
     device: str,
     progress: bool,
-) -> Run:
+) -> RunRecord:
     """Round, calibrate, measure, write; the folder is servable when all else is written, and not before."""
     recipe = trainer.recipe
 
@@ -266,11 +217,11 @@ def _export(
             tensors=weights,
         )
 
-    last = round_and_calibrate(checkpoint(trainer.weights), held_out, device=device, progress=progress)
+    last = round_and_calibrate(checkpoint(trainer.weights), validation, device=device, progress=progress)
     kept, kept_epoch = last, trainer.epoch
     if recipe.keep == "best" and trainer.best_epoch != trainer.epoch:
         kept_epoch = trainer.best_epoch
-        kept = round_and_calibrate(checkpoint(trainer.best_weights), held_out, device=device, progress=progress)
+        kept = round_and_calibrate(checkpoint(trainer.best_weights), validation, device=device, progress=progress)
     final = kept.checkpoint
     test = test_uncalibrated = None
     if dataset.has_test:
@@ -278,34 +229,34 @@ def _export(
         logits = log_scores(kept.predictor, images, progress=progress)
         test = measure_logits(logits, images, final.temperature, dataset.labels)
         test_uncalibrated = measure_logits(logits, images, 1.0, dataset.labels)
-    result = Run(
+    result = RunRecord(
         recipe=recipe,
         data=dataset.name,
         started_from=start.name,
         kept_epoch=kept_epoch,
         epochs=trainer.epochs_trained,
         images=dataset.train_count,
-        held_out_images=dataset.held_out_count,
+        validation_images=dataset.validation_count,
         seconds=trainer.seconds,
         device=describe_device(trainer.device),
         precision=str(trainer.dtype).removeprefix("torch."),
         parameters=kept.predictor.parameters,
         versions=_versions(),
         temperature=final.temperature,
-        held_out=kept.held_out,
-        held_out_uncalibrated=kept.held_out_uncalibrated,
+        validation=kept.validation,
+        validation_uncalibrated=kept.validation_uncalibrated,
         test=test,
         test_uncalibrated=test_uncalibrated,
     )
     native.write(out / LAST_FOLDER, last.checkpoint, dtype=STORED, training={"epoch": trainer.epoch})
-    pictures = write_figures(out, test or kept.held_out, dataset.labels, trainer.history)
+    pictures = write_figures(out, test or kept.validation, dataset.labels, trainer.history)
     write_text(out / CARD_FILE, model_card(result, final, pictures))
     native.write(out, final, dtype=STORED, training=result.record())
     logger.info(
         "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s",
         data,
-        "held-out" if test is None else "test",
-        100 * (test or kept.held_out).accuracy,
+        "validation" if test is None else "test",
+        100 * (test or kept.validation).accuracy,
         result.seconds,
         out,
     )
@@ -346,13 +297,15 @@ def _tensors(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _log_epoch(metrics: EpochMetrics) -> None:
-    held_out = "" if metrics.held_out_accuracy is None else f", held-out accuracy {metrics.held_out_accuracy:.2%}"
+    validation = (
+        "" if metrics.validation_accuracy is None else f", validation accuracy {metrics.validation_accuracy:.2%}"
+    )
     logger.info(
         "epoch %d: loss %.3f, accuracy %.2f%%%s, %.0f images/s, %.0f s",
         metrics.epoch,
         metrics.train_loss,
         100 * metrics.train_accuracy,
-        held_out,
+        validation,
         metrics.images_per_second,
         metrics.seconds,
     )

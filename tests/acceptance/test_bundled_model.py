@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import BUNDLED, load_checkpoint
-from model.predictor import Predictor
-from model.training import cifar10
-from model.training.evaluate import measure, predict_scores
+from model.data import cifar10
+from model.evaluation.evaluate import measure, predict_scores
+from model.runtime.predictor import Predictor
 from service.schemas import Classification
 from tests.acceptance.server import ServerProcess
 

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
-from timm_reference import timm
 
 from model.checkpoint import load_checkpoint
-from model.predictor import Predictor
-from model.preprocess import preprocess
+from model.images.preprocess import preprocess
+from model.runtime.predictor import Predictor
 from service.client import Client
 from tests.acceptance.server import ServerProcess
+from tests.timm_reference import timm
 
 CLASSES = 1000
 

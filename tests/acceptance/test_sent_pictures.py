@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from model.checkpoint import load_checkpoint
-from model.predictor import Predictor
-from model.training.evaluate import predict_uploads
-from model.training.evaluation_set import EvaluationSet, open_evaluation_set
+from model.evaluation.evaluate import predict_uploads
+from model.evaluation.evaluation_set import EvaluationSet, open_evaluation_set
+from model.runtime.predictor import Predictor
 
 COUNT = 1000
 PROMISED = 0.015

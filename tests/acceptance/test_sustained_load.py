@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from model.checkpoint import load_checkpoint
-from model.predictor import Predictor
+from model.runtime.predictor import Predictor
 from tests.acceptance.server import ServerProcess
 from tests.e2e.serving import Pictures, client, problem
 

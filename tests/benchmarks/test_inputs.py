@@ -11,7 +11,7 @@ from PIL import Image
 from benchmarks import checkpoints, pictures
 from benchmarks.peers.common import Decoder
 from model.checkpoint import load_checkpoint
-from model.preprocess import preprocess
+from model.images.preprocess import preprocess
 
 
 @pytest.fixture

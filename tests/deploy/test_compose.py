@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strict_yaml import load_documents
 
 from service.settings import ENV_PREFIX, Settings
+from tests.strict_yaml import load_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

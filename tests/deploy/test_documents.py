@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.gpu_metrics import GpuCollector
-from service.messages import EngineStatus
-from service.metrics import Metrics
+from service.engine.messages import EngineStatus
+from service.metrics.metrics import Metrics
+from service.metrics.nvml import GpuCollector
 from service.settings import ENV_PREFIX, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

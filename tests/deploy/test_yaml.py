@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from strict_yaml import load_documents
+
+from tests.strict_yaml import load_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

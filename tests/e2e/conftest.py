@@ -11,8 +11,8 @@ import torch
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.predictor import Predictor
-from model.vit import VisionTransformer
+from model.network.vit import VisionTransformer
+from model.runtime.predictor import Predictor
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
 
 

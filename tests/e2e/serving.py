@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.predictor import Predictor
-from model.preprocess import preprocess
+from model.images.preprocess import preprocess
+from model.runtime.predictor import Predictor
 from tests.acceptance.server import ServerProcess
 
 SIZE = 16

@@ -52,7 +52,7 @@ def complaint(*arguments: str, **settings: str) -> str:
         env=environment,
         timeout=PATIENCE,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""

@@ -19,13 +19,14 @@ from PIL import Image
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.prediction import AttentionMap, MapRequest, Prediction
-from service.engine import Engine, LocalEngine
-from service.engine_link import EngineLink
-from service.engine_server import EngineServer
+from service.cluster.channel import EngineChannel
+from service.cluster.engine_server import EngineServer
+from service.cluster.remote_engine import RemoteEngine
+from service.cluster.shared_memory import SharedCounters
+from service.engine.base import Engine
+from service.engine.local import LocalEngine
+from service.engine.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import ServiceError
-from service.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from service.remote_engine import RemoteEngine
-from service.shared_memory import Board
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -219,7 +220,7 @@ async def running(
         rig.states.append(rig.engine.status.state)
 
     async with AsyncExitStack() as stack:
-        board = stack.enter_context(Board(workers=1, engines=1, places=queue_size))
+        board = stack.enter_context(SharedCounters(workers=1, engines=1, places=queue_size))
         engine = LocalEngine(
             load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
             device="auto",
@@ -229,7 +230,7 @@ async def running(
             on_queue=lambda depth: board.queue_depth.__setitem__(0, depth),
         )
         if remote:
-            link = EngineLink(0, "auto", board, slots=2 * queue_size)
+            link = EngineChannel(0, "auto", board, slots=2 * queue_size)
             stack.callback(link.close)
             server = EngineServer(engine, link, workers=1)
             rig = Rig(RemoteEngine(link, 0), server.close, predictor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.commands import serve
+from service.cli import serve
 from service.errors import SettingsError
 from service.settings import Settings, load_settings, unknown_variables
 

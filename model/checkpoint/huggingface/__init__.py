@@ -13,12 +13,12 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, Files, TensorSource, first_problem
+from model.checkpoint.files import CONFIG_FILE, Files, TensorSource
 from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, read_preprocessor
 from model.checkpoint.options import Options, indexed_labels
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 FORMAT: Final = "huggingface"
 

@@ -29,7 +29,7 @@ from model.checkpoint.huggingface.family import (
 )
 from model.config import Size, ViTConfig
 from model.errors import CheckpointError
-from model.layers.position import relative_table_size, resize_position_embedding, resize_relative_table
+from model.network.layers.position import relative_table_size, resize_position_embedding, resize_relative_table
 
 _TABLE: Final = "relative_position_bias.relative_position_bias_table"
 

@@ -29,7 +29,7 @@ from model.checkpoint.huggingface.family import (
 )
 from model.config import Size, ViTConfig
 from model.errors import CheckpointError
-from model.vit import resize_position_embedding
+from model.network.vit import resize_position_embedding
 
 
 class _Config(VisionConfig):

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 
-from model.checkpoint.files import Files, first_problem
+from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
 from model.config import Interpolation, PreprocessConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_problem
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
 

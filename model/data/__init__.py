@@ -1,0 +1,1 @@
+"""Labelled pictures, shared by training and evaluation: CIFAR-10, folders of pictures, splits."""

@@ -1,0 +1,107 @@
+"""Do the scores mean what they say: temperature and expected calibration error.
+
+Guo et al. 2017, https://arxiv.org/abs/1706.04599.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+TEMPERATURE_RANGE: Final = (0.05, 20.0)
+"""Where a temperature is looked for; on data that are answered without an error the best one would be 0."""
+
+BINS: Final = 15
+"""Of the expected calibration error, as in the paper."""
+
+
+_GRID: Final = 60
+"""Temperatures looked at before the best of them is refined."""
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The temperature at which the top-1 score is the best estimate of whether the answer is right.
+
+    Best is the lowest Brier score: the mean of (score - 1 if right, else 0) squared. Guo et al. take the
+    likelihood of all classes' scores instead; one temperature cannot get all of them right, and what users
+    read and the calibration error judges is the top score. Over twenty random halvings of validation images,
+    fitted on one half and measured on the other, this gave a lower calibration error than the likelihood on
+    models trained with and without label smoothing, and scattered less than minimising the error itself.
+
+    Args:
+        logits: [N, K], of images that were not trained on.
+        labels: int64 [N].
+    """
+    logits = logits.double()
+    answers = logits.argmax(dim=1)
+    right = (answers == labels).double()
+    golden = (math.sqrt(5) - 1) / 2
+
+    def loss(log_temperature: float) -> float:
+        top = (logits / math.exp(log_temperature)).softmax(dim=1).amax(dim=1)
+        return float((top - right).square().mean())
+
+    # The score may have more than one dip over the whole range: the best of a grid, then golden section around it.
+    low, high = (math.log(limit) for limit in TEMPERATURE_RANGE)
+    step = (high - low) / (_GRID - 1)
+    best = min((low + number * step for number in range(_GRID)), key=loss)
+    low, high = max(low, best - step), min(high, best + step)
+    left, right_end = high - golden * (high - low), low + golden * (high - low)
+    loss_left, loss_right = loss(left), loss(right_end)
+    while high - low > 1e-4:
+        if loss_left < loss_right:
+            high, right_end, loss_right = right_end, left, loss_left
+            left = high - golden * (high - low)
+            loss_left = loss(left)
+        else:
+            low, left, loss_left = left, right_end, loss_right
+            right_end = low + golden * (high - low)
+            loss_right = loss(right_end)
+    return math.exp((low + high) / 2)
+
+
+@dataclass(frozen=True)
+class ConfidenceBin:
+    """The images whose top-1 score lies in one of equally wide intervals of 0...1.
+
+    Attributes:
+        count: images.
+        confidence: their mean top-1 score; 0 where there are none.
+        accuracy: share of them whose answer was right; 0 where there are none.
+    """
+
+    count: int
+    confidence: float
+    accuracy: float
+
+
+def confidence_bins(
+    confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = BINS
+) -> tuple[ConfidenceBin, ...]:
+    """What a reliability diagram shows.
+
+    Args:
+        confidence: [N], the top-1 score of each image, 0...1.
+        correct: [N], whether that answer was right.
+        bins: how many, of equal width: (lower, upper] as in the paper's definition.
+    """
+    bin_of = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
+    counts = np.bincount(bin_of, minlength=bins)
+    means = np.bincount(bin_of, weights=confidence, minlength=bins) / counts.clip(1)
+    shares = np.bincount(bin_of, weights=correct, minlength=bins) / counts.clip(1)
+    return tuple(
+        ConfidenceBin(int(count), float(mean), float(share))
+        for count, mean, share in zip(counts, means, shares, strict=True)
+    )
+
+
+def expected_calibration_error(bins: Sequence[ConfidenceBin]) -> float:
+    """Mean gap between confidence and accuracy over the bins, weighted by their images: 0 (perfect) ... 1."""
+    total = sum(one.count for one in bins)
+    return sum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

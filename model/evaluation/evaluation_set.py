@@ -1,0 +1,95 @@
+"""Labelled pictures to measure a model on, as the files that a user would send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.data import cifar10
+from model.data.image_folder import find_pictures
+from model.errors import DatasetError
+from model.evaluation.robustness import UPLOADS, Upload, as_png
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Pictures and the truth about them.
+
+    Attributes:
+        source: as the user wrote it, for messages.
+        split: what they are called: `test`, `validation`, or nothing where the data are in one piece.
+        names: of the classes, in index order.
+        labels: int64 [N], indices of `names`.
+        upload: number of a picture -> the bytes of its file; thread-safe.
+        name: number of a picture -> what a message calls it.
+        variants: the same pictures as users send them (see `robustness`), by name; empty where not offered.
+    """
+
+    source: str
+    split: str
+    names: tuple[str, ...]
+    labels: NDArray[np.int64]
+    upload: Callable[[int], bytes]
+    name: Callable[[int], str]
+    variants: Mapping[str, Callable[[int], bytes]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def truth(self, labels: Sequence[str], model: str) -> NDArray[np.int64]:
+        """The right class of each picture as the model counts them: int64 [N].
+
+        Args:
+            labels: the model's, in index order; it may know more classes than there are here.
+            model: its name, for messages.
+
+        Raises:
+            DatasetError: a class that the model does not know, or knows twice.
+        """
+        unknown = [name for name in self.names if list(labels).count(name) != 1]
+        if unknown:
+            raise DatasetError(
+                f"{self.source}: classes that are not those of the model {model}, by name: "
+                f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}"
+            )
+        return np.array([list(labels).index(name) for name in self.names], dtype=np.int64)[self.labels]
+
+
+def open_evaluation_set(root: Path) -> EvaluationSet:
+    """CIFAR-10's test images, or the test (else the validation, else all) pictures of a folder of classes.
+
+    Raises:
+        DatasetError: neither, or not readable.
+    """
+    if (root / cifar10.LABELS_FILE).is_file() or (root / cifar10.TEST_FILES[0]).is_file():
+        return _cifar10(root)
+    found = find_pictures(root)
+    split, files = "", found.train
+    for name, given in (("validation", found.validation), ("test", found.test)):
+        if given is not None:
+            split, files = name, given
+
+    def read(number: int) -> bytes:
+        path = files.paths[number]
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be read: {error.strerror}") from error
+
+    return EvaluationSet(
+        str(root), split, found.labels, files.labels, read, lambda number: str(files.paths[number]), {}
+    )
+
+
+def _cifar10(root: Path) -> EvaluationSet:
+    names, images = cifar10.read_labels(root), cifar10.read_test(root)
+
+    def made_by(make: Upload) -> Callable[[int], bytes]:
+        return lambda number: make(images.pixels[number].transpose(1, 2, 0), number)
+
+    variants = {name: made_by(make) for name, make in UPLOADS.items()}
+    return EvaluationSet(str(root), "test", names, images.labels, made_by(as_png), "test image {}".format, variants)

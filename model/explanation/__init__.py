@@ -1,0 +1,1 @@
+"""What a forward pass gives as a map of where the model looked."""

@@ -1,0 +1,225 @@
+"""From the bytes of an upload to the uint8 picture that a model sees. PIL and numpy, never torch.
+
+    bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright -> uint8 array
+
+The pixels are those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which timm's and
+transformers' PIL transforms use too. Only the order of the work differs: what the crop throws away is never
+resized, and the picture is turned when it is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from model.config import PreprocessConfig
+from model.errors import InvalidImage
+from model.images.colour import converter
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Picture, decode
+from model.images.resize import passes_rows_first, resize
+
+__all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size", "smallest_decoded"]
+
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "box": Image.Resampling.BOX,
+    "bilinear": Image.Resampling.BILINEAR,
+    "hamming": Image.Resampling.HAMMING,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+_SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
+"""Filters with edges: they take another pixel if a position is off by the least bit."""
+
+_WHOLE = 4096
+"""Up to this many pixels, an axis is resized whole for the sake of exact positions."""
+
+_SPARE = 1.1
+"""How many times the wanted pixels are made, along one axis, for the sake of exact positions. 1.5 would leave one
+value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
+
+_ENOUGH = 2
+"""How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
+
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture of this Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
+
+
+def preprocess(
+    data: bytes | bytearray | memoryview,
+    config: PreprocessConfig,
+    *,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    scaled_decode: bool = True,
+) -> NDArray[np.uint8]:
+    """Decode one upload into the picture that the model sees.
+
+    Thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. Needs at most about 7 bytes
+    of memory for each pixel allowed, beside the upload itself.
+
+    Args:
+        data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
+            installed. Of several pictures the first counts. Alpha and ICC profiles are ignored.
+        config: the checkpoint's preprocessing; one `mean` makes a greyscale picture.
+        max_pixels: how many pixels the picture may have as stored. Formats whose decoders hold several copies of
+            it (WebP, AVIF, HEIC, some TIFF and progressive JPEG) may have fewer.
+        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
+            along both axes, of the size that the picture is resized to, before the crop. What follows then still
+            shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
+
+    Returns:
+        uint8 [rows, columns, channels] of `config.size`, C-contiguous and writable; channels is
+        `len(config.mean)`, 3 or 1.
+
+    Raises:
+        UnsupportedImageFormat: not the magic of an allowed format.
+        ImageTooLarge: too many pixels, or too much memory to decode them; raised before they are allocated.
+        InvalidImage: empty, truncated or corrupt.
+        ValueError: `config` has neither 1 nor 3 channels.
+    """
+    channels = len(config.mean)
+    if channels not in (1, 3):
+        raise ValueError(f"mean has {channels} channels: pictures have 3 (RGB) or 1 (greyscale)")
+
+    picture = decode(
+        bytes(data) if isinstance(data, memoryview) else data,
+        max_pixels=max_pixels,
+        smallest=smallest_decoded(config) if scaled_decode else None,
+    )
+    try:
+        pixels = np.asarray(_fit(picture, config, "RGB" if channels == 3 else "L"))
+    except DECODE_ERRORS as error:
+        raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
+    if pixels.ndim == 2:
+        return np.repeat(pixels[:, :, np.newaxis], channels, axis=2)
+    return pixels.copy()  # Pillow's own array is read-only
+
+
+def smallest_decoded(config: PreprocessConfig) -> Callable[[int, int], tuple[int, int]]:
+    """Of an upright (width, height), the smallest size that `preprocess` lets a JPEG be decoded at, in pixels."""
+
+    def smallest(width: int, height: int) -> tuple[int, int]:
+        new_width, new_height = resized_size(width, height, config)
+        return _ENOUGH * new_width, _ENOUGH * new_height
+
+    return smallest
+
+
+def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:
+    """(width, height) of an upright picture after the resize and before the centre crop, in pixels.
+
+    A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's `ResizeKeepRatio`.
+    """
+    rows, columns = config.resize_size
+    if config.resize == "squash":
+        return columns, rows
+    if config.resize == "border":
+        ratio = max(height / rows, width / columns)
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
+    if rows == columns:
+        if width <= height:
+            return columns, int(rows * height / width)
+        return int(columns * width / height), rows
+    ratio = min(height / rows, width / columns)
+    return round(width / ratio), round(height / ratio)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
+
+    low: float
+    high: float
+    size: int
+    skip: int
+
+
+def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
+    """What of `source` pixels, resized to `resized`, ends up in the middle `wanted`; `exact` is worth some more."""
+    # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+    first = (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
+    last = first + wanted
+    if not exact:
+        return _Span(first * source / resized, last * source / resized, wanted, 0)
+    # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
+    # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
+    step = resized // math.gcd(source, resized)
+    step //= step & -step
+    spare = wanted * _SPARE
+    # Enlarged, a position that is off counts for more, and the whole costs little.
+    if resample in _SHARP or source < resized:
+        step, spare = resized, _WHOLE
+    even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
+    if even_last - even_first <= spare:
+        return _Span(
+            even_first * source / resized, even_last * source / resized, even_last - even_first, first - even_first
+        )
+    return _Span(first * source / resized, last * source / resized, wanted, 0)
+
+
+def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
+    """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
+    resample = _RESAMPLING[config.interpolation]
+    swapped = picture.orientation >= 5
+    width, height = picture.size[::-1] if swapped else picture.size
+    new_width, new_height = resized_size(width, height, config)
+    # Less than the model's size only with a border, which is added last.
+    rows, columns = min(config.size[0], new_height), min(config.size[1], new_width)
+    # The pixels of a picture that was scaled as it was decoded are others in any case.
+    exact = picture.scale == 1
+    across = _span(width, new_width, columns, resample, config.crop_rounding, exact=exact)
+    down = _span(height, new_height, rows, resample, config.crop_rounding, exact=exact)
+
+    # The order that the passes would have in a resize of the whole upright picture.
+    rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if exact else None
+    small = resize(
+        picture.image,
+        (down.size, across.size) if swapped else (across.size, down.size),
+        _as_stored(across, down, picture),
+        resample,
+        convert=converter(picture.image, mode),
+        rows_first=rows_first,
+    )
+    if picture.orientation in _TRANSPOSE:
+        small = small.transpose(_TRANSPOSE[picture.orientation])
+    if small.size != (columns, rows):
+        small = small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
+    return small if (rows, columns) == config.size else _bordered(small, config)
+
+
+def _bordered(small: Image.Image, config: PreprocessConfig) -> Image.Image:
+    """The picture in the middle of one of the model's size, filled with the mean colour; an odd pixel goes after."""
+    rows, columns = config.size
+    fill = tuple(round(255 * mean) for mean in config.mean)
+    whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
+    whole.paste(small, ((columns - small.width) // 2, (rows - small.height) // 2))
+    return whole
+
+
+def _as_stored(across: _Span, down: _Span, picture: Picture) -> tuple[float, float, float, float]:
+    """The spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
+    width, height = picture.size
+    left, right, top, bottom = across.low, across.high, down.low, down.high
+    if picture.orientation >= 5:
+        left, right, top, bottom = top, bottom, left, right
+    if picture.orientation in (2, 3, 7, 8):
+        left, right = width - right, width - left
+    if picture.orientation in (3, 4, 6, 7):
+        top, bottom = height - bottom, height - top
+    scale = picture.scale
+    return left / scale, top / scale, right / scale, bottom / scale

@@ -1,0 +1,108 @@
+"""What a Vision Transformer learned, drawn as the ViT paper's figure 7 does.
+
+Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight.analysis`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.insight.figures.canvas import canvas, save
+
+_TILE_COLUMNS: Final = 7
+_MAX_MAPS: Final = 16
+"""Positions drawn along each axis of the grid; of a finer grid every other or third and so on."""
+
+
+def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32], path: Path) -> None:
+    """The first principal components of the patch-embedding filters as tiles.
+
+    Args:
+        components: [M, C, P, P], C = 1 or 3 (a second and fourth channel are left out).
+        explained: [M] share of the filters' variance, 0...1.
+        path: PNG to write.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    rows = math.ceil(len(components) / _TILE_COLUMNS)
+    figure = canvas(0.95 * _TILE_COLUMNS, 1.1 * rows + 0.5)
+    tiles = figure.subplots(rows, _TILE_COLUMNS, squeeze=False)
+    for axes in tiles.flat:
+        axes.axis("off")
+    for number, (axes, component) in enumerate(zip(tiles.flat, components, strict=False)):
+        # Each on its own scale, as the paper's figure: what counts is the pattern, the sign has no meaning.
+        low, high = component.min(), component.max()
+        tile = ((component - low) / (high - low if high > low else 1)).transpose(1, 2, 0)
+        if tile.shape[2] >= 3:
+            axes.imshow(tile[:, :, :3], interpolation="nearest")
+        else:
+            axes.imshow(tile[:, :, 0], interpolation="nearest", cmap="gray", vmin=0, vmax=1)
+        axes.set_title(f"{number + 1}: {explained[number]:.1%}", fontsize=7)
+    figure.suptitle(f"Principal components of the patch filters, share of variance ({explained.sum():.1%} in all)")
+    save(figure, path)
+
+
+def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
+    """One small map a position: cosine similarity of its embedding to those of all positions.
+
+    Args:
+        similarity: [gh, gw, gh, gw], -1...1.
+        path: PNG to write.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    rows, columns = similarity.shape[:2]
+    shown_rows = list(range(0, rows, math.ceil(rows / _MAX_MAPS)))
+    shown_columns = list(range(0, columns, math.ceil(columns / _MAX_MAPS)))
+    # One picture of all maps with a gap between them: a grid of axes would take seconds to draw.
+    high, wide = len(shown_rows) * (rows + 1) - 1, len(shown_columns) * (columns + 1) - 1
+    mosaic = np.full((high, wide), np.nan, dtype=np.float32)
+    for i, row in enumerate(shown_rows):
+        for j, column in enumerate(shown_columns):
+            top, left = i * (rows + 1), j * (columns + 1)
+            mosaic[top : top + rows, left : left + columns] = similarity[row, column]
+    scale = 7.5 / max(high, wide)
+    figure = canvas(max(3.0, wide * scale) + 1.3, max(3.0, high * scale) + 0.6)
+    axes = figure.subplots()
+    picture = axes.imshow(mosaic, cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
+    axes.set_xticks(
+        [j * (columns + 1) + (columns - 1) / 2 for j in range(len(shown_columns))], list(map(str, shown_columns))
+    )
+    axes.set_yticks([i * (rows + 1) + (rows - 1) / 2 for i in range(len(shown_rows))], list(map(str, shown_rows)))
+    axes.tick_params(length=0, labelsize=7)
+    axes.set(xlabel="patch column", ylabel="patch row", title="Position embedding similarity")
+    figure.colorbar(picture, ax=axes, label="cosine similarity", shrink=0.8)
+    save(figure, path)
+
+
+def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float) -> None:
+    """Mean attention distance: a dot a head over its layer, a line through the layers' means.
+
+    Args:
+        distance: [layers, heads] in input pixels.
+        path: PNG to write.
+        even: the distance if attention were spread evenly over all patches, for comparison.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    layers, heads = distance.shape
+    figure = canvas(6.4, 4.2)
+    axes = figure.subplots()
+    for head in range(heads):
+        axes.plot(range(layers), distance[:, head], "o", color=f"C{head % 10}", markersize=5, alpha=0.8)
+    axes.plot(range(layers), distance.mean(axis=1), "-", color="tab:gray", linewidth=1, label="mean over heads")
+    axes.axhline(even, color="tab:gray", linestyle=":", linewidth=1, label="spread evenly")
+    axes.set(xlabel="layer", ylabel="mean attention distance in pixels", title=f"{heads} heads a layer")
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save(figure, path)

@@ -1,0 +1,143 @@
+"""What a model card shows: how training went, which classes are mixed up, whether scores mean what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.insight.figures.canvas import canvas, save
+
+_NAMED_CLASSES: Final = 40
+"""Up to this many classes, a confusion matrix has room for their names."""
+_NUMBERED_CLASSES: Final = 16
+"""Up to this many, it has room for a number in every cell."""
+
+
+class Epoch(Protocol):
+    """The part of `model.training.loop.EpochMetrics` that is drawn."""
+
+    @property
+    def epoch(self) -> int: ...  # noqa: D102
+    @property
+    def train_loss(self) -> float: ...  # noqa: D102
+    @property
+    def train_accuracy(self) -> float: ...  # noqa: D102
+    @property
+    def validation_loss(self) -> float | None: ...  # noqa: D102
+    @property
+    def validation_accuracy(self) -> float | None: ...  # noqa: D102
+
+
+class Bin(Protocol):
+    """The part of `model.evaluation.calibration.ConfidenceBin` that is drawn."""
+
+    @property
+    def count(self) -> int: ...  # noqa: D102
+    @property
+    def confidence(self) -> float: ...  # noqa: D102
+    @property
+    def accuracy(self) -> float: ...  # noqa: D102
+
+
+def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
+    """Loss and accuracy by epoch, on augmented training images and on validation ones; its best epoch marked.
+
+    Args:
+        rows: one an epoch, in order; at least one.
+        path: PNG to write.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    figure = canvas(9, 3.6)
+    left, right = figure.subplots(1, 2)
+    epochs = [row.epoch for row in rows]
+    left.plot(epochs, [row.train_loss for row in rows], label="training (augmented, smoothed)", color="tab:gray")
+    right.plot(epochs, [100 * row.train_accuracy for row in rows], label="training (augmented)", color="tab:gray")
+    tested = [
+        (row.epoch, row.validation_loss, row.validation_accuracy)
+        for row in rows
+        if row.validation_loss is not None and row.validation_accuracy is not None
+    ]
+    if tested:
+        when = [epoch for epoch, _, _ in tested]
+        marker = "." if len(tested) < 60 else ""
+        left.plot(when, [loss for _, loss, _ in tested], label="held out", color="tab:blue", marker=marker)
+        right.plot(when, [100 * share for _, _, share in tested], label="held out", color="tab:blue", marker=marker)
+        best, _, accuracy = max(tested, key=lambda row: row[2])
+        name = f"best: {accuracy:.2%}, epoch {best}"
+        right.plot([best], [100 * accuracy], "o", color="tab:red", markersize=8, fillstyle="none", label=name)
+        for axes in (left, right):
+            axes.axvline(best, color="tab:red", linewidth=0.8, linestyle=":")
+    left.set(xlabel="epoch", ylabel="loss in nats")
+    right.set(xlabel="epoch", ylabel="accuracy in %")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def confusion_matrix(matrix: NDArray[np.int64] | Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
+    """Which class was taken for which: rows are the truth, columns the answer, shares of a row in colour.
+
+    Args:
+        matrix: [K, K] images of class i that were answered with class j.
+        labels: K names.
+        path: PNG to write.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    counts = np.asarray(matrix, dtype=np.int64)
+    shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
+    classes = len(labels)
+    size = min(12.0, 3.2 + 0.4 * min(classes, _NAMED_CLASSES))
+    figure = canvas(size + 0.8, size)
+    axes = figure.subplots()
+    picture = axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
+    axes.set(xlabel="answered", ylabel="truth")
+    if classes <= _NAMED_CLASSES:
+        short = [label if len(label) <= 18 else f"{label[:17]}…" for label in labels]
+        axes.set_xticks(range(classes), short, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+        axes.set_yticks(range(classes), short, fontsize=8)
+    if classes <= _NUMBERED_CLASSES:
+        for (truth, answer), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if shares[truth, answer] > 0.5 else "black"
+                axes.text(answer, truth, f"{count}", ha="center", va="center", fontsize=7, color=colour)
+    figure.colorbar(picture, ax=axes, label="% of the class's images", shrink=0.8)
+    save(figure, path)
+
+
+def reliability_diagram(bins: Sequence[Bin], path: Path) -> None:
+    """Accuracy against confidence (Guo et al. 2017, figure 1): on the diagonal, scores mean what they say.
+
+    Args:
+        bins: equally wide bins of the top-1 score, in order over 0...1; at least one image in them.
+        path: PNG to write.
+
+    Raises:
+        FigureError: matplotlib is missing, or the file cannot be written.
+    """
+    figure = canvas(4.6, 5.2)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    edges = np.linspace(0, 1, len(bins) + 1)
+    centres, width = (edges[1:] + edges[:-1]) / 2, 1 / len(bins)
+    counts = np.array([one.count for one in bins])
+    filled = counts > 0
+    accuracy = np.array([one.accuracy for one in bins])
+    confidence = np.array([one.confidence for one in bins])
+    upper.bar(centres[filled], accuracy[filled], width, color="tab:blue", edgecolor="white", label="accuracy")
+    upper.plot(confidence[filled], accuracy[filled], ".", color="black", label="at mean confidence")
+    upper.plot([0, 1], [0, 1], "--", color="tab:red", linewidth=1, label="perfect")
+    error = float((counts * abs(accuracy - confidence)).sum() / counts.sum())
+    upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"expected calibration error {error:.2%}")
+    upper.legend(fontsize=8)
+    upper.grid(alpha=0.3)
+    lower.bar(centres, 100 * counts / counts.sum(), width, color="tab:gray", edgecolor="white")
+    lower.set(xlabel="confidence (top-1 score)", ylabel="% of images")
+    save(figure, path)

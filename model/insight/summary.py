@@ -1,0 +1,186 @@
+"""What was understood of a checkpoint, for people: family, sizes, tokens, pooling, preprocessing, cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from model.checkpoint.checkpoint import Checkpoint
+from model.config import ViTConfig
+from model.network.vit import VisionTransformer, count_parameters
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model needs.
+
+    Attributes:
+        parameters: scalars in all parameters.
+        flops: of one image's forward pass: two for each multiply-add of the convolutions, linear
+            layers and attention products; norms, activations and softmax are not counted.
+    """
+
+    parameters: int
+    flops: int
+
+    def memory(self, bytes_each: int) -> int:
+        """Bytes of the weights at `bytes_each` bytes a scalar."""
+        return self.parameters * bytes_each
+
+
+def cost(config: ViTConfig) -> Cost:
+    """Parameters and floating-point operations of an architecture; nothing is allocated.
+
+    Operations are those of the published model; what `VisionTransformer.spare_last_block` leaves out is not subtracted.
+    """
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    return Cost(count_parameters(model), 2 * _multiply_adds(config))
+
+
+def _multiply_adds(config: ViTConfig) -> int:
+    width, tokens, patches = config.width, config.tokens, math.prod(config.grid)
+    patch_inputs, stem = config.in_channels * config.patch_size**2, 0
+    if config.stem is not None:
+        patch_inputs = config.stem.channels * (config.patch_size // config.stem.stride) ** 2
+        stem = _stem_multiply_adds(config)
+    embedding = patches * patch_inputs * width
+    attention = tokens * 4 * width * width + 2 * tokens * tokens * width
+    gates = 3 if config.mlp == "swiglu" else 2
+    blocks = config.depth * (attention + tokens * gates * width * config.mlp_width)
+    pooling = 0
+    if config.pool == "attention":
+        seen = tokens if config.pool_prefix else patches
+        # Keys and values of what is seen; the query, two products, the projection and the MLP of one token.
+        pooling = seen * 2 * width * width + 2 * seen * width + 2 * width * width + 2 * width * config.mlp_width
+    head = config.num_classes * width * (2 if config.pool == "cls_mean" or config.distillation_head else 1)
+    return stem + embedding + blocks + pooling + head
+
+
+def _stem_multiply_adds(config: ViTConfig) -> int:
+    assert config.stem is not None
+    rows, columns = (math.ceil(edge / 2) for edge in config.image_size)
+    total = rows * columns * 64 * config.in_channels * 49
+    rows, columns = math.ceil(rows / 2), math.ceil(columns / 2)
+    channels = 64
+    for stage, depth in enumerate(config.stem.layers):
+        out, stride = 256 * 2**stage, 1 if stage == 0 else 2
+        middle = out // 4
+        for block in range(depth):
+            before = rows * columns
+            if block == 0 and stride == 2:
+                rows, columns = math.ceil(rows / 2), math.ceil(columns / 2)
+            after = rows * columns
+            inputs = channels if block == 0 else out
+            total += before * inputs * middle + after * (9 * middle * middle + middle * out)
+            if block == 0:
+                total += after * inputs * out  # the shortcut
+        channels = out
+    return total
+
+
+def summarise(checkpoint: Checkpoint) -> dict[str, str]:
+    """Headings and what was understood, in the order to print them."""
+    config, preprocess = checkpoint.config, checkpoint.preprocess
+    needs = cost(config)
+    rows = {
+        "name": checkpoint.name,
+        "source": checkpoint.source + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
+        "format": checkpoint.format,
+        "family": checkpoint.architecture,
+        "input": f"{_by(config.image_size)} px, {config.in_channels} channel{'s' if config.in_channels > 1 else ''}",
+        "patches": _patches(config),
+        "tokens": _tokens(config),
+        "positions": _positions(config),
+        "blocks": _blocks(config),
+        "pooling": _pooling(config),
+        "attention maps": {
+            "cls": "the CLS token's row",
+            "patch_mean": "the mean over all patches' rows",
+            "pool_query": "the pooling query's row (last layer); the mean over all patches' rows (earlier layers)",
+        }[config.attention_source],
+        "preprocessing": f"{preprocess.resize} to {_by(preprocess.resize_size)}, {preprocess.interpolation}, "
+        f"centre crop {_by(preprocess.size)}",
+        "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
+        "labels": f"{len(checkpoint.labels):,}: {', '.join(checkpoint.labels[:3])}"
+        + (", …" if len(checkpoint.labels) > 3 else ""),
+        "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
+        f", temperature {checkpoint.temperature:g}",
+        "parameters": f"{needs.parameters:,}",
+        "memory": f"{_mebibytes(needs.memory(4))} in float32, {_mebibytes(needs.memory(2))} in bfloat16 or float16",
+        "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
+    }
+    if checkpoint.notes:
+        rows["notes"] = "; ".join(checkpoint.notes)
+    return rows
+
+
+def _patches(config: ViTConfig) -> str:
+    text = f"{config.patch_size}x{config.patch_size} px, grid {_by(config.grid)}"
+    if config.stem is not None:
+        layers = "-".join(str(n) for n in config.stem.layers) or "root only"
+        text += f", after a ResNetV2 stem ({layers})"
+    return text + (", linear" if config.patch_embedding == "linear" else "")
+
+
+def _tokens(config: ViTConfig) -> str:
+    parts = [
+        name for name, present in (("CLS", config.class_token), ("distillation", config.distillation_token)) if present
+    ]
+    if config.registers:
+        parts.append(f"{config.registers} register{'s' if config.registers > 1 else ''}")
+    return f"{config.tokens}: {' + '.join([*parts, f'{math.prod(config.grid)} patches'])}"
+
+
+def _positions(config: ViTConfig) -> str:
+    kinds = []
+    if config.position_embedding != "none":
+        fixed = "learned" if config.position_embedding == "learned" else "fixed sine-cosine"
+        kinds.append(fixed + ("" if config.position_prefix else ", patches only"))
+    if config.relative_position_bias:
+        kinds.append("relative biases")
+    return " + ".join(kinds) or "none"
+
+
+def _blocks(config: ViTConfig) -> str:
+    parts = [f"{config.depth}", f"width {config.width}", f"{config.heads} heads"]
+    parts.append(f"{'SwiGLU' if config.mlp == 'swiglu' else 'MLP'} {config.mlp_width} ({config.activation})")
+    for name, present in (
+        ("LayerScale", config.layer_scale),
+        ("QK-norm", config.qk_norm),
+        ("norm before the blocks", config.norm_before_blocks),
+        ("no QKV bias", not config.qkv_bias),
+    ):
+        if present:
+            parts.append(name)
+    return ", ".join(parts)
+
+
+def _pooling(config: ViTConfig) -> str:
+    text = {
+        "cls": "CLS token",
+        "mean": "mean",
+        "max": "max",
+        "mean_max": "half of mean plus max",
+        "cls_mean": "CLS token and mean, concatenated",
+        "attention": "attention by a learned query",
+    }[config.pool]
+    if config.distillation_head:
+        text += ", averaged with the distillation token's head"
+    if not config.final_norm:
+        return f"{text}, no final norm"
+    return f"{text}, norm {'after' if config.norm_after_pool else 'before'} it"
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _list(values: tuple[float, ...]) -> str:
+    return "[" + ", ".join(f"{value:g}" for value in values) + "]"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,1 @@
+"""The Vision Transformer as an `nn.Module`, and its layers."""

@@ -1,0 +1,110 @@
+"""Multi-head self-attention, and the one row of it that a map is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ViTConfig
+from model.network.layers.position import relative_position_index, relative_table_size
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one fused QKV projection."""
+
+    relative_position_index: Tensor
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.head_dim = config.width // config.heads
+        self.cls_row = config.attention_source == "cls"
+        self.prefix_tokens = config.prefix_tokens
+        self.grid = config.grid
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+        self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
+        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; another kernel may be put here.
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
+        self.relative_position_bias_table: nn.Parameter | None = None
+        if config.relative_position_bias:
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
+            self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
+
+    def forward(
+        self, x: Tensor, return_attention: bool = False, first: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: [B, N, D].
+            return_attention: whether to return the attention row, too.
+            first: only the first tokens ask, all are asked; None: every token asks.
+
+        Returns:
+            [B, first or N, D], and [B, heads, N] float32 or None.
+        """
+        batch, _, width = x.shape
+        q, k, v = self._project(x) if first is None else self._project_first(x, first)
+        q, k = self.q_norm(q), self.k_norm(k)
+        bias = self._bias()
+        row = self._row(q, k, bias) if return_attention else None
+        if bias is None:
+            x = self.attend(q, k, v)
+        else:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :first])
+        x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
+        return x, row
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v, each [B, heads, N, head_dim]."""
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return q, k, v
+
+    def _project_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with q of the first tokens alone: [B, heads, first, head_dim]."""
+        batch, tokens, width = x.shape
+        bias = self.qkv.bias
+        bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
+        q = F.linear(x[:, :first], self.qkv.weight[:width], bias_q)
+        kv = F.linear(x, self.qkv.weight[width:], bias_kv)
+        q = q.reshape(batch, first, self.heads, self.head_dim).transpose(1, 2)
+        k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def _bias(self) -> Tensor | None:
+        """What is added to the scores: [1, heads, N, N], or nothing."""
+        if self.relative_position_bias_table is None:
+            return None
+        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
+
+    def _row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        """The attention row a map is made of: [B, heads, N], float32.
+
+        Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
+        A model that reads no CLS token has no single query; its row is the mean over the patch
+        queries, taken one image at a time so that no more than [heads, N, N] is alive.
+        """
+        scale = self.head_dim**-0.5
+        if self.cls_row:
+            scores = (q[:, :, :1] * scale) @ k.transpose(-2, -1)  # [B, heads, 1, N]
+            if bias is not None:
+                scores = scores + bias[:, :, :1]
+            row: Tensor = scores.float().softmax(dim=-1).squeeze(2)
+            return row
+        patches = slice(self.prefix_tokens, None)
+        rows = []
+        for q_i, k_i in zip(q, k, strict=True):
+            scores = (q_i[:, patches] * scale) @ k_i.transpose(-2, -1)  # [heads, patches, N]
+            if bias is not None:
+                scores = scores + bias[0, :, patches]
+            rows.append(scores.float().softmax(dim=-1).mean(dim=1))
+        return torch.stack(rows)

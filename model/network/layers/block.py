@@ -1,0 +1,93 @@
+"""The encoder block and its parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ViTConfig
+from model.network.layers.activation import ACTIVATIONS
+from model.network.layers.attention import Attention
+
+
+class Mlp(nn.Module):
+    """Two linear layers with the activation between them."""
+
+    def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.fc1 = nn.Linear(config.width, config.mlp_width, bias=bias)
+        self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        y: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return y
+
+
+class SwiGLU(nn.Module):
+    """act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
+
+    def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.fc1 = nn.Linear(config.width, 2 * config.mlp_width, bias=bias)
+        self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        y: Tensor = self.fc2(self.activation(gate) * value)
+        return y
+
+
+class LayerScale(nn.Module):
+    """A learned factor a channel (Touvron et al. 2021, CaiT)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): in training, drops a residual branch for whole samples."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape; the kept samples are scaled by 1 / (1 - rate)."""
+        if not self.training or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        mask = x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(keep)
+        return x * mask / keep
+
+
+class Block(nn.Module):
+    """Pre-norm encoder block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ViTConfig, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        mlp = SwiGLU if config.mlp == "swiglu" else Mlp
+        self.mlp = mlp(config, bias=config.projection_bias)
+        self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self, x: Tensor, return_attention: bool = False, first: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None); given `first`, only that many tokens come out."""
+        y, row = self.attn(self.norm1(x), return_attention, first)
+        x = x[:, :first] + self.drop_path(self.ls1(y))
+        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        return x, row

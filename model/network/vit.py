@@ -1,0 +1,172 @@
+"""The Vision Transformer: pixels in, logits and the CLS row of attention out.
+
+Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929. Parameter names and shapes are timm's
+(`timm/models/vision_transformer.py`), so that its checkpoints load key for key; what families add to
+the paper's model is chosen by `ViTConfig` and built from `model.network.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ViTConfig
+from model.network.layers.attention import Attention
+from model.network.layers.block import Block, DropPath, Mlp
+from model.network.layers.patch_dropout import drop_patches
+from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
+from model.network.layers.pooling import AttentionPool, pool_tokens
+from model.network.layers.position import resize_position_embedding, sincos2d_position_embedding
+
+__all__ = [
+    "Attention",
+    "Block",
+    "DropPath",
+    "Mlp",
+    "PatchEmbed",
+    "ViTOutput",
+    "VisionTransformer",
+    "count_parameters",
+    "resize_position_embedding",
+]
+
+_LAYER_SCALE_START = 1e-5
+
+
+class ViTOutput(NamedTuple):
+    """What one forward pass gives.
+
+    Attributes:
+        logits: [B, num_classes], in the model's dtype.
+        attention: [B, len(layers), heads, N] float32, or None when no layer was asked for. Each row
+            is a softmax over all N tokens, prefix tokens first.
+    """
+
+    logits: Tensor
+    attention: Tensor | None
+
+
+class VisionTransformer(nn.Module):
+    """ViT for classification.
+
+    Args:
+        config: the architecture.
+        drop_path: stochastic depth rate of the last block, rising linearly from 0; training only.
+
+    Attributes:
+        patch_dropout: share of the patches that training leaves out, another choice for each image and
+            pass; may be changed between passes.
+        spare_last_block: whether the last block computes only the tokens that the head reads, which is
+            the same function: 10/12 of a block's arithmetic saved where that is the CLS token alone.
+    """
+
+    def __init__(self, config: ViTConfig, *, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_dropout = 0.0
+        self.spare_last_block = True
+        width = config.width
+        embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
+        self.patch_embed = embed(config)
+        self.cls_token = _token(1, width) if config.class_token else None
+        self.dist_token = _token(1, width) if config.distillation_token else None
+        self.reg_token = _token(config.registers, width) if config.registers else None
+        self.pos_embed: nn.Parameter | None = None
+        if config.position_embedding != "none":
+            learned = config.position_embedding == "learned"
+            self.pos_embed = nn.Parameter(torch.zeros(1, config.position_tokens, width), requires_grad=learned)
+        self.norm_pre = _norm(config, config.norm_before_blocks)
+        rates = [drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
+        self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
+        self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
+        self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
+        self.head = nn.Linear(2 * width if config.pool == "cls_mean" else width, config.num_classes)
+        self.head_dist = nn.Linear(width, config.num_classes) if config.distillation_head else None
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX code do."""
+        for name, parameter in self.named_parameters():
+            if name == "pos_embed" and self.config.position_embedding == "sincos2d":
+                with torch.no_grad():
+                    parameter.copy_(self.fixed_position_embedding())
+            elif name.endswith("gamma"):
+                nn.init.constant_(parameter, _LAYER_SCALE_START)
+            elif parameter.ndim == 1:
+                # Norm weights start at one, every bias at zero.
+                nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            elif name in ("head.weight", "head_dist.weight"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
+
+    def fixed_position_embedding(self) -> Tensor:
+        """The sincos2d embedding of this configuration: [1, position_tokens, D] float32 on the CPU."""
+        config = self.config
+        prefix = config.prefix_tokens if config.position_prefix else 0
+        return sincos2d_position_embedding(config.grid, config.width, prefix_tokens=prefix)
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        """[B, C, H, W] normalised pixels -> [B, N, D] tokens with positions added."""
+        x: Tensor = self.patch_embed(pixels)
+        if self.pos_embed is not None and not self.config.position_prefix:
+            x = x + self.pos_embed
+        prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        if prefix:
+            x = torch.cat((*(token.expand(x.shape[0], -1, -1) for token in prefix), x), dim=1)
+        if self.pos_embed is not None and self.config.position_prefix:
+            x = x + self.pos_embed
+        x = self.norm_pre(x)
+        return x
+
+    def forward(self, pixels: Tensor, attention_layers: Sequence[int] = ()) -> ViTOutput:
+        """Classify a batch.
+
+        Args:
+            pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
+            attention_layers: layers (0 is the first) whose attention row is wanted, in the order wanted.
+
+        Returns:
+            Logits and, for the asked-for layers, the attention rows; see `ViTOutput`. With attention
+            pooling the last layer's row is the pooling query's.
+        """
+        last = self.config.depth - 1
+        x = self.embed(pixels)
+        if self.training and self.patch_dropout:
+            x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
+        rows: dict[int, Tensor] = {}
+        # The head reads the CLS token; a distilled model's second head reads the token beside it.
+        first = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
+        for index, block in enumerate(self.blocks):
+            wanted = index in attention_layers and not (index == last and self.attn_pool is not None)
+            x, row = block(x, wanted, first if index == last else None)
+            if row is not None:
+                rows[index] = row
+        x = self.norm(x)
+        if self.attn_pool is not None:
+            pooled, row = self.attn_pool(x, last in attention_layers)
+            if row is not None:
+                rows[last] = row
+        else:
+            pooled = pool_tokens(x, self.config)
+        logits: Tensor = self.head(self.fc_norm(pooled))
+        if self.head_dist is not None:
+            logits = (logits + self.head_dist(x[:, 1])) / 2
+        attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
+        return ViTOutput(logits, attention)
+
+
+def _token(count: int, width: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1, count, width))
+
+
+def _norm(config: ViTConfig, present: bool) -> nn.Module:
+    return nn.LayerNorm(config.width, eps=config.norm_eps) if present else nn.Identity()
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of scalars in all parameters."""
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,222 @@
+"""How a batch travels to a device and back: pinned memory, an upload beside the computation, captured graphs.
+
+    thread A   pinned <- images | upload ........ |          wait ........ | answer
+    thread B                    pinned <- images  | upload (while A computes) ...
+    device                       copy stream A    | graph A | graph B      |
+
+Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
+while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
+them never run at the same time. Nobody holds the lock while waiting for the device.
+
+Nothing here is particular to CUDA; what is stands in `model.runtime.cuda_ops`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+CAPTURED_TOP_K: Final = 32
+"""Classes that a captured graph answers with, at most; a request for more is computed without one."""
+
+_TOLERANCE: Final = 0.02
+"""Between a score with and without its graph: the kernels are the same unless a library chooses others in a capture."""
+
+Layers = tuple[int, ...]
+Compute = Callable[[Tensor, Layers, int], Tensor]
+"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there; see `model.runtime.packing`."""
+
+
+class Event(Protocol):
+    """A point in a stream's work; `torch.cuda.Event` is one."""
+
+    def record(self, stream: Any) -> None:
+        """The point is after all that the stream was given so far."""
+
+    def wait(self, stream: Any) -> None:
+        """What the stream is given from now on comes after the point."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point is reached."""
+
+
+class DeviceOps(Protocol):
+    """What a launcher needs of a device. Streams are opaque to it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are made."""
+        ...
+
+    def stream(self) -> Any:
+        """A new queue of work, independent of others."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work of this thread goes to the stream."""
+        ...
+
+    def event(self) -> Event:
+        """A new event."""
+        ...
+
+    def pinned(self, shape: Sequence[int]) -> Tensor:
+        """Zeros, uint8, in host memory that the device reads by itself."""
+        ...
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy on the host that is complete when the current stream has come that far."""
+        ...
+
+    def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
+        """Run the work, record it, and return what runs it again on the same memory."""
+        ...
+
+    def settle(self) -> None:
+        """Block until the device has nothing under way, or has failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Slot:
+    pinned: Tensor
+    pixels: Tensor
+    copies: Any
+    uploaded: Event
+    finished: Event
+
+
+@dataclass(frozen=True)
+class _Graph:
+    replay: Callable[[], None]
+    packed: Tensor
+
+
+class BatchLauncher:
+    """Runs batches of uint8 images through `compute`.
+
+    Args:
+        ops: the device.
+        compute: one batch on the device; called on the launcher's stream, by one thread at a time.
+        shape: (H, W, C) of an image.
+        max_batch: largest batch.
+        slots: callers served at the same time; more than that wait for one another.
+
+    Raises:
+        RuntimeError: as torch raises it (out of memory).
+    """
+
+    def __init__(self, ops: DeviceOps, compute: Compute, *, shape: tuple[int, ...], max_batch: int, slots: int) -> None:
+        self._ops = ops
+        self._compute = compute
+        self._stream = ops.stream()
+        self._lock = threading.Lock()
+        # Graphs read from here whichever slot the images came through. A copy within the device is cheap: 9.6 MB (64
+        # images of 224 pixels) at 4 TB/s are microseconds, while a graph for each slot would double their number.
+        self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
+        self._graphs: dict[tuple[int, Layers], _Graph] = {}
+        self._captured_k = 0
+        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(slots):
+            pinned = ops.pinned((max_batch, *shape))
+            pixels = torch.empty_like(self._input)
+            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
+        ops.settle()  # the streams above do not wait for what was made before them
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], layers: Sequence[Layers], *, top_k: int) -> None:
+        """Record a graph for each batch size and choice of attention layers; all or none are used.
+
+        Args:
+            sizes: batch sizes.
+            layers: choices of attention layers.
+            top_k: classes that each answers with.
+
+        Raises:
+            RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
+        """
+        graphs: dict[tuple[int, Layers], _Graph] = {}
+        with self._lock, self._ops.on(self._stream):
+            self._input.random_(0, 256)  # any pictures will do, as long as they are not all alike
+            # The largest first: the smaller ones find their memory in what it has left.
+            for size in sorted(sizes, reverse=True):
+                for wanted in layers:
+                    graphs[size, wanted] = self._capture(size, wanted, top_k)
+        self._graphs, self._captured_k = graphs, top_k
+
+    def _capture(self, size: int, layers: Layers, top_k: int) -> _Graph:
+        pixels = self._input[:size]
+        expected = self._compute(pixels, layers, top_k)
+        # Outside of the memory that graphs share, as it outlives the run.
+        packed = torch.zeros_like(expected)
+
+        def work() -> None:
+            packed.copy_(self._compute(pixels, layers, top_k))
+
+        graph = _Graph(self._ops.capture(work, self._stream), packed)
+        packed.zero_()
+        graph.replay()
+        first, again = (tensor[:, :top_k].view(torch.float32).cpu() for tensor in (expected, packed))
+        if not torch.allclose(first, again, rtol=0, atol=_TOLERANCE, equal_nan=True):
+            raise RuntimeError(f"the captured graph of {size} images gives other scores than the model")
+        return graph
+
+    @torch.inference_mode()
+    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[NDArray[np.int32], int]:
+        """Compute one batch; callable by several threads at once.
+
+        Args:
+            images: uint8 [B, H, W, C].
+            size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
+            layers: attention layers wanted.
+            top_k: classes wanted.
+
+        Returns:
+            int32 [B, width] as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
+
+        Raises:
+            RuntimeError: as torch raises it.
+        """
+        graph = self._graphs.get((size, layers)) if top_k <= self._captured_k else None
+        slot = self._slots.get()
+        finished = False
+        try:
+            packed = self._run(slot, graph, images, size, layers, top_k)
+            finished = True
+        finally:
+            if not finished:
+                # Nothing of this batch may still be read or written when its slot goes to another.
+                self._ops.settle()
+            self._slots.put(slot)
+        return packed, self._captured_k if graph else top_k
+
+    def _run(
+        self, slot: _Slot, graph: _Graph | None, images: NDArray[np.uint8], size: int, layers: Layers, top_k: int
+    ) -> NDArray[np.int32]:
+        ops, count = self._ops, len(images)
+        np.copyto(slot.pinned[:count].numpy(), images)
+        with ops.on(slot.copies):
+            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
+            slot.uploaded.record(slot.copies)
+        with self._lock, ops.on(self._stream):
+            slot.uploaded.wait(self._stream)
+            self._input[:count].copy_(slot.pixels[:count])
+            if graph is not None:
+                graph.replay()
+                packed = graph.packed
+            else:
+                packed = self._compute(self._input[:size], layers, top_k)
+            host = ops.download(packed[:count])
+            slot.finished.record(self._stream)
+        slot.finished.synchronize()
+        found: NDArray[np.int32] = host.numpy()
+        return found

@@ -1,0 +1,74 @@
+"""What `model.runtime.batch_launcher` needs of CUDA: streams, events, pinned memory, captured graphs.
+
+See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs). Nothing here runs on
+a machine without a GPU; its tests are skipped there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CudaOps:
+    """One CUDA device; see `model.runtime.batch_launcher.DeviceOps`.
+
+    Args:
+        device: `cuda:N`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # One pool for all graphs: they run one after another, and none needs what another has left behind.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def stream(self) -> torch.cuda.Stream:
+        """A stream that waits for no other, the default stream included."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Also makes the stream's device the thread's current one."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def event(self) -> torch.cuda.Event:
+        """A thread that waits for it sleeps: spinning would take a core from the decoders."""
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def pinned(self, shape: Sequence[int]) -> Tensor:
+        """Zeros in page-locked memory."""
+        return torch.zeros(tuple(shape), dtype=torch.uint8, pin_memory=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Pinned, so that the copy is one more item of the stream; read it after an event."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def capture(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+        """A CUDA graph of the work.
+
+        Raises:
+            RuntimeError: the work cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # what libraries set up at a first call cannot be captured
+                work()
+        # The capture's own random state is made here and must not be an inference tensor, or a later capture outside
+        # of inference mode fails (pytorch/pytorch#166792). Other threads may go on using the device meanwhile.
+        with (
+            torch.inference_mode(False),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            torch.inference_mode(),
+        ):
+            work()
+        return graph.replay
+
+    def settle(self) -> None:
+        """Block until the device is idle; a device that has failed is as idle as it gets."""
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,189 @@
+"""The network run by OpenVINO: on a CPU its fused kernels take less time than torch's operators, most of all for few
+images at a time.
+
+The torch module is traced once, in float32; OpenVINO rounds to bfloat16 itself. https://docs.openvino.ai
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import queue
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from model.errors import DeviceError
+from model.network.vit import VisionTransformer, ViTOutput
+
+if TYPE_CHECKING:
+    import openvino
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
+"""Of a dtype: the plugin's name for the capability, and for the hint."""
+
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest norm of the difference to torch's float32 logits, relative to theirs. A graph that lost something is off by
+its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
+
+
+def installed() -> bool:
+    """Whether the package is there; it is not imported."""
+    return importlib.util.find_spec("openvino") is not None
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why OpenVINO cannot compute in this dtype on this device, or None."""
+    if device.type != "cpu":
+        return f"it runs on the CPU here, not on {device}"
+    if not installed():
+        return "the package is not installed: pip install 'vitserve[openvino]'"
+    if dtype not in PRECISIONS:
+        return f"it has no {str(dtype).removeprefix('torch.')} here"
+    capability, _ = PRECISIONS[dtype]
+    offered = _openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
+
+
+class OpenVinoNetwork:
+    """uint8 images in, logits and the last layer's attention row out; any batch size, several callers at once.
+
+    Args:
+        model: float32, on the CPU; read, not kept.
+        scale, shift: float32 [1, C, 1, 1]; pixels are normalised to `pixels * scale + shift`.
+        dtype: what to compute in, of `PRECISIONS`.
+        threads: for a batch that is alone.
+        streams: batches that compute at the same time, beside each other, on a share of the threads each.
+
+    Attributes:
+        has_row: whether the attention row is computed with the logits.
+
+    Raises:
+        DeviceError: OpenVINO does not run this model, or gives other logits than torch.
+    """
+
+    def __init__(
+        self, model: VisionTransformer, scale: Tensor, shift: Tensor, *, dtype: torch.dtype, threads: int, streams: int
+    ) -> None:
+        config = model.config
+        # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
+        self.has_row = config.attention_source != "patch_mean"
+        self.version = importlib.metadata.version("openvino")
+        layers = (config.depth - 1,) if self.has_row else ()
+        traced = _Traced(model, scale, shift, layers)
+        rows, columns = config.image_size
+        images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
+        try:
+            graph = _convert(traced, torch.from_numpy(images[:2]))
+            self._alone = _Requests(graph, dtype, threads=threads, streams=1)
+            # One stream on all threads is what `alone` is already.
+            self._beside = self._alone if streams == 1 else _Requests(graph, dtype, threads=threads, streams=streams)
+        except RuntimeError as error:
+            raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+        with torch.inference_mode():
+            expected = model(torch.from_numpy(images).permute(0, 3, 1, 2) * scale + shift).logits
+        for count in (1, 3):
+            # Of one image and of another number than traced: what a trace took for a constant shows.
+            off = self(images[:count], alone=count == 1).logits - expected[:count]
+            # A head that is all zeros gives zeros in both.
+            relative = float(off.norm() / expected[:count].norm().clamp_min(1e-6))
+            if not relative <= _TOLERANCE[dtype]:
+                raise DeviceError(f"OpenVINO's logits are {relative:.2g} of their norm away from torch's")
+        logger.debug("OpenVINO %s traced %s layers", self.version, config.depth)
+
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> ViTOutput:
+        """Compute one batch; blocks while as many as there are streams are under way.
+
+        Args:
+            images: uint8 [B, H, W, C].
+            alone: whether no other batch computes, so that this one may have all threads.
+
+        Returns:
+            Logits float32 [B, num_classes], attention float32 [B, 1, heads, N] or None.
+
+        Raises:
+            RuntimeError: as OpenVINO raises it.
+        """
+        outputs = (self._alone if alone else self._beside).infer(np.ascontiguousarray(images))
+        logits, *rows = (torch.from_numpy(output) for output in outputs)
+        return ViTOutput(logits, rows[0] if rows else None)
+
+
+class _Traced(nn.Module):
+    """What becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: VisionTransformer, scale: Tensor, shift: Tensor, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        pixels = images.permute(0, 3, 1, 2).float() * self.scale + self.shift
+        output: ViTOutput = self.model(pixels, self.layers)
+        return (output.logits,) if output.attention is None else (output.logits, output.attention)
+
+
+class _Requests:
+    """A compiled graph and its infer requests, of which each serves one caller at a time."""
+
+    def __init__(self, graph: openvino.Model, dtype: torch.dtype, *, threads: int, streams: int) -> None:
+        options = {
+            "INFERENCE_PRECISION_HINT": PRECISIONS[dtype][1],
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": streams,
+            # Decoding takes turns with computing on the same cores: the system knows better which one is free.
+            "ENABLE_CPU_PINNING": False,
+        }
+        compiled = _openvino().Core().compile_model(graph, "CPU", options)
+        self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
+        for _ in range(streams):
+            self._free.put(compiled.create_infer_request())
+
+    def infer(self, images: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+        request = self._free.get()
+        try:
+            # The outputs are copied: the request's own memory is the next caller's.
+            return list(request.infer([images], share_inputs=True, share_outputs=False).values())
+        finally:
+            self._free.put(request)
+
+
+def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
+    """Trace a module and translate it; the first axis of its input is then of any length."""
+    _openvino()
+    from openvino import PartialShape  # noqa: PLC0415  an optional package
+    from openvino.frontend import FrontEndManager  # noqa: PLC0415
+    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
+
+    with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
+        # Of shapes that become constants, which all but the first are; and that tracing will go one day.
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
+        frontend = FrontEndManager().load_by_framework("pytorch")
+        # Named, as the frontend reads it until the graph is made, but does not keep it.
+        decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
+        graph = frontend.convert(frontend.load(decoder))
+    graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
+    return graph
+
+
+def _openvino() -> Any:
+    """The package, without its telemetry: importing it would tell a server of its maker so."""
+    # None makes the import fail, for which the package has a stand-in.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino  # noqa: PLC0415  optional, and loaded once it is silenced
+
+    return openvino

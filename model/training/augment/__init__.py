@@ -1,0 +1,1 @@
+"""Augmentation of whole batches of pictures on the device."""

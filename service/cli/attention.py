@@ -1,0 +1,76 @@
+"""`vitserve attention FILE -o heat.png`: where the model looks, in-process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.errors import InputError
+from model.images.heatmap import COLORMAPS, render_heatmap
+from model.images.preprocess import preprocess
+from model.prediction import Head, MapRequest
+from service.cli.model_flags import add_model_flags, predictor_from
+from service.web.routes.attention import MAX_SIZE, parse_head, parse_layer
+
+
+def add_parser(commands: Any) -> None:
+    """Flags of `vitserve attention`."""
+    parser = commands.add_parser("attention", help="draw a heat map of where the model looks")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="PNG, or .npy for the numbers")
+    parser.add_argument("--layer", type=int, default=-1, help="negatives count from the end (default: the last)")
+    parser.add_argument("--head", default="mean", help="mean, max, or a head's number (default: mean)")
+    parser.add_argument("--no-overlay", dest="overlay", action="store_false", help="the map alone")
+    parser.add_argument("--alpha", type=float, help="weight of the map over the picture, 0 ... 1")
+    parser.add_argument("--colormap", choices=COLORMAPS)
+    parser.add_argument("--size", type=int, help=f"longer side in pixels, at most {MAX_SIZE}")
+    add_model_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the map and print what was seen.
+
+    Raises:
+        InputError: a file that is not there, or an option out of range.
+        ImageError: the file is no picture.
+    """
+    if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
+        raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")
+    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
+        raise InputError("alpha", f"--alpha {arguments.alpha}: expected 0 ... 1")
+    try:
+        data = arguments.file.read_bytes()
+    except OSError as error:
+        raise InputError("file", f"{arguments.file}: {error.strerror}") from None
+    predictor, info, settings = predictor_from(arguments)
+    head: Head = parse_head(arguments.head, info.config.heads)
+    wanted = MapRequest(parse_layer(arguments.layer, info.config.depth), head)
+    pixels = preprocess(data, info.preprocess, max_pixels=settings.max_image_pixels)
+    found = predictor.predict(pixels[None], top_k=1, maps=[wanted])
+    map_ = found.maps[0]
+    assert map_ is not None, "a map was asked for"
+    if arguments.output.suffix == ".npy":
+        np.save(arguments.output, map_.values, allow_pickle=False)
+    else:
+        arguments.output.write_bytes(
+            render_heatmap(
+                map_.values,
+                picture=pixels if arguments.overlay else None,
+                **{
+                    name: value
+                    for name in ("alpha", "colormap", "size")
+                    if (value := getattr(arguments, name)) is not None
+                },
+            )
+        )
+    rows, columns = map_.values.shape
+    label = info.labels[int(found.indices[0, 0])]
+    print(  # noqa: T201
+        f"{arguments.output}: {label} ({found.scores[0, 0]:.1%}), layer {map_.layer}, head {map_.head}, "
+        f"{rows}x{columns} patches, kept mass {map_.kept_mass:.2f}"
+    )
+    return 0

@@ -1,0 +1,172 @@
+"""`vitserve classify FILE|FOLDER...`: labels of files, in-process or through a server."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from model.errors import ImageError, InputError
+from model.images.preprocess import preprocess
+from service.cli.model_flags import add_model_flags, predictor_from
+from service.client import Client, ClientError
+from service.schemas import Prediction, significant
+
+_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
+    | {".avif", ".heic", ".heif"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One file's classes, or why there are none."""
+
+    file: Path
+    predictions: list[Prediction]
+    error: str | None = None
+
+
+def add_parser(commands: Any) -> None:
+    """Flags of `vitserve classify`."""
+    parser = commands.add_parser("classify", help="classify files or folders of pictures")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
+    parser.add_argument("--top-k", type=int, default=5, metavar="N", help="classes of each picture (default: 5)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV: file, rank, label, index, score, error")
+    form.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--url", help="ask this server instead of loading the model here")
+    parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
+    add_model_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Classify everything that is named; a file that cannot be classified does not stop the others.
+
+    Returns:
+        0, or 1 if any file has no answer.
+
+    Raises:
+        InputError: a path that does not exist, or a folder without pictures.
+    """
+    if arguments.top_k < 1:
+        raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
+    files = find_pictures(arguments.paths)
+    answers = _ask_server(files, arguments) if arguments.url else _ask_model(files, arguments)
+    writer = _writer(arguments, sys.stdout)
+    failed = 0
+    for answer in tqdm(answers, total=len(files), unit="image", disable=len(files) < 2 or None):
+        writer(answer)
+        failed += answer.error is not None
+    if failed:
+        print(f"vitserve: {failed} of {len(files)} files have no answer", file=sys.stderr)  # noqa: T201
+    return int(failed > 0)
+
+
+def find_pictures(paths: Iterable[Path]) -> list[Path]:
+    """Files as named, and the pictures below each folder, sorted.
+
+    Raises:
+        InputError: a path that does not exist, or a folder without pictures.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+            if not found:
+                raise InputError("path", f"{path}: no pictures in this folder")
+            files += found
+        elif path.exists():
+            files.append(path)
+        else:
+            raise InputError("path", f"{path}: no such file or folder")
+    return files
+
+
+def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Answer]:
+    predictor, info, settings = predictor_from(arguments)
+    top_k = min(arguments.top_k, info.config.num_classes)
+
+    def decode(file: Path) -> NDArray[np.uint8] | str:
+        try:
+            return preprocess(
+                file.read_bytes(),
+                info.preprocess,
+                max_pixels=settings.max_image_pixels,
+                scaled_decode=settings.scaled_decode,
+            )
+        except (ImageError, OSError) as error:
+            return str(error)
+
+    remaining = iter(files)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while chunk := list(islice(remaining, predictor.max_batch)):
+            decoded = list(pool.map(decode, chunk))
+            good = [pixels for pixels in decoded if not isinstance(pixels, str)]
+            found = predictor.predict(np.stack(good), top_k=top_k) if good else None
+            row = 0
+            for file, pixels in zip(chunk, decoded, strict=True):
+                if isinstance(pixels, str) or found is None:
+                    yield Answer(file, [], str(pixels))
+                    continue
+                ranked = zip(found.indices[row].tolist(), found.scores[row].tolist(), strict=True)
+                row += 1
+                yield Answer(file, [Prediction(label=info.labels[i], index=i, score=significant(s)) for i, s in ranked])
+
+
+def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Answer]:
+    try:
+        with Client(arguments.url, api_key=arguments.api_key) as client:
+            top_k = min(arguments.top_k, client.model().classes)
+            for file in files:
+                try:
+                    yield Answer(file, client.classify(file, top_k=top_k).predictions)
+                except (ClientError, OSError) as error:
+                    yield Answer(file, [], str(error))
+    except httpx.TransportError as error:
+        raise InputError("url", f"{arguments.url}: {error}") from None
+    except ClientError as error:
+        raise InputError("url", f"{arguments.url}: {error}") from None
+
+
+def _writer(arguments: argparse.Namespace, out: TextIO) -> Any:
+    if arguments.csv:
+        table = csv.writer(out)
+        table.writerow(["file", "rank", "label", "index", "score", "error"])
+        return lambda answer: _write_csv(answer, table)
+    return (lambda answer: _write_json(answer, out)) if arguments.json else (lambda answer: _write_text(answer, out))
+
+
+def _write_csv(answer: Answer, table: Any) -> None:
+    if answer.error is not None:
+        table.writerow([answer.file, "", "", "", "", answer.error])
+    for rank, found in enumerate(answer.predictions, start=1):
+        table.writerow([answer.file, rank, found.label, found.index, found.score, ""])
+
+
+def _write_json(answer: Answer, out: TextIO) -> None:
+    document: dict[str, Any] = {"file": str(answer.file)}
+    if answer.error is None:
+        document["predictions"] = [found.model_dump() for found in answer.predictions]
+    else:
+        document["error"] = answer.error
+    tqdm.write(json.dumps(document, ensure_ascii=False), file=out)
+
+
+def _write_text(answer: Answer, out: TextIO) -> None:
+    lines = [f"{found.score:8.2%}  {found.label}" for found in answer.predictions]
+    tqdm.write("\n".join([str(answer.file), *lines, *([f"  error: {answer.error}"] if answer.error else [])]), file=out)

@@ -1,0 +1,48 @@
+"""`vitserve convert CHECKPOINT -o DIR`: any checkpoint that is read, as a native folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from model.errors import InputError
+from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
+from service.engine.loading import checkpoint_from
+
+
+def add_parser(commands: Any) -> None:
+    """Flags of `vitserve convert`."""
+    parser = commands.add_parser("convert", help="write a checkpoint as vitserve's own folder")
+    parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if absent")
+    parser.add_argument(
+        "--stored-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
+    )
+    add_model_flags(parser, CHECKPOINT_FLAGS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, check, write.
+
+    Raises:
+        CheckpointError: it cannot be read exactly.
+        InputError: the folder cannot be written, or holds something else.
+    """
+    from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.device import DTYPES  # noqa: PLC0415
+
+    checkpoint = checkpoint_from(settings_from(arguments))
+    checkpoint.build()  # names, shapes and values of the weights are checked here
+    if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
+        raise InputError("output", f"{arguments.output}: exists and is not an empty folder")
+    try:
+        native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
+    except OSError as error:
+        raise InputError("output", f"{arguments.output}: {error.strerror or error}") from None
+    print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with --checkpoint")  # noqa: T201
+    return 0

@@ -1,0 +1,144 @@
+"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from model.errors import InputError
+from service.cli.model_flags import add_model_flags, predictor_from
+from service.client import Client, ClientError
+
+if TYPE_CHECKING:
+    from model.evaluation.evaluate import Evaluation
+    from model.evaluation.evaluation_set import EvaluationSet
+
+Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
+"""How many pictures, and a number's picture as a file -> scores [N, K] in class order."""
+
+
+def add_parser(commands: Any) -> None:
+    """Flags of `vitserve evaluate`."""
+    parser = commands.add_parser("evaluate", help="measure a checkpoint's accuracy on labelled pictures")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
+    )
+    parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
+    parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way with --url")
+    parser.add_argument(
+        "--robustness",
+        action="store_true",
+        help="measure CIFAR-10's images as users send them, too: enlarged JPEGs, turned by Exif, greyscale",
+    )
+    parser.add_argument(
+        "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
+    )
+    add_model_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        DatasetError: the data cannot be read, or are not what the model was made for.
+        InputError: no server at the URL, or one that fails; or flags that do not go together.
+    """
+    if arguments.card is not None and not arguments.robustness:
+        raise InputError("card", "--card needs --robustness")
+    if arguments.card is not None and not arguments.card.is_file():
+        raise InputError("card", f"{arguments.card}: no such file")
+    from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415  torch takes seconds to import
+
+    pictures = open_evaluation_set(arguments.data)
+    if arguments.robustness and not pictures.variants:
+        raise InputError("robustness", f"{arguments.data}: --robustness is for CIFAR-10's binary files")
+    return _through_server(arguments, pictures) if arguments.url else _in_process(arguments, pictures)
+
+
+def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
+    from model.evaluation.evaluate import evaluate_cifar10, measure, predict_uploads  # noqa: PLC0415
+
+    predictor, info, _ = predictor_from(arguments)
+    truth = pictures.truth(info.labels, info.name)
+    score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
+    if pictures.variants:
+        found = evaluate_cifar10(predictor, arguments.data, progress=True)
+    else:
+        found = measure(score(len(pictures), pictures.upload), truth, info.labels)
+    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
+    if arguments.robustness:
+        _robustness(arguments.card, pictures.variants, score, truth)
+    return 0
+
+
+def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
+    from model.evaluation.evaluate import measure  # noqa: PLC0415
+
+    try:
+        with (
+            Client(arguments.url, api_key=arguments.api_key) as client,
+            ThreadPoolExecutor(arguments.concurrency) as pool,
+        ):
+            labels = tuple(client.labels())
+
+            def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
+                try:
+                    predictions = client.classify(upload(number), top_k=len(labels)).predictions
+                except ClientError as error:
+                    raise InputError("url", f"{arguments.url}: {pictures.name(number)}: {error}") from error
+                by_index = {found.index: found.score for found in predictions}
+                return [by_index[index] for index in range(len(labels))]
+
+            def score(count: int, upload: Callable[[int], bytes]) -> NDArray[np.float32]:
+                answers = pool.map(partial(ask, upload), range(count))
+                return np.array(list(tqdm(answers, total=count, desc="evaluate", unit="img")), np.float32)
+
+            truth = pictures.truth(labels, arguments.url)
+            found = measure(score(len(pictures), pictures.upload), truth, labels)
+            _print(f"the server at {arguments.url}", pictures, found)
+            if arguments.robustness:
+                _robustness(arguments.card, pictures.variants, score, truth)
+    except (httpx.TransportError, ClientError) as error:
+        raise InputError("url", f"{arguments.url}: {error}") from None
+    return 0
+
+
+def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:
+    kind = f"{pictures.split} images" if pictures.split else "images"
+    print(f"{what}: {found.accuracy:.2%} of {found.count} {kind} right")  # noqa: T201
+    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")  # noqa: T201
+    width = max(12, *(len(label) for label in found.per_class))
+    for label, accuracy in found.per_class.items():
+        print(f"  {label:{width}} {accuracy:.1%}")  # noqa: T201
+
+
+def _robustness(
+    card: Path | None, variants: Mapping[str, Callable[[int], bytes]], score: Scorer, truth: NDArray[np.int64]
+) -> None:
+    """Accuracy of each variant, and its distance from the first."""
+    found: dict[str, float] = {}
+    width = max(map(len, variants))
+    print("as users send them, through the service's own preprocessing:")  # noqa: T201
+    for name, upload in variants.items():
+        found[name] = float((score(len(truth), upload).argmax(axis=1) == truth).mean())
+        points = 100 * (found[name] - next(iter(found.values())))
+        print(f"  {name:{width}}  {found[name]:.2%}  {points:+.2f} points")  # noqa: T201
+    if card is not None:
+        from model.training.report.model_card import with_robustness  # noqa: PLC0415
+
+        try:
+            card.write_text(with_robustness(card.read_text(encoding="utf-8"), found, len(truth)), encoding="utf-8")
+        except OSError as error:
+            raise InputError("card", f"{card}: {error.strerror}") from error

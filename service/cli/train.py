@@ -1,0 +1,151 @@
+"""`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from model.errors import TrainingError
+from service import logs
+from service.settings import ENV_PREFIX
+
+
+def _share_or_count(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """`224`, or `224x160` (rows x columns)."""
+    rows, _, columns = text.lower().partition("x")
+    return int(rows), int(columns or rows)
+
+
+OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "name": (str, "NAME", "what the service calls the model"),
+    "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
+    "epochs": (int, "N", "times that every picture is seen"),
+    "minutes": (float, "N", "wall time after which a shortened schedule ends"),
+    "batch-size": (int, "N", "pictures a step"),
+    "validation": (_share_or_count, "N", "pictures set aside (100), or their share (0.1), where no split is given"),
+    "keep": (str, "best|last", "which weights are served"),
+    "precision": (str, "NAME", "auto, float32 or bfloat16"),
+    "seed": (int, "N", "decides the split and all random choices"),
+    "threads": (int, "N", "threads of one operator on the CPU"),
+}
+"""Flag, which is the recipe's field with dashes: its type, what stands for its value, and its help."""
+
+
+def add_parser(commands: Any) -> None:
+    """Flags of `vitserve train`."""
+    parser = commands.add_parser(
+        "train",
+        help="train or fine-tune a model on a folder of pictures",
+        description="Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
+        "The result is a folder that `vitserve serve --checkpoint` takes.",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="one folder of pictures a class, in DIR or in DIR/train, DIR/val, DIR/test; or CIFAR-10's binary files",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="result; serve it with --checkpoint DIR")
+    parser.add_argument(
+        "--from",
+        dest="checkpoint",
+        metavar="CHECKPOINT",
+        help="fine-tune this one, with a new head: `bundled`, a folder, a file, or a hub id",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="FILE",
+        help="TOML, or a bundled one's name (cifar10, cifar10-gpu, finetune, folder); default: by --data and --from",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
+    parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, metavar="GIB", help="decoded pictures kept in memory; more go to a file"
+    )
+    for name in ("preprocess", "architecture"):
+        parser.add_argument(
+            f"--{name}",
+            dest=f"checkpoint_{name}",
+            default=os.environ.get(f"{ENV_PREFIX}{name.upper()}"),
+            metavar="VALUE",
+            help=f"of --from, if its format carries none [{ENV_PREFIX}{name.upper()}]",
+        )
+    recipe = parser.add_argument_group("instead of the recipe's")
+    for name, (kind, metavar, text) in OVERRIDES.items():
+        recipe.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    recipe.add_argument(
+        "--set",
+        dest="fields",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any field, as optimiser.learning_rate=1e-4 (repeatable)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, fit the temperature, measure, write the folder.
+
+    Raises:
+        TrainingError, DatasetError, CheckpointError: one line that says what is wrong with recipe, data or start.
+    """
+    from model.training.recipe import read_recipe  # noqa: PLC0415  torch takes seconds to import
+    from model.training.train import run as train  # noqa: PLC0415
+
+    logs.configure("text", "info")
+    train(
+        arguments.data,
+        arguments.out,
+        read_recipe(_recipe_path(arguments)).override(_overrides(arguments)),
+        resume=arguments.resume,
+        device=getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto"),
+        memory=int(arguments.memory * 2**30),
+    )
+    return 0
+
+
+def _recipe_path(arguments: argparse.Namespace) -> Path:
+    from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
+    from model.training.train import RECIPE_FILE, default_recipe  # noqa: PLC0415
+
+    if arguments.recipe is not None:
+        bundled = RECIPES / f"{arguments.recipe}.toml"
+        return bundled if bundled.parent == RECIPES and bundled.is_file() else Path(arguments.recipe)
+    begun: Path = arguments.out / RECIPE_FILE
+    if arguments.resume:  # any other recipe would be a guess
+        if not begun.is_file():
+            raise TrainingError(f"{arguments.out}: nothing to resume: no {RECIPE_FILE}")
+        return begun
+    return default_recipe(arguments.data, arguments.checkpoint)
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    fields = ("checkpoint", *(name.replace("-", "_") for name in OVERRIDES))
+    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
+    if "checkpoint" in given:
+        options = ("checkpoint_preprocess", "checkpoint_architecture")
+        given |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    for text in arguments.fields:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise TrainingError(f"--set {text}: expected FIELD=VALUE")
+        given[name.strip()] = _value(value.strip())
+    return given
+
+
+def _value(text: str) -> Any:
+    """What TOML would read, or else the text itself, so that a string needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

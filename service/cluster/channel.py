@@ -1,0 +1,127 @@
+"""Where web workers and an engine process meet, and how they talk.
+
+    web worker                                     engine process
+    ----------                                     --------------
+    RemoteEngine.infer                             EngineServer
+      slot <- pixels                                 Submit -> Engine.infer(pixels in the slot)
+      Submit          --- Unix socket, frames -->      (LocalEngine: the same queue for all workers)
+      future  <-- Result or Failure, --------------- answers of a batch leave in one write,
+                  one wake-up a batch                so a worker wakes up once
+
+The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own requests
+along and no others; an engine that dies is an `EngineUnavailable` for every request that it had. The
+worker then waits at the same address for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from typing import cast
+
+from service.cluster.protocol import Decoder, Frame, FrameError, encode
+from service.cluster.shared_memory import SharedCounters, SharedFile
+from service.engine.messages import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+class EngineChannel:
+    """Where one engine process and the workers meet; made before they are forked.
+
+    Attributes:
+        listener: a Unix socket without a name in the file system. It outlives the engine process, so
+            workers that connect while there is none wait for the next.
+        key: what tells this service's workers from anyone else who finds the address.
+        pixels: memory for images, sized by the engine when it knows their size.
+    """
+
+    def __init__(self, index: int, device: str, board: SharedCounters, *, slots: int) -> None:
+        self.index = index
+        self.device = device
+        self.board = board
+        self.slots = slots
+        self.key = secrets.token_bytes(32)
+        self.pixels = SharedFile("pixels")
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind("")  # the kernel finds a free abstract address
+        self.listener.listen(128)
+
+    def connect(self) -> socket.socket:
+        """A connection, accepted or waiting to be.
+
+        Raises:
+            OSError: nobody listens any more.
+        """
+        connection = socket.socket(self.listener.family, self.listener.type)
+        try:
+            connection.connect(self._address)
+        except OSError:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return connection
+
+    @property
+    def _address(self) -> bytes:
+        return cast(bytes, self.listener.getsockname())
+
+    def close(self) -> None:
+        """Let go of socket and memory."""
+        self.listener.close()
+        self.pixels.close()
+
+
+def image_shape(info: ModelInfo) -> tuple[int, int, int]:
+    """(rows, columns, channels) of the images that a model takes."""
+    return (*info.preprocess.size, len(info.preprocess.mean))
+
+
+class FramesProtocol(asyncio.Protocol):
+    """A connection as frames; what is sent within one turn of the event loop leaves in one write."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._decoder = Decoder()
+        self._outgoing: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Frames can be sent."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """What is sent from now on is lost."""
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on the frames that are whole; what is no frame ends the connection."""
+        try:
+            for frame in self._decoder.feed(data):
+                self.received(frame)
+        except FrameError as error:
+            logger.error("engine connection: %s", error)
+            self.close()
+
+    def received(self, frame: Frame) -> None:
+        """For subclasses: one frame came. `FrameError` ends the connection."""
+        raise NotImplementedError
+
+    def send(self, frame: Frame) -> None:
+        """Send with all others of this turn."""
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(encode(frame))
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        if self._transport is not None and self._outgoing:
+            self._transport.write(b"".join(self._outgoing))
+        self._outgoing.clear()

@@ -1,0 +1,184 @@
+"""Memory that the processes of one service share: anonymous, sized from the settings, gone with its last user.
+
+It is made before the processes are forked and inherited by them. It has no name (Python 3.11 unlinks
+named segments behind one's back) and does not lie in /dev/shm (64 MiB in a container).
+
+Who may write is settled by place, so that a process that is killed at any moment leaves nothing that
+others wait for or read wrongly: a cell has one writer, and what several write is guarded by a lock that
+the kernel takes back when its holder dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import QueueFull
+
+
+class SharedFile:
+    """An anonymous file in memory; whoever inherits its descriptor can map it.
+
+    Pages take memory only when they are first written.
+
+    Args:
+        name: shown in /proc, for people.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._descriptor = os.memfd_create(f"vitserve-{name}", os.MFD_CLOEXEC)
+
+    def grow(self, size: int) -> None:
+        """At least `size` bytes, new ones zero; one process only may grow it. It never shrinks: others map it."""
+        if os.fstat(self._descriptor).st_size < size:
+            os.ftruncate(self._descriptor, size)
+
+    def map(self, size: int, offset: int = 0) -> mmap.mmap:
+        """A view of `size` bytes from `offset`, a multiple of the page size."""
+        return mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=offset)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer at the end."""
+        return os.pread(self._descriptor, size, offset)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Bytes to `offset`; the file grows as needed."""
+        os.pwrite(self._descriptor, data, offset)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude other processes; the kernel ends it with the process. Does not exclude threads of this one."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of it; maps stay good."""
+        os.close(self._descriptor)
+
+
+def whole_pages(size: int) -> int:
+    """`size` rounded up to pages."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Pixels:
+    """Slots for images between one web worker and one engine.
+
+    The worker writes a slot before it submits it and leaves it alone until the engine has answered. A
+    part of the file belongs to one worker; a worker that is started again takes over its predecessor's
+    part, whose images nobody waits for any more.
+
+    Args:
+        file: of the engine, which has grown it to `size` a worker.
+        worker: 0 ... workers-1.
+        slots: images that one worker may have in the engine.
+        shape: of an image, (rows, columns, channels).
+    """
+
+    def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int]) -> None:
+        size = self.size(slots, shape)
+        memory = file.map(size, worker * size)
+        image_bytes = int(np.prod(shape))
+        flat = np.frombuffer(memory, np.uint8)[: slots * image_bytes]
+        self._images: NDArray[np.uint8] = flat.reshape(slots, *shape)
+        self.slots = slots
+
+    @staticmethod
+    def size(slots: int, shape: tuple[int, int, int]) -> int:
+        """Bytes of one worker's part."""
+        return whole_pages(slots * int(np.prod(shape)))
+
+    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
+        """The image in a slot, uint8 [H, W, C]: a view.
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        image: NDArray[np.uint8] = self._images[slot]
+        return image
+
+
+class SharedCounters:
+    """Numbers that all processes of a service read; each cell has one writer.
+
+    Args:
+        workers, engines: how many there are.
+        places: images in the service at once, over all workers.
+
+    Attributes:
+        places_taken: uint32 [workers]; written by the worker.
+        images_out: uint32 [workers, engines], images without an outcome yet; written by the worker.
+        worker_state: uint32 [workers], see `LISTENING` and `SERVING`; written by the worker.
+        engine_was_ready: uint32 [engines]; written by the engine, once.
+        queue_depth: uint32 [engines]; written by the engine.
+        restarts: uint32 [engines]; written by the supervisor.
+        seconds: uint64 [1], of the service's life: the one clock that all can read; written by the supervisor.
+    """
+
+    LISTENING = 1
+    SERVING = 2
+
+    def __init__(self, *, workers: int, engines: int, places: int) -> None:
+        self.capacity = places
+        self._file = SharedFile("board")
+        counts = (workers, workers * engines, workers, engines, engines, engines)
+        size = whole_pages(8 + 4 * sum(counts))
+        self._file.grow(size)
+        memory = self._file.map(size)
+        self.seconds: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, 1)
+        words = np.frombuffer(memory, np.uint32, sum(counts), 8)
+        parts: list[NDArray[np.uint32]] = np.split(words, np.cumsum(counts)[:-1])
+        self.places_taken, images_out, self.worker_state, self.engine_was_ready, self.queue_depth, self.restarts = parts
+        self.images_out = images_out.reshape(workers, engines)
+
+    def everything_is_ready(self) -> bool:
+        """Whether all engines are loaded and all workers know of it."""
+        return bool(self.engine_was_ready.all() and (self.worker_state == self.SERVING).all())
+
+    def forget_engine(self, engine: int) -> None:
+        """An engine is gone, and its queue with it."""
+        self.queue_depth[engine] = 0
+
+    def count_restart(self, engine: int) -> None:
+        """An engine is started again."""
+        self.restarts[engine] += 1
+
+    def forget_worker(self, worker: int) -> None:
+        """A worker is gone: what it held is free."""
+        self.places_taken[worker] = 0
+        self.images_out[worker] = 0
+        self.worker_state[worker] = 0
+
+    def take_place(self, worker: int) -> None:
+        """One place of the service for a worker.
+
+        Raises:
+            QueueFull: none is free in any worker.
+        """
+        with self._file.locked():  # others can only give back meanwhile
+            if int(self.places_taken.sum()) >= self.capacity:
+                raise QueueFull(f"all {self.capacity} places in the service are taken")
+            self.places_taken[worker] += 1
+
+    def close(self) -> None:
+        """Let go of the lock's file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,72 @@
+"""What a web worker does: the same application as in one process, around engines in other processes.
+
+No torch: a worker starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from service.cluster.balancer import Balancer
+from service.cluster.remote_engine import RemoteEngine
+from service.cluster.shared_image_store import SharedImageStore
+from service.cluster.shared_limiter import SharedLimiter
+from service.cluster.shared_memory import SharedCounters
+from service.cluster.shared_resources import Shared
+from service.engine.base import Engine
+from service.metrics.metrics import Metrics
+from service.settings import Settings
+from service.web.app import create_app, log_model
+from service.web.lifecycle import Lifecycle, settle
+from service.web.server import Server
+
+CHANGED = signal.SIGUSR1
+"""Tells the supervisor to look at the board."""
+
+
+class WorkerServer(Server):
+    """A server that drains when its supervisor says so; a signal that comes twice says nothing new."""
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self.drain()
+
+
+def run_web(settings: Settings, shared: Shared, worker: int, metrics: Metrics) -> int:
+    """Be one web worker, until a signal.
+
+    Returns:
+        The exit code.
+    """
+    board, listener = shared.board, shared.listeners[worker]
+    engines = [RemoteEngine(link, worker) for link in shared.links]
+    engine: Engine = engines[0] if len(engines) == 1 else Balancer(engines)
+    lifecycle = Lifecycle()
+
+    def engine_changed() -> None:
+        serving = engine.status.state == "ready"
+        board.worker_state[worker] = SharedCounters.SERVING if serving else SharedCounters.LISTENING
+        if serving and worker == 0 and engine.info is not None:
+            log_model(engine.status, engine.info)
+        if serving:
+            settle()
+        os.kill(shared.supervisor, CHANGED)
+
+    app = create_app(
+        settings,
+        engine,
+        metrics,
+        lifecycle,
+        engine_changed,
+        SharedLimiter(board, worker),
+        SharedImageStore(
+            shared.recent,
+            ttl=settings.recent_ttl,
+            max_bytes=settings.recent_bytes,
+            clock=lambda: int(board.seconds[0]),
+        ),
+    )
+    server = WorkerServer(app, settings, lifecycle)
+    board.worker_state[worker] = SharedCounters.LISTENING
+    server.run(sockets=[listener])
+    return lifecycle.exit_code

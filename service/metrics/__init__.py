@@ -1,0 +1,1 @@
+"""Every metric of the service, with its labels and buckets."""

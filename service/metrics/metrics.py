@@ -1,0 +1,187 @@
+"""Every metric's name, labels and buckets, in one place.
+
+Base units (seconds, bytes, ratios); histograms and never summaries, so that dashboards can aggregate
+over replicas. Each service has a registry of its own: two apps in one process do not mix.
+
+With several processes each counts into files of its own in one private folder, and a scrape of any
+worker adds them up (`prometheus_client.multiprocess`). What is read at the scrape instead of being
+counted (engines, the model, kept pictures, GPUs) is the same from everywhere and is added by the worker
+that is asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+    values,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from service.engine.messages import BatchReport, EngineStatus, ModelInfo
+from service.metrics.nvml import Gpus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SCORE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
+
+
+def count_in_files(folder: Path, process: str) -> None:
+    """From now on this process counts into files of its own that others can read; call it before `Metrics`.
+
+    Args:
+        folder: the same for all processes of the service.
+        process: unique among those that run. Who takes over a name goes on counting where the last one stopped, so
+            that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
+    """
+    for gauge in folder.glob(f"gauge_*_{process}.db"):
+        gauge.unlink()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """The service's metrics; `render` is what Prometheus scrapes.
+
+    Args:
+        folder: where the processes of the service count, see `count_in_files`; None when there is only this one.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        # The moment each series began would be a second series beside every one.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._folder = folder
+        self._engines = _EngineCollector()
+        self._gpus = Gpus()
+        self.registry.register(self._engines)
+        self.registry.register(self._gpus)
+        registry = None if folder else self.registry
+        if registry:  # of one process among several they would say nothing about the service
+            ProcessCollector(registry=registry)
+            PlatformCollector(registry=registry)
+            GCCollector(registry=registry)
+        self.requests = Counter("vit_requests_total", "Requests answered", ["endpoint", "code"], registry=registry)
+        self.request_duration = Histogram(
+            "vit_request_duration_seconds",
+            "From a request's head to the end of its answer",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.stage_duration = Histogram(
+            "vit_stage_duration_seconds",
+            "Time of one image in each stage: read, decode, queue, inference",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
+        self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
+        self.images = Counter("vit_images_total", "Images classified", registry=registry)
+        self.batches = Counter(
+            "vit_batches_total", "Batches launched, by why", ["device", "release"], registry=registry
+        )
+        self.batch_size = Histogram(
+            "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH, registry=registry
+        )
+        self.batch_padding = Counter(
+            "vit_batch_padding_total", "Rows launched beside images", ["device"], registry=registry
+        )
+        self.inflight = Gauge(
+            "vit_inflight_requests", "Requests being handled", registry=registry, multiprocess_mode="livesum"
+        )
+        self.rejected = Counter(
+            "vit_rejected_total", "Images and requests refused, by problem code", ["reason"], registry=registry
+        )
+        self.cancelled = Counter(
+            "vit_cancelled_total", "Requests whose caller went away before the answer", registry=registry
+        )
+        self.top1_score = Histogram(
+            "vit_top1_score", "Score of the first class of each answer", buckets=_SCORE, registry=registry
+        )
+
+    def watch_engines(self, statuses: Callable[[], Sequence[EngineStatus]]) -> None:
+        """Read the engines' state at every scrape instead of being told of each change."""
+        self._engines.statuses = statuses
+
+    def watch_recent(self, usage: Callable[[], tuple[int, int]]) -> None:
+        """Read (pictures, bytes) kept at every scrape."""
+        self.registry.register(_RecentCollector(usage))
+
+    def set_model(self, info: ModelInfo, version: str) -> None:
+        """Tell what is served, and on which device."""
+        self._engines.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
+        self._gpus.watch(info.device, info.gpu_uuid)
+
+    def observe_batch(self, report: BatchReport) -> None:
+        """Count one launch."""
+        self.batches.labels(report.device, report.release).inc()
+        self.batch_size.labels(report.device).observe(report.size)
+        self.batch_padding.labels(report.device).inc(report.padding)
+
+    def render(self) -> bytes:
+        """All metrics of the service in Prometheus' text format."""
+        text = generate_latest(self.registry)
+        if self._folder is None:
+            return text
+        counted = CollectorRegistry()
+        MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
+        return generate_latest(counted) + text
+
+
+class _EngineCollector(Collector):
+    """What the engines say; a device is known for sure (`cuda:0`, not `auto`) only when its engine is ready."""
+
+    def __init__(self) -> None:
+        self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
+        self.models: dict[str, tuple[str, ...]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """All from one look at the engines."""
+        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
+        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
+        restarts = CounterMetricFamily(
+            "vit_engine_restarts_total", "Engines started again after a failure", labels=["device"]
+        )
+        for status in self.statuses():
+            up.add_metric([status.device], float(status.state == "ready"))
+            depth.add_metric([status.device], float(status.queue_depth))
+            restarts.add_metric([status.device], float(status.restarts))
+        model = GaugeMetricFamily(
+            "vit_model_info",
+            "Always 1; the labels tell what is served",
+            labels=["model", "architecture", "device", "dtype", "version"],
+        )
+        for labels in self.models.values():
+            model.add_metric(labels, 1)
+        yield from (up, depth, restarts, model)
+
+
+class _RecentCollector(Collector):
+    """What is kept for GET /attention."""
+
+    def __init__(self, usage: Callable[[], tuple[int, int]]) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Both gauges, from one look."""
+        pictures, size = self._usage()
+        yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
+        yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)

@@ -1,0 +1,1 @@
+"""One request's way: HTTP protocol, middleware, admission, upload, pipeline, routes."""

@@ -1,0 +1,181 @@
+"""uvicorn's HTTP/1.1 protocol with bounds on what is no body, and our form of refusal."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from service.errors import MalformedRequest
+from service.web.middleware import BROKEN_FRAMING, request_id_from
+from service.web.problems import MEDIA_TYPE, body, problem_of
+
+_MAX_HEAD_BYTES = 64 << 10
+_HEAD_SECONDS = 30.0
+_LINGER_SECONDS = 2.0
+_STALL_SECONDS = 30.0
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Refuses heads (and chunk extensions, and trailers) that are too large or too slow, and lets go of callers that
+    ask and do not read.
+
+    Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
+    answered here with a problem document, unless an earlier request still waits for its answer: that one goes
+    out, then the connection closes. A caller that offers another protocol is answered in this one.
+    """
+
+    _overhead = 0
+    """Bytes since the last that belonged to a body or ended a request."""
+    _offer = False
+    """Whether this head offers to go on in another protocol."""
+    _refused = False
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered, or was last."""
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock: a connection that never asks anything is closed."""
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks, and tell the request that is being answered."""
+        self._stop_head_timer()
+        self._stop_stall_timer()
+        super().connection_lost(exc)
+        # uvicorn tells the newest request, which may be one that waits for its turn behind this one.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Bound what the parser takes without end: headers, chunk extensions, trailers, and waiting for them."""
+        if self._refused:  # what still comes has no meaning any more
+            return
+        self._overhead += len(data)
+        self._feed(data)
+        if self._overhead > _MAX_HEAD_BYTES:
+            self.send_400_response(f"more than {_MAX_HEAD_BYTES} bytes that are no body")
+        elif self.cycle is None or self.cycle.response_complete:
+            # A new head has begun, and uvicorn has stopped its clock for idle connections.
+            self._start_head_timer()
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows for another protocol, but no server need accept an offer: the same
+                # head without it, and then the body. (Java's client offers h2c with each of its first requests.)
+                data = self._head_without_offer() + data[upgrade.args[0] :]
+                if not self.parser.should_keep_alive():
+                    # This one takes nothing more after a head that says "close".
+                    self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self.send_400_response("this is not HTTP/1.1")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offer:
+            return
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        """Body bytes are bounded by whoever reads them."""
+        self._overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._offer:
+            return
+        self._overhead = 0
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Answers pile up because their caller does not read them."""
+        super().pause_writing()
+        self._watch_for_stall()
+
+    def resume_writing(self) -> None:
+        """The caller has read."""
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP: see to an answer, and close."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._stop_head_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(msg)
+            return
+        self.cycle.keep_alive = False
+        if self.cycle.more_body:
+            cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = msg
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
+
+    def _refuse(self, msg: str) -> None:
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
+        request_id = request_id_from(given.decode("latin-1"))
+        problem = problem_of(MalformedRequest(msg))
+        content = body(problem, request_id)
+        head = [STATUS_LINE[problem.status]]
+        for name, value in (
+            *self.server_state.default_headers,
+            (b"content-type", MEDIA_TYPE.encode()),
+            (b"content-length", str(len(content)).encode()),
+            (b"x-request-id", request_id.encode()),
+            (b"connection", b"close"),
+        ):
+            head += [name, b": ", value, b"\r\n"]
+        self.transport.write(b"".join([*head, b"\r\n", content]))
+        # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _watch_for_stall(self) -> None:
+        left = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < left:
+                self._watch_for_stall()
+            else:
+                self.transport.abort()
+
+        self._stall_timer = self.loop.call_later(_STALL_SECONDS, check)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None

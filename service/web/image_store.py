@@ -1,0 +1,88 @@
+"""Pictures kept for GET /attention: what the model saw, never the upload."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# An array's header and the dictionary's entry; small pictures would otherwise cost more than is counted.
+_OVERHEAD_BYTES = 512
+
+
+class ImageStore(Protocol):
+    """Where pictures are kept."""
+
+    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+        """Keep a picture; its unguessable id, or None if nothing is kept."""
+        ...
+
+    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+        """The picture, or None if it is unknown, expired or pushed out."""
+        ...
+
+    def usage(self) -> tuple[int, int]:
+        """(pictures, bytes) kept now."""
+        ...
+
+
+class MemoryImageStore:
+    """Bounded memory of model-size pictures, oldest out first, each good for `ttl` seconds.
+
+    Belongs to one event loop.
+
+    Args:
+        ttl: seconds; 0 keeps nothing.
+        max_bytes: memory for all pictures; 0 keeps nothing.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl = ttl
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._pictures: OrderedDict[str, tuple[float, NDArray[np.uint8]]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+        """Keep a picture.
+
+        Returns:
+            An unguessable id (128 bits of the system's randomness), or None if nothing is kept.
+        """
+        cost = pixels.nbytes + _OVERHEAD_BYTES
+        if self._ttl == 0 or cost > self._max_bytes:
+            return None
+        self._drop_expired()
+        while self._bytes + cost > self._max_bytes:
+            self._drop_oldest()
+        image_id = secrets.token_urlsafe(16)
+        self._pictures[image_id] = (self._clock() + self._ttl, pixels)
+        self._bytes += cost
+        return image_id
+
+    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+        """The picture, or None if it is unknown, expired or pushed out."""
+        self._drop_expired()
+        found = self._pictures.get(image_id)
+        return found[1] if found else None
+
+    def usage(self) -> tuple[int, int]:
+        """(pictures, bytes) kept now."""
+        self._drop_expired()
+        return len(self._pictures), self._bytes
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        # All live equally long, so the oldest expires first.
+        while self._pictures and next(iter(self._pictures.values()))[0] <= now:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, (_, pixels) = self._pictures.popitem(last=False)
+        self._bytes -= pixels.nbytes + _OVERHEAD_BYTES

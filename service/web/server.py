@@ -1,0 +1,118 @@
+"""uvicorn, with the shutdown that API clients need: drain first, then stop listening, exit 0.
+
+By itself uvicorn closes its listener at the first SIGTERM and raises the signal again at the end; a
+load balancer that still sends requests would see refused connections, and the exit code would be 143.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Generator
+from typing import NoReturn
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from service.settings import Settings
+from service.web.http_protocol import HttpProtocol
+from service.web.lifecycle import Lifecycle
+
+logger = logging.getLogger(__name__)
+
+# Load balancers keep idle connections for about a minute; the side that answers must keep them longer.
+_KEEP_ALIVE_SECONDS = 75
+
+
+class Server(uvicorn.Server):
+    """One web process.
+
+    SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
+    then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
+    A second signal ends the process at once.
+
+    Args:
+        app: the ASGI application.
+        settings: see `service.settings`.
+        lifecycle: told when draining begins.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            http=HttpProtocol,
+            ws="none",
+            lifespan="on",
+            loop="auto",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
+        )
+        super().__init__(config)
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._drain: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port listened on, once started; of use when 0 was asked for."""
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Take the signals over from uvicorn."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self, exit_code: int) -> None:
+        """End the process in order, without the delay for load balancers: there is nothing left to serve."""
+        self._lifecycle.draining = True
+        self._lifecycle.exit_code = exit_code
+        self.should_exit = True
+        self._bound_draining()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._drain is not None:
+            logger.warning("%s again: ending at once", number.name)
+            exit_now(128 + number)
+        logger.info("%s: draining", number.name)
+        self.drain()
+
+    def drain(self) -> None:
+        """Send new work away, and stop when what was accepted is answered."""
+        if self._drain is None:
+            self._lifecycle.draining = True
+            self._drain = asyncio.get_running_loop().create_task(self._drain_then_stop())
+
+    async def _drain_then_stop(self) -> None:
+        self._bound_draining()
+        await asyncio.sleep(self._settings.drain_delay)
+        self.should_exit = True
+
+    def _bound_draining(self) -> None:
+        asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._give_up)
+
+    def _give_up(self) -> None:
+        logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
+        exit_now(self._lifecycle.exit_code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without waiting for its threads: one may be deep in a decoder or a kernel."""
+    logging.shutdown()
+    os._exit(code)

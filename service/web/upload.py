@@ -1,0 +1,238 @@
+"""From a request's body to the bytes of its pictures, bounded at every step.
+
+Nothing is written to disk, nothing is kept of parts that are no picture, and a body that is too large
+is refused when the limit is passed, not when its end is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from service.errors import (
+    ClientDisconnected,
+    MalformedRequest,
+    MissingImage,
+    ServiceError,
+    TooManyImages,
+    UnsupportedMediaType,
+    UploadTooLarge,
+)
+from service.schemas import FIELD
+
+# A body of nothing but tiny parts would cost the event loop a minute of parsing.
+_MAX_OTHER_PARTS = 1000
+
+Picture = bytearray | UploadTooLarge
+"""The bytes of one file, or that they were too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Attributes:
+    file_bytes: of one picture.
+    body_bytes: of the whole body.
+    files: pictures in one request.
+    """
+
+    file_bytes: int
+    body_bytes: int
+    files: int
+
+
+async def read_pictures(
+    headers: Headers, receive: Receive, limits: Limits, on_further_picture: Callable[[], None]
+) -> list[Picture]:
+    """Read the body: one raw picture, or the parts named `file` of a multipart form.
+
+    Args:
+        headers: the request's.
+        receive: ASGI channel of the body.
+        limits: see `Limits`.
+        on_further_picture: called before the second and each later picture is read; may refuse it.
+
+    Returns:
+        At least one picture, in the order sent.
+
+    Raises:
+        UploadTooLarge: the body, or the only picture of a request.
+        MissingImage: an empty body, or no part named `file`.
+        UnsupportedMediaType: the declared type holds no picture.
+        MalformedRequest: broken multipart.
+        TooManyImages: more than `limits.files`.
+        ClientDisconnected: the caller went away.
+    """
+    kind, options = parse_options_header(headers.get("content-type", ""))
+    multipart = kind == b"multipart/form-data"
+    limit = limits.body_bytes if multipart else min(limits.file_bytes, limits.body_bytes)
+    declared = _content_length(headers)
+    if declared > limit:
+        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+    refusal = _refusal(headers, kind, options.get(b"boundary"))
+    if refusal is not None and declared:
+        raise refusal
+    pictures = _Form(options[b"boundary"], limits, on_further_picture) if multipart and refusal is None else _Raw()
+    total = 0
+    async for chunk in _bounded(receive, limit):
+        total += len(chunk)
+        if refusal is None:
+            try:
+                pictures.feed(chunk)
+            except MalformedRequest as error:
+                refusal = error
+        if refusal is not None and declared:
+            raise refusal
+        # The size of a body goes before its form, and without a Content-Length only reading on tells it.
+    if not total:
+        raise MissingImage("the body is empty")
+    if refusal is not None:
+        raise refusal
+    return pictures.finish()
+
+
+def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
+    encoding = headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        return UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the picture as it is")
+    if kind == b"multipart/form-data":
+        return None if boundary else MalformedRequest("multipart/form-data without a boundary")
+    if kind.startswith(b"image/") or kind == b"application/octet-stream":
+        return None
+    name = kind.decode("latin-1")[:100]
+    return UnsupportedMediaType(
+        f"Content-Type {name!r}: send multipart/form-data with a field {FIELD!r}, or the picture itself as "
+        "image/* or application/octet-stream"
+    )
+
+
+def _content_length(headers: Headers) -> int:
+    try:
+        return int(headers.get("content-length", "0"))
+    except ValueError:
+        raise MalformedRequest("Content-Length is not a number") from None
+
+
+async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
+    total = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected("the caller went away")
+        chunk: bytes = message.get("body", b"")
+        total += len(chunk)
+        if total > limit:
+            raise UploadTooLarge(f"more than {limit} bytes")
+        yield chunk
+        if not message.get("more_body", False):
+            return
+
+
+class _Raw:
+    """The body is the picture."""
+
+    def __init__(self) -> None:
+        self._picture = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._picture += chunk
+
+    def finish(self) -> list[Picture]:
+        return [self._picture]
+
+
+class _Form:
+    """The pictures of a multipart form, collected as they arrive (RFC 7578)."""
+
+    def __init__(self, boundary: bytes, limits: Limits, on_further_picture: Callable[[], None]) -> None:
+        self._limits = limits
+        self._on_further_picture = on_further_picture
+        self._pictures: list[Picture] = []
+        self._current: bytearray | None = None
+        self._header = bytearray()
+        self._value = bytearray()
+        self._field: bytes | None = None
+        self._parts = 0
+        self._ended = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_field,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+        except FormParserError as error:
+            raise MalformedRequest(f"multipart: {error}") from None
+
+    def feed(self, chunk: bytes) -> None:
+        try:
+            self._parser.write(chunk)
+        except FormParserError as error:
+            raise MalformedRequest(f"multipart: {error}") from None
+
+    def finish(self) -> list[Picture]:
+        if not self._ended:
+            raise MalformedRequest("multipart: the body ends before its last boundary")
+        if not self._pictures:
+            raise MissingImage(f"no part is named {FIELD!r}")
+        if self._limits.files == 1 and isinstance(self._pictures[0], UploadTooLarge):
+            raise self._pictures[0]
+        return self._pictures
+
+    def _on_part_begin(self) -> None:
+        self._field = None
+        self._parts += 1
+        if self._parts > self._limits.files + _MAX_OTHER_PARTS:
+            raise MalformedRequest(f"multipart: more than {_MAX_OTHER_PARTS} parts that are not named {FIELD!r}")
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._field = parse_options_header(bytes(self._value))[1].get(b"name")
+        self._header.clear()
+        self._value.clear()
+
+    def _on_headers_finished(self) -> None:
+        if self._field != FIELD.encode():
+            return
+        if len(self._pictures) >= self._limits.files:
+            raise TooManyImages(f"more than {self._limits.files} file(s) in one request")
+        if self._pictures:
+            self._on_further_picture()
+        self._current = bytearray()
+        self._pictures.append(self._current)
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._current is None:
+            return
+        if len(self._current) + end - start > self._limits.file_bytes:
+            error = UploadTooLarge(f"more than {self._limits.file_bytes} bytes in one file")
+            if self._limits.files == 1:
+                raise error
+            # The other files of the request may be fine: drop this one's bytes and read on.
+            self._pictures[-1] = error
+            self._current = None
+            return
+        self._current += data[start:end]
+
+    def _on_part_end(self) -> None:
+        self._current = None
+
+    def _on_end(self) -> None:
+        self._ended = True

@@ -1,0 +1,186 @@
+"""timm's models, saved by timm and read by us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.checkpoint.timm import TimmArguments, architectures, rename
+from model.network.vit import VisionTransformer
+from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
+from tests.timm_reference import timm
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", {"img_size": 64}),
+    "vit-patch14-336": (
+        "vit_small_patch14_dinov2",
+        {"img_size": 336, "embed_dim": 48, "num_heads": 2, "num_classes": 5},
+    ),
+    "vit-not-square": ("vit_tiny_patch16_224", {"img_size": (32, 80)}),
+    "vit-7-classes": ("vit_tiny_patch16_224", {"img_size": 32, "num_classes": 7}),
+    "vit-no-qkv-bias": ("vit_base_patch16_224_miil", {"img_size": 32, "embed_dim": 48}),
+    "vit-no-projection-bias": ("vit_tiny_patch16_224", {"img_size": 32, "proj_bias": False}),
+    "vit-greyscale": ("vit_tiny_patch16_224", {"img_size": 32, "in_chans": 1}),
+    "vit-relu": ("vit_tiny_patch16_224", {"img_size": 32, "act_layer": "relu"}),
+    "vit-mean-pool": ("vit_tiny_patch16_224", {"img_size": 32, "global_pool": "avg"}),
+    "vit-max-pool": ("vit_tiny_patch16_224", {"img_size": 32, "global_pool": "max"}),
+    "vit-mean-max-pool": ("vit_tiny_patch16_224", {"img_size": 32, "global_pool": "avgmax"}),
+    "vit-cls-fc-norm": ("vit_tiny_patch16_224", {"img_size": 32, "fc_norm": True}),
+    "vit-no-final-norm": (
+        "vit_intern300m_patch14_448",
+        {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 5},
+    ),
+    "vit-qk-norm": ("vit_tiny_patch16_224", {"img_size": 32, "qk_norm": True}),
+    "vit-no-positions": ("vit_tiny_patch16_224", {"img_size": 32, "pos_embed": "none"}),
+    "clip": ("vit_base_patch16_clip_quickgelu_224", {"img_size": 32, "embed_dim": 48}),
+    "vit-gap": ("vit_medium_patch16_gap_240", {"img_size": 48, "embed_dim": 48, "num_heads": 4}),
+    "deit": ("deit_tiny_patch16_224", {"img_size": 32}),
+    "deit-distilled": ("deit_tiny_distilled_patch16_224", {"img_size": 48}),
+    "deit3": ("deit3_small_patch16_224", {"img_size": 32, "embed_dim": 48, "num_heads": 3}),
+    "registers-gap": ("vit_little_patch16_reg4_gap_256", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "dinov2-registers": ("vit_base_patch14_reg4_dinov2", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
+    "dinov2-swiglu": ("vit_giant_patch14_dinov2", {"img_size": 28, "embed_dim": 48, "num_classes": 9}),
+    "map": ("vit_so150m_patch16_reg4_map_256", {"img_size": 48, "embed_dim": 56, "num_heads": 7}),
+    "map-prefix": ("test_vit3", {"img_size": 32}),
+    "siglip-map": ("vit_so400m_patch14_siglip_384", {"img_size": 46, "embed_dim": 64, "num_classes": 5}),
+    "siglip-gap": ("vit_base_patch16_siglip_gap_224", {"img_size": 32, "embed_dim": 48, "num_classes": 5}),
+    "hybrid-root": ("vit_tiny_r_s16_p8_224", {"img_size": 64}),
+    "hybrid-r26": ("vit_small_r26_s32_224", {"img_size": 64, "embed_dim": 48}),
+    "hybrid-r50": ("vit_base_r50_s16_224", {"img_size": 48, "embed_dim": 48, "num_classes": 5}),
+}
+
+
+def make(case: str, folder: Path) -> Any:
+    """A random model of a case with two blocks, saved as timm does; returns it in evaluation mode."""
+    library = timm()
+    name, options = CASES[case]
+    torch.manual_seed(0)
+    model = library.create_model(name, **({"depth": 2} | options)).eval()
+    randomise(model)
+    labels = {"label_names": [f"n{i}" for i in range(model.num_classes)]}
+    library.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_timm(case: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    assert_same_logits(load_checkpoint(str(tmp_path)), model, f"timm {case}")
+
+
+@pytest.mark.parametrize("name", sorted(architectures()))
+def test_every_architecture_has_timms_parameters(name: str) -> None:
+    library = timm()
+    with torch.device("meta"), torch.no_grad():
+        theirs = library.create_model(name, num_classes=3)
+    arguments = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
+    config = TimmArguments.model_validate(arguments).vit_config()
+    with torch.device("meta"):
+        ours = VisionTransformer(config)
+    expected = {n: tuple(t.shape) for n, t in rename(theirs.state_dict(), config).items()}
+    assert {n: tuple(t.shape) for n, t in ours.state_dict().items()} == expected
+    assert config.heads == theirs.blocks[0].attn.num_heads
+    assert config.norm_eps == theirs.blocks[0].norm1.eps
+    assert config.grid == theirs.patch_embed.grid_size
+    assert config.prefix_tokens == theirs.num_prefix_tokens
+    activation = theirs.blocks[0].mlp.act
+    values = torch.linspace(-3, 3, 50)
+    torch.testing.assert_close(ours.blocks[0].mlp.activation(values), activation(values), atol=1e-6, rtol=0)
+
+
+def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:
+    library = timm()
+    model = library.create_model("test_vit", img_size=96, depth=2).eval()
+    randomise(model)
+    labels = {"label_names": [f"n{i}" for i in range(1000)]}
+    library.models.save_for_hf(model, tmp_path, model_config=labels, safe_serialization=True)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.config.image_size == (160, 160)
+    assert_same_logits(checkpoint, model, "timm dynamic")
+
+
+@pytest.mark.parametrize("case", ["vit", "registers-gap", "deit-distilled", "hybrid-r26"])
+def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    size = (96, 64)
+    if case == "hybrid-r26":
+        # timm's hybrids cannot be resized after they are built; its function for positions is the reference.
+        from timm.layers import resample_abs_pos_embed
+
+        old = model.patch_embed.grid_size
+        new = (size[0] // 32, size[1] // 32)
+        model.pos_embed.data = resample_abs_pos_embed(model.pos_embed.data, new, old, num_prefix_tokens=1)
+        model.patch_embed.strict_img_size = False
+    elif case == "deit-distilled":
+        from timm.layers import resample_abs_pos_embed
+
+        model.pos_embed.data = resample_abs_pos_embed(model.pos_embed.data, (6, 4), (3, 3), num_prefix_tokens=2)
+        model.patch_embed.strict_img_size = False
+    else:
+        model.set_input_size(size)
+    assert_same_logits(load_checkpoint(str(tmp_path), image_size=size), model, f"timm {case} at {size}")
+
+
+def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
+    model = make("map", tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.config.attention_source == "pool_query"
+    pixels = pictures(checkpoint, 2)
+    pool = model.attn_pool
+    with torch.inference_mode():
+        x = model.forward_features(pixels)[:, model.num_prefix_tokens :]
+        q = pool.q(pool.latent.expand(2, -1, -1)).reshape(2, 1, pool.num_heads, -1).transpose(1, 2)
+        k = pool.kv(x).reshape(2, x.shape[1], 2, pool.num_heads, -1).permute(2, 0, 3, 1, 4)[0]
+        expected = ((q * pool.scale) @ k.transpose(-2, -1)).softmax(-1)[:, :, 0]
+        rows = checkpoint.build()(pixels, (0, 1)).attention
+    assert rows is not None
+    prefix = checkpoint.config.prefix_tokens
+    torch.testing.assert_close(rows[:, 1, :, prefix:], expected, atol=1e-5, rtol=0)
+    assert (rows[:, 1, :, :prefix] == 0).all()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 7), atol=1e-5, rtol=0)
+    assert (rows[:, 0, :, :prefix] > 0).all()
+
+
+@pytest.mark.parametrize("case", ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"])
+def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    config = checkpoint.config
+    pixels = pictures(checkpoint, 2)
+    whole: list[torch.Tensor] = []
+
+    def watch(attention: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        x = arguments[0]
+        qkv = attention.qkv(x).reshape(*x.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = attention.q_norm(qkv[0]), attention.k_norm(qkv[1])
+        whole.append(((q * attention.scale) @ k.transpose(-2, -1)).softmax(-1))
+
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(watch)
+    with torch.inference_mode():
+        model(pixels)
+        rows = checkpoint.build()(pixels, (0, 1)).attention
+    stacked = torch.stack(whole, dim=1)
+    expected = (
+        stacked[:, :, :, 0]
+        if config.attention_source == "cls"
+        else stacked[:, :, :, config.prefix_tokens :].mean(dim=3)
+    )
+    assert rows is not None
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
+
+
+def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_path: Path) -> None:
+    make("deit", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["label_names"]
+    path.write_text(json.dumps(config))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.labels[207] == "golden retriever"
+    assert any("imagenet-1k" in note for note in checkpoint.notes)

@@ -1,0 +1,64 @@
+"""A CIFAR-10 folder and a recipe so small that a whole run takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.data.cifar10 import TEST_FILES, TRAIN_FILES, hold_out, read_train
+from model.training.loop import Data
+from model.training.recipe import Recipe
+from tests.model.training.synthetic import LABELS, write_batch
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    """400 training and 100 test pictures in the binary layout."""
+    folder = tmp_path / "cifar"
+    folder.mkdir()
+    for seed, name in enumerate(TRAIN_FILES + TEST_FILES):
+        write_batch(folder / name, 100 if name in TEST_FILES else 80, seed)
+    (folder / "batches.meta.txt").write_text("\n".join(LABELS) + "\n\n")
+    return folder
+
+
+@pytest.fixture
+def data(cifar: Path, recipe: Recipe) -> Data:
+    """The training pictures, split as the recipe says."""
+    train, validation = hold_out(read_train(cifar), int(recipe.validation), recipe.seed)
+    return Data(
+        *(torch.from_numpy(a) for a in (train.pixels, train.labels, validation.pixels, validation.labels)),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrix libraries may share work among threads differently from call to call, and so round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "tiny",
+            "seed": 3,
+            "epochs": 4,
+            "batch_size": 40,
+            "validation": 80,
+            "label_smoothing": 0.0,
+            "drop_path": 0.1,
+            "precision": "float32",
+            "compile": False,
+            "architecture": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_width": 64},
+            "optimiser": {"learning_rate": 3e-3, "muon_learning_rate": 5e-3},
+        }
+    )

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from model.evaluation.calibration import (
+    TEMPERATURE_RANGE,
+    confidence_bins,
+    expected_calibration_error,
+    fit_temperature,
+)
+
+
+def calibrated_logits(count: int = 4000, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(count, classes, generator=generator)
+    labels = torch.multinomial(logits.softmax(dim=1), 1, generator=generator).squeeze(1)
+    return logits, labels
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
+def test_the_fitted_temperature_undoes_over_and_underconfidence(truth: float) -> None:
+    logits, labels = calibrated_logits()
+    assert fit_temperature(logits * truth, labels) == pytest.approx(truth, rel=0.06)
+
+
+def brier(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> float:
+    scores, answers = (logits.double() / temperature).softmax(dim=1).max(dim=1)
+    return (scores - (answers == labels).double()).square().mean().item()
+
+
+def test_no_other_temperature_gives_a_lower_brier_score_of_the_top_answer() -> None:
+    logits, labels = calibrated_logits()
+    logits = 2.5 * logits
+    best = fit_temperature(logits, labels)
+    least = brier(logits, labels, best)
+    assert least < brier(logits, labels, 1.0)
+    assert all(least <= brier(logits, labels, best * factor) for factor in (0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 2.0, 6.0))
+
+
+def test_the_top_score_is_right_where_one_temperature_cannot_be_right_for_all_classes() -> None:
+    """Scores whose wrong classes are smoothed, as label smoothing makes them: likelihood and top score disagree."""
+    generator = torch.Generator().manual_seed(1)
+    logits, _ = calibrated_logits(20_000)
+    truth = logits.softmax(dim=1)
+    labels = torch.multinomial(truth, 1, generator=generator).squeeze(1)
+    smoothed = (0.85 * truth + 0.15 / truth.shape[1]).log()
+    likelihood = torch.tensor([F.cross_entropy(smoothed / t, labels).item() for t in np.linspace(0.3, 1.5, 121)])
+    by_likelihood = float(np.linspace(0.3, 1.5, 121)[likelihood.argmin()])
+
+    def calibration_error(temperature: float) -> float:
+        scores, answers = (smoothed / temperature).softmax(dim=1).max(dim=1)
+        return error(scores.float().numpy(), (answers == labels).numpy())
+
+    assert calibration_error(fit_temperature(smoothed, labels)) < calibration_error(by_likelihood)
+
+
+def test_logits_without_an_error_give_a_finite_temperature_within_range() -> None:
+    labels = torch.arange(5).repeat(20)
+    temperature = fit_temperature(10 * F.one_hot(labels, 5).float(), labels)
+    assert TEMPERATURE_RANGE[0] * 0.999 <= temperature <= TEMPERATURE_RANGE[1]
+    assert math.isfinite(temperature)
+
+
+def error(confidence: NDArray[np.float32], correct: NDArray[np.bool_], bins: int = 15) -> float:
+    return expected_calibration_error(confidence_bins(confidence, correct, bins=bins))
+
+
+def test_calibration_error_of_a_known_case() -> None:
+    # Two bins of two: (0.9, 0.9) with accuracy 0.5, gap 0.4; (0.5, 0.5) with accuracy 1, gap 0.5.
+    confidence = np.array([0.9, 0.9, 0.5, 0.5], dtype=np.float32)
+    correct = np.array([True, False, True, True])
+    assert error(confidence, correct, bins=10) == pytest.approx(0.45, abs=1e-6)
+
+
+def test_bins_tell_images_confidence_and_accuracy() -> None:
+    confidence = np.array([1.0, 0.875, 0.625, 0.5, 0.375], dtype=np.float32)
+    bins = confidence_bins(confidence, np.array([True, False, True, True, False]), bins=4)
+    assert [one.count for one in bins] == [0, 2, 1, 2]  # an upper edge belongs to the bin below it
+    assert [one.accuracy for one in bins] == [0, 0.5, 1, 0.5]
+    assert [one.confidence for one in bins] == [0, 0.4375, 0.625, 0.9375]
+
+
+def test_calibration_error_is_nothing_when_confidence_is_right() -> None:
+    confidence = np.full(100, 0.75, dtype=np.float32)
+    correct = np.arange(100) < 75
+    assert error(confidence, correct) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_gaps_that_cancel_within_a_bin_do_not_count_but_across_bins_they_do() -> None:
+    confidence = np.array([0.85, 0.95], dtype=np.float32)
+    correct = np.array([True, False])
+    assert error(confidence, correct, bins=5) == pytest.approx(0.4, abs=1e-6)
+    assert error(confidence, correct, bins=10) == pytest.approx(0.55, abs=1e-6)

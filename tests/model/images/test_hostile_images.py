@@ -1,0 +1,151 @@
+"""Whatever the bytes: a picture or an ImageError, in bounded time, and nothing on the side."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from model.errors import ImageError
+from model.images.preprocess import preprocess
+from tests.model.images.pictures import config, encode, noise, scene
+
+# The package silences these when it is imported, which pytest undoes.
+pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:PIL\.TiffImagePlugin")
+
+MAGICS = [
+    b"\xff\xd8\xff",
+    b"\xff\xd8\xff\xe1\0\x20Exif\0\0II*\0",
+    b"\x89PNG\r\n\x1a\n",
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    b"RIFF\x40\0\0\0WEBPVP8 ",
+    b"RIFF\x40\0\0\0WEBPVP8X",
+    b"RIFF\x40\0\0\0WEBPVP8L",
+    b"GIF87a",
+    b"GIF89a\x10\0\x10\0\x80\0\0",
+    b"BM",
+    b"BM\0\0\0\0\0\0\0\0\x36\0\0\0\x28\0\0\0",
+    b"II*\0\x08\0\0\0",
+    b"MM\0*\0\0\0\x08",
+    b"II+\0\x08\0\0\0\x10\0\0\0\0\0\0\0",
+    b"\0\0\0\x18ftypavif\0\0\0\0mif1avif",
+    b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+]
+
+
+@functools.cache
+def valid_files() -> list[bytes]:
+    picture, grey = noise(40, 30), noise(40, 30, channels=1)
+    animation = {"save_all": True, "append_images": [scene(40, 30)]}
+    return [
+        encode(picture, "JPEG", orientation=6),
+        encode(picture, "JPEG", progressive=True, subsampling=0),
+        encode(picture.convert("CMYK"), "JPEG"),
+        encode(picture, "MPO", **animation),
+        encode(picture, "PNG", orientation=3),
+        encode(picture.quantize(16), "PNG", transparency=3),
+        encode(Image.fromarray(np.asarray(grey).astype(np.uint16) * 257), "PNG"),
+        encode(picture, "PNG", **animation),
+        encode(picture, "WEBP", orientation=8),
+        encode(picture.convert("RGBA"), "WEBP", lossless=True),
+        encode(picture, "WEBP", **animation),
+        encode(picture, "GIF", **animation),
+        encode(grey, "GIF", interlace=1),
+        encode(picture, "BMP"),
+        encode(picture.quantize(16), "BMP"),
+        encode(grey.convert("1"), "BMP"),
+        encode(picture, "TIFF", orientation=5),
+        encode(picture, "TIFF", big_tiff=True),
+        encode(picture, "AVIF", orientation=6),
+        *(encode(picture, "TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "tiff_adobe_deflate", "packbits")),
+        encode(grey.convert("1"), "TIFF", compression="group4"),
+        encode(grey.convert("F"), "TIFF"),
+        encode(grey.convert("I"), "TIFF", compression="tiff_lzw"),
+        encode(picture.convert("LAB"), "TIFF"),
+    ]
+
+
+def answer(data: bytes, **options: bool) -> None:
+    start = time.thread_time()
+    try:
+        pixels = preprocess(data, config((16, 24), (20, 28)), **options)
+    except ImageError as error:
+        message = str(error)
+        assert message and "\n" not in message and len(message) < 300
+    else:
+        assert pixels.shape == (16, 24, 3)
+    assert time.thread_time() - start < 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(MAGICS), st.binary(max_size=400))
+def test_anything_after_a_magic_is_answered(magic, rest):
+    answer(magic + rest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=64))
+def test_any_bytes_are_answered(data):
+    answer(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.booleans())
+def test_damaged_files_are_answered(draw, scaled_decode):
+    files = valid_files()
+    data = bytearray(files[draw.draw(st.integers(0, len(files) - 1), label="file")])
+    # Most of what matters is in the first few hundred bytes.
+    places = st.integers(0, len(data) - 1) | st.integers(0, min(len(data) - 1, 300))
+    for place in draw.draw(st.lists(places, min_size=1, max_size=6), label="places"):
+        kind = draw.draw(st.sampled_from(("set", "set", "flip", "insert", "delete", "repeat", "cut")), label="kind")
+        if place >= len(data):
+            continue
+        if kind == "set":
+            data[place] = draw.draw(st.sampled_from((0, 1, 2, 127, 128, 254, 255)) | st.integers(0, 255))
+        elif kind == "flip":
+            data[place] ^= 1 << draw.draw(st.integers(0, 7))
+        elif kind == "insert":
+            data[place:place] = draw.draw(st.binary(max_size=12))
+        elif kind == "delete":
+            del data[place : place + draw.draw(st.integers(1, 12))]
+        elif kind == "repeat":
+            data[place:place] = data[place : place + 40] * 3
+        else:
+            del data[place:]
+    answer(bytes(data), scaled_decode=scaled_decode)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_head_of_one_file_on_the_tail_of_another_is_answered(draw):
+    files = valid_files()
+    head, tail = (files[draw.draw(st.integers(0, len(files) - 1))] for _ in range(2))
+    answer(head[: draw.draw(st.integers(0, len(head)))] + tail[draw.draw(st.integers(0, len(tail))) :])
+
+
+@pytest.mark.parametrize("number", range(len(MAGICS)))
+def test_a_magic_alone_is_answered(number):
+    for length in range(len(MAGICS[number]) + 1):
+        answer(MAGICS[number][:length])
+
+
+def test_the_files_that_are_damaged_here_are_valid():
+    for data in valid_files():
+        assert preprocess(data, config()).shape == (32, 32, 3)
+
+
+def test_nothing_is_said_beside_the_answer(capfd, recwarn):
+    for data in valid_files():
+        if data.startswith(b"II"):
+            continue  # libtiff prints its errors, and how to stop it is not offered
+        for length in range(20, len(data), max(1, len(data) // 7)):
+            answer(data[:length])
+            answer(data[:length] + b"\xff" * 40 + data[length + 40 :])
+
+    assert capfd.readouterr() == ("", "")
+    assert not [str(warning.message) for warning in recwarn]

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.network.layers.patch_dropout import drop_patches
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def numbered(batch: int, prefix: int, patches: int) -> torch.Tensor:
+    """Tokens whose values are their numbers."""
+    return torch.arange(prefix + patches).float().reshape(1, -1, 1).expand(batch, -1, 4).contiguous()
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize(("rate", "kept"), [(0.5, 8), (0.25, 12), (0.9, 2), (0.99, 1)])
+def test_prefix_tokens_stay_and_the_kept_patches_keep_their_order(prefix: int, rate: float, kept: int) -> None:
+    result = drop_patches(numbered(50, prefix, 16), rate, prefix)
+    assert result.shape == (50, prefix + kept, 4)
+    numbers = result[:, :, 0]
+    assert torch.equal(numbers[:, :prefix], numbered(50, prefix, 0)[:, :, 0])
+    assert (numbers[:, prefix:] >= prefix).all()
+    assert (numbers.diff(dim=1) > 0).all()
+    assert torch.equal(result, numbers[:, :, None].expand(-1, -1, 4))  # whole tokens, unchanged
+
+
+def test_each_image_keeps_its_own_choice_and_no_patch_is_preferred() -> None:
+    kept = drop_patches(numbered(4000, 1, 16), 0.5, 1)[:, 1:, 0].long() - 1
+    assert len({tuple(row) for row in kept[:100].tolist()}) > 90
+    counts = kept.flatten().bincount(minlength=16)
+    assert counts.min() > 1850
+    assert counts.max() < 2150
+
+
+def test_dropping_nothing_returns_the_input() -> None:
+    x = numbered(2, 1, 16)
+    assert drop_patches(x, 0.0, 1) is x
+
+
+def test_gradients_reach_the_kept_patches_alone() -> None:
+    x = numbered(1, 1, 16).requires_grad_()
+    kept = drop_patches(x, 0.5, 1)
+    kept.sum().backward()
+    assert x.grad is not None
+    reached = x.grad[0, :, 0].nonzero().squeeze(1)
+    assert torch.equal(reached.float(), kept[0, :, 0].detach())

@@ -1,0 +1,145 @@
+"""Batches on their way to a device and back, on a device that every machine has."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.runtime.batch_launcher import BatchLauncher
+from tests.model.runtime.device_stand_in import StandInOps
+
+SHAPE = (2, 3, 1)
+FAULTY = 255
+
+
+class Sums:
+    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on `FAULTY`."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.at_once = 0
+        self._inside = threading.Lock()
+
+    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        if not self._inside.acquire(blocking=False):
+            self.at_once += 1
+            raise AssertionError("two batches compute at once")
+        try:
+            if (pixels == FAULTY).any():
+                raise RuntimeError("a fault of the device")
+            self.sizes.append(len(pixels))
+            sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
+            return (sums + 1000 * len(layers)).expand(-1, 2 * top_k + 1).contiguous()
+        finally:
+            self._inside.release()
+
+
+def images(*values: int) -> np.ndarray:
+    return np.stack([np.full(SHAPE, value, np.uint8) for value in values])
+
+
+def launcher(ops: StandInOps, compute: Sums, *, max_batch: int = 4, slots: int = 2) -> BatchLauncher:
+    return BatchLauncher(ops, compute, shape=SHAPE, max_batch=max_batch, slots=slots)
+
+
+@pytest.fixture
+def without_faults_in_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random pictures of a capture hold a 255 now and then."""
+    random = Tensor.random_
+    monkeypatch.setattr(Tensor, "random_", lambda tensor, low, high: random(tensor, low, high - 1))
+
+
+def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
+    ops, compute = StandInOps(), Sums()
+    subject = launcher(ops, compute)
+    subject.run(images(9, 9, 9, 9), size=4, layers=(), top_k=1)
+    found, top_k = subject.run(images(1, 2), size=4, layers=(), top_k=1)
+    assert (found[:, 0].tolist(), top_k) == ([6, 12], 1)
+    assert compute.sizes == [4, 4]
+
+
+def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation() -> None:
+    ops = StandInOps()
+    subject = launcher(ops, Sums(), slots=1)  # stream 0 computes, stream 1 copies
+    subject.run(images(1), size=1, layers=(), top_k=1)
+    assert ops.log == [("record", 1), ("wait for 1", 0), ("record", 0), ("synchronize", 0)]
+
+
+@pytest.mark.usefixtures("without_faults_in_capture")
+def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_classes() -> None:
+    ops, compute = StandInOps(), Sums()
+    subject = launcher(ops, compute)
+    subject.capture((1, 2, 4), ((), (7,)), top_k=3)
+    assert compute.sizes[0] == 4, "the largest is captured first"
+    before = ops.replays
+    plain, top_k = subject.run(images(1, 2), size=2, layers=(), top_k=2)
+    mapped, _ = subject.run(images(3), size=4, layers=(7,), top_k=3)
+    assert ops.replays == before + 2
+    assert (plain[:, 0].tolist(), plain.shape, top_k) == ([6, 12], (2, 7), 3)
+    assert mapped[:, 0].tolist() == [1018]
+
+
+@pytest.mark.usefixtures("without_faults_in_capture")
+def test_what_was_not_captured_is_computed_all_the_same() -> None:
+    ops = StandInOps()
+    subject = launcher(ops, Sums())
+    subject.capture((4,), ((),), top_k=3)
+    before = ops.replays
+    assert subject.run(images(1), size=2, layers=(), top_k=1)[0][:, 0].tolist() == [6]  # another size
+    assert subject.run(images(1), size=4, layers=(0, 7), top_k=1)[0][:, 0].tolist() == [2006]  # other layers
+    wide, top_k = subject.run(images(1), size=4, layers=(), top_k=4)  # more classes
+    assert (wide.shape, top_k) == ((1, 9), 4)
+    assert ops.replays == before
+
+
+@pytest.mark.usefixtures("without_faults_in_capture")
+def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
+    ops = StandInOps()
+    ops.spoil_capture = True
+
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        return torch.full((len(pixels), 2 * top_k + 1), 0.5).view(torch.int32)
+
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
+    with pytest.raises(RuntimeError, match="other scores"):
+        subject.capture((1, 2), ((),), top_k=1)
+    replays = ops.replays
+    subject.run(images(1), size=1, layers=(), top_k=1)
+    assert ops.replays == replays
+
+
+def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> None:
+    ops = StandInOps()
+    subject = launcher(ops, Sums(), slots=1)
+    settled = ops.settled
+    with pytest.raises(RuntimeError, match="a fault of the device"):
+        subject.run(images(FAULTY), size=1, layers=(), top_k=1)
+    assert ops.settled == settled + 1
+    assert subject.run(images(5), size=1, layers=(), top_k=1)[0][:, 0].tolist() == [30]
+    assert ops.settled == settled + 1
+
+
+@pytest.mark.usefixtures("without_faults_in_capture")
+@pytest.mark.parametrize("captured", [False, True])
+def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time(captured: bool) -> None:
+    ops, compute = StandInOps(), Sums()
+    subject = launcher(ops, compute, slots=2)
+    if captured:
+        subject.capture((1, 2, 4), ((),), top_k=1)
+
+    def ask(value: int) -> list[int]:
+        batch = images(*(value % 7 + row for row in range(1 + value % 4)))
+        size = next(size for size in (1, 2, 4) if size >= len(batch))
+        found: list[int] = subject.run(batch, size=size, layers=(), top_k=1)[0][:, 0].tolist()
+        return found
+
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(ask, range(200)))
+
+    assert answers == [[6 * (value % 7 + row) for row in range(1 + value % 4)] for value in range(200)]
+    assert compute.at_once == 0

@@ -1,0 +1,171 @@
+"""OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.config import ViTConfig
+from model.errors import DeviceError
+from model.network.vit import VisionTransformer, ViTOutput
+from model.prediction import MapRequest
+from model.runtime import openvino_network
+from model.runtime.openvino_network import installed, unsupported_reason
+from model.runtime.predictor import Predictor
+
+pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Predictor, Predictor]:
+    checkpoint = load_checkpoint("bundled")
+    made = [
+        Predictor(checkpoint, device="cpu", dtype="float32", backend=name, threads=2, streams=2)
+        for name in ("torch", "openvino")
+    ]
+    made[1].warm_up()
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
+    wanted = [MapRequest(layer=both[0].config.depth - 1, head="mean")] * count
+    expected, found = (one.predict(images[:count], top_k=10, maps=wanted) for one in both)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+    for ours, theirs in zip(found.maps, expected.maps, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
+
+
+def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    wanted = [MapRequest(layer=0, head=1), None]
+    expected, found = (one.predict(images[:2], top_k=3, maps=wanted) for one in both)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    assert found.maps[0] is not None
+    assert expected.maps[0] is not None
+    np.testing.assert_array_equal(found.maps[0].values, expected.maps[0].values)
+    assert found.maps[1] is None
+
+
+def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    batches = [images[i : i + 1 + i % 3] for i in range(5)] * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda batch: both[1].predict(batch, top_k=10), batches))
+    for batch, one in zip(batches, found, strict=True):
+        expected = both[0].predict(batch, top_k=10)
+        np.testing.assert_allclose(one.scores, expected.scores, atol=1e-4)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"pool": "mean", "class_token": False, "position_prefix": False},
+    {"pool": "attention", "class_token": False, "position_prefix": False},
+    {"pool": "mean_max"},
+    {"pool": "cls_mean"},
+    {"registers": 4, "position_prefix": False},
+    {"distillation_token": True, "distillation_head": True},
+    {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
+    {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
+    {"relative_position_bias": True, "activation": "quick_gelu"},
+    {"depth": 1},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.ndarray) -> None:
+    bundled = load_checkpoint("bundled")
+    config = ViTConfig.model_validate({**bundled.config.model_dump(), "depth": 2, **kind})
+    torch.manual_seed(0)
+    weights = VisionTransformer(config).state_dict()
+    tensors = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
+    checkpoint = replace(bundled, config=config, tensors=tensors)
+    expected, found = (
+        Predictor(checkpoint, device="cpu", dtype="float32", backend=name, threads=2) for name in ("torch", "openvino")
+    )
+    for count in (1, 2, 7):
+        np.testing.assert_allclose(found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4)
+        wanted = [MapRequest(layer=config.depth - 1)] * count
+        maps = [one.predict(images[:count], top_k=1, maps=wanted).maps for one in (expected, found)]
+        for ours, theirs in zip(maps[1], maps[0], strict=True):
+            assert ours is not None
+            assert theirs is not None
+            np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
+
+
+def test_it_says_what_runs(both: tuple[Predictor, Predictor]) -> None:
+    assert both[0].backend.startswith("torch ")
+    assert both[1].backend.startswith("openvino ")
+    assert both[1].compiled == "off"
+
+
+def test_auto_leaves_compiling_and_other_dtypes_to_torch() -> None:
+    checkpoint = load_checkpoint("bundled")
+    for options in ({"compile_mode": "on"}, {"dtype": "float16"}):
+        made = Predictor(checkpoint, device="cpu", backend="auto", **options)  # type: ignore[arg-type]
+        assert made.backend.startswith("torch ")
+
+
+@pytest.mark.skipif(
+    unsupported_reason(CPU, torch.bfloat16) is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
+)
+def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="bfloat16", backend="openvino")
+    expected = both[0].logits(images)
+    off = np.linalg.norm(made.logits(images) - expected) / np.linalg.norm(expected)
+    assert 0 < off < 0.03
+
+
+def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = openvino_network.OpenVinoNetwork.__call__
+
+    def wrong(self: openvino_network.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> ViTOutput:
+        output = whole(self, images, alone=alone)
+        return output._replace(logits=output.logits.flip(-1))
+
+    monkeypatch.setattr(openvino_network.OpenVinoNetwork, "__call__", wrong)
+    checkpoint = load_checkpoint("bundled")
+    assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
+    assert "of their norm away from torch's" in caplog.text
+    with pytest.raises(DeviceError, match="of their norm away"):
+        Predictor(checkpoint, device="cpu", backend="openvino")
+
+
+def test_what_it_cannot_do_is_told() -> None:
+    with pytest.raises(DeviceError, match="backend openvino: it has no float16 here"):
+        Predictor(load_checkpoint("bundled"), device="cpu", dtype="float16", backend="openvino")
+    assert "runs on the CPU" in str(unsupported_reason(torch.device("cuda", 0), torch.float32))
+    assert unsupported_reason(CPU, torch.float32) is None
+
+
+def test_nothing_is_reported_to_its_maker(tmp_path) -> None:
+    code = (
+        "import sys; from model.runtime.openvino_network import unsupported_reason; import torch;"
+        "unsupported_reason(torch.device('cpu'), torch.float32);"
+        "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []

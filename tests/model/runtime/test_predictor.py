@@ -1,0 +1,192 @@
+"""From uint8 images to scores and maps, on the device that every machine has."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint
+from model.config import PreprocessConfig, ViTConfig
+from model.errors import DeviceError
+from model.network.vit import VisionTransformer
+from model.prediction import MapRequest
+from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.runtime.predictor import Predictor
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def make_checkpoint(**changes: object) -> Checkpoint:
+    config = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=2, heads=2, mlp_width=64, num_classes=5)
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    values: dict[str, object] = {
+        "name": "test",
+        "source": "test",
+        "format": "vitserve",
+        "architecture": "vit",
+        "config": config,
+        "preprocess": PreprocessConfig(
+            size=(16, 24), resize="squash", resize_size=(16, 24), interpolation="bicubic", mean=MEAN, std=STD
+        ),
+        "labels": tuple("abcde"),
+        "tensors": {name: tensor.detach() for name, tensor in model.state_dict().items()},
+    }
+    return Checkpoint(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_images(count: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
+
+
+def expected_scores(checkpoint: Checkpoint, images: np.ndarray) -> torch.Tensor:
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    pixels = (pixels - torch.tensor(MEAN).reshape(3, 1, 1)) / torch.tensor(STD).reshape(3, 1, 1)
+    return checkpoint.build()(pixels).logits / checkpoint.temperature
+
+
+def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
+    checkpoint = make_checkpoint(temperature=1.7)
+    images = make_images(4)
+    expected = expected_scores(checkpoint, images).softmax(dim=-1)
+
+    found = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=5)
+
+    order = expected.argsort(dim=-1, descending=True)
+    np.testing.assert_array_equal(found.indices, order.numpy())
+    np.testing.assert_allclose(found.scores, expected.gather(1, order).numpy(), atol=1e-6)
+    assert found.finite.all()
+    assert found.maps == [None] * 4
+
+
+def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
+    checkpoint = make_checkpoint(multi_label=True)
+    images = make_images(2)
+    found = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=2)
+    expected = expected_scores(checkpoint, images).sigmoid().topk(2)
+    np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
+
+
+def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    images = make_images(5)
+    wanted = [MapRequest(0, "max"), None, MapRequest(1, 1), MapRequest(1), MapRequest(0, "max")]
+
+    found = predictor.predict(images, top_k=1, maps=wanted)
+
+    for image, request, got in zip(images, wanted, found.maps, strict=True):
+        if request is None:
+            assert got is None
+            continue
+        alone = predictor.predict(image[None], top_k=1, maps=[request]).maps[0]
+        assert got is not None
+        assert alone is not None
+        assert (got.layer, got.head) == (request.layer, request.head)
+        assert got.values.shape == (2, 3)
+        assert got.values.sum() == pytest.approx(1, abs=1e-5)
+        np.testing.assert_allclose(got.values, alone.values, atol=1e-5)
+        assert got.kept_mass == pytest.approx(alone.kept_mass, abs=1e-5)
+
+
+def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    images = make_images(3)
+    expected = predictor.predict(images, top_k=5)
+    normalise = predictor._normalise
+
+    def poisoned(batch: torch.Tensor) -> torch.Tensor:
+        pixels = normalise(batch)
+        pixels[1, 0, 0, 0] = float("nan")
+        return pixels
+
+    monkeypatch.setattr(predictor, "_normalise", poisoned)
+    found = predictor.predict(images, top_k=5)
+
+    assert found.finite.tolist() == [True, False, True]
+    np.testing.assert_allclose(found.scores[[0, 2]], expected.scores[[0, 2]], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 24, 3), (1, 24, 16, 3), (1, 16, 24, 1), (9, 16, 24, 3)])
+def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    predictor = Predictor(make_checkpoint(), device="cpu", max_batch=8)
+    with pytest.raises(ValueError, match="expected uint8"):
+        predictor.predict(np.zeros(shape, np.uint8), top_k=1)
+
+
+def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
+    checkpoint, images = make_checkpoint(), make_images(16)
+    exact = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=5)
+    rough = Predictor(checkpoint, device="cpu", dtype="bfloat16").predict(images, top_k=5)
+    clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
+    assert clear.any()
+    np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])
+
+
+def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
+    checkpoint = make_checkpoint()
+    tensors = dict(checkpoint.tensors)
+    tensors["head.weight"] = tensors["head.weight"] * 1e30
+    with pytest.raises(DeviceError, match="not finite"):
+        Predictor(make_checkpoint(tensors=tensors), device="cpu", dtype="float16").warm_up()
+
+
+def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
+    with pytest.raises(DeviceError, match="'tpu'"):
+        choose_device("tpu")
+    with pytest.raises(DeviceError, match="'int4'"):
+        choose_dtype("int4", torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="no CUDA device"):
+            choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "native"),
+    [
+        ("flags : fpu sse avx512_bf16", True),
+        ("flags : fpu amx_bf16", True),
+        ("Features : fp asimd bf16", True),
+        ("flags : fpu avx2", False),
+        ("model name : bf16", False),
+    ],
+)
+def test_native_bfloat16_is_read_from_the_cpu_flags(line: str, native: bool, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\n{line}\n")
+    assert cpu_has_bfloat16(cpuinfo) is native
+    assert not cpu_has_bfloat16(tmp_path / "absent")
+
+
+def test_auto_is_bfloat16_only_where_it_is_native() -> None:
+    expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    assert choose_dtype("auto", torch.device("cpu")) is expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # the first compilation on a busy machine
+def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="on", max_batch=3)
+    if predictor.compiled != "compiling":
+        pytest.skip(predictor.compiled)
+    images = make_images(3)
+    before = predictor.predict(images, top_k=5)
+    predictor.warm_up()
+    predictor.predict(images[:1], top_k=1)  # the uncompiled model answers meanwhile
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join()
+    assert predictor.compiled == "compiled"
+    assert predictor.batch_sizes == (1, 2, 3)
+    after = predictor.predict(images, top_k=5)
+    np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
+    np.testing.assert_array_equal(after.indices, before.indices)
+    padded = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    np.testing.assert_allclose(
+        predictor.predict(images[1:2], top_k=5).scores, padded.predict(images[1:2], top_k=5).scores, atol=1e-4
+    )

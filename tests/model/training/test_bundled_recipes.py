@@ -1,0 +1,60 @@
+"""The recipes that travel with the code run, in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.data.cifar10 import CLASSES, IMAGE_SIZE
+from model.network.vit import VisionTransformer, count_parameters
+from model.training.recipe import RECIPES, read_recipe
+from model.training.train import default_recipe, run
+from tests.model.data.picture_folders import write_folder
+
+SMALL = {
+    "epochs": 1,
+    "batch_size": 20,
+    "validation": 0.2,
+    "compile": False,
+    "threads": 1,
+    "architecture.width": 32,
+    "architecture.depth": 2,
+    "architecture.heads": 2,
+    "architecture.mlp_width": 64,
+}
+
+
+def test_the_recipe_for_a_gpu_is_of_a_model_below_six_million_parameters() -> None:
+    architecture = read_recipe(RECIPES / "cifar10-gpu.toml").architecture
+    assert architecture is not None
+    config = architecture.config(IMAGE_SIZE, CLASSES)
+    assert config.patch_size == 4
+    assert count_parameters(VisionTransformer(config)) <= 6_000_000
+
+
+def test_an_epoch_of_the_recipe_for_a_gpu_runs_on_the_cpu(cifar: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(RECIPES / "cifar10-gpu.toml").override(SMALL)
+    assert recipe.mixing.cutmix
+    assert recipe.ema_decay
+    result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
+    assert result.epochs == 1
+    assert result.precision == "bfloat16"
+
+
+def test_an_epoch_of_the_recipe_for_a_folder_runs(tmp_path: Path) -> None:
+    recipe = read_recipe(RECIPES / "folder.toml").override(SMALL)
+    result = run(write_folder(tmp_path / "data", 10), tmp_path / "out", recipe, device="cpu", progress=False)
+    assert (result.images, result.validation_images) == (24, 6)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [(None, "cifar10"), ("bundled", "finetune")], ids=["scratch", "fine-tuning"]
+)
+def test_the_default_for_cifar(cifar: Path, checkpoint: str | None, expected: str) -> None:
+    assert default_recipe(cifar, checkpoint).stem == expected
+
+
+def test_the_default_for_a_folder_is_from_scratch_or_fine_tuning(tmp_path: Path) -> None:
+    assert default_recipe(tmp_path, None).stem == "folder"
+    assert default_recipe(tmp_path, "bundled").stem == "finetune"

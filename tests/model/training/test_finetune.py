@@ -1,0 +1,240 @@
+"""From pictures and a checkpoint to a model of other classes at another resolution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint, load_checkpoint, native
+from model.config import PreprocessConfig, ViTConfig
+from model.data.image_folder import find_pictures
+from model.data.labelled_images import Images
+from model.errors import CheckpointError, TrainingError
+from model.images.preprocess import preprocess
+from model.network.vit import VisionTransformer
+from model.runtime.predictor import Predictor
+from model.training.export import FEWEST, round_and_calibrate
+from model.training.recipe import RECIPES, Recipe, read_recipe
+from model.training.start import start_from
+from model.training.train import run
+from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+
+
+def write_checkpoint(folder: Path, **fields: Any) -> Path:
+    """Two layers and seven classes at 16 pixels, with random weights that are always the same."""
+    config = ViTConfig(
+        **{
+            "image_size": (16, 16),
+            "patch_size": 8,
+            "width": 32,
+            "depth": 2,
+            "heads": 2,
+            "mlp_width": 64,
+            "num_classes": 7,
+            **fields,
+        }
+    )
+    model = VisionTransformer(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith("head"):
+                parameter.fill_(0.5)
+    channels = config.in_channels
+    native.write(
+        folder,
+        Checkpoint(
+            name="start",
+            source="made",
+            format=native.FORMAT,
+            architecture="vit",
+            config=config,
+            preprocess=PreprocessConfig(
+                size=config.image_size,
+                resize="squash",
+                resize_size=config.image_size,
+                interpolation="bilinear",
+                mean=MEAN[:channels],
+                std=STD[:channels],
+            ),
+            labels=tuple("abcdefg"),
+            tensors=model.state_dict(),
+            temperature=3.0,
+            multi_label=True,
+        ),
+        dtype=torch.float32,
+    )
+    return folder
+
+
+@pytest.fixture
+def tuning() -> Recipe:
+    return read_recipe(RECIPES / "finetune.toml").override(
+        {"epochs": 6, "batch_size": 8, "precision": "float32", "optimiser.learning_rate": 3e-3}
+    )
+
+
+def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_size(
+    tmp_path: Path, tuning: Recipe
+) -> None:
+    start = write_checkpoint(tmp_path / "start")
+    data = write_folder(tmp_path / "data", 12)
+    out = tmp_path / "out"
+    recipe = tuning.override(checkpoint=str(start), image_size=(24, 32), validation=0.25)
+    result = run(data, out, recipe, device="cpu", progress=False)
+    assert (result.images, result.validation_images, result.started_from) == (27, 9, "start")
+    assert result.test is None
+    assert result.validation.accuracy == 1.0
+    checkpoint = load_checkpoint(str(out))
+    assert checkpoint.labels == tuple(COLOURS)
+    assert checkpoint.config.image_size == checkpoint.preprocess.size == (24, 32)
+    assert (checkpoint.preprocess.mean, checkpoint.preprocess.std) == (MEAN, STD)
+    assert (checkpoint.preprocess.resize, checkpoint.preprocess.interpolation) == ("squash", "bilinear")
+    assert not checkpoint.multi_label
+    predictor = Predictor(checkpoint, device="cpu", dtype="float32")
+    for index, colour in enumerate(COLOURS):
+        [path] = write_class(tmp_path / "new" / colour, colour, 1, seed=9)
+        pixels = preprocess(path.read_bytes(), checkpoint.preprocess)
+        assert predictor.predict(pixels[np.newaxis], top_k=1).indices.tolist() == [[index]]
+
+
+def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right(tmp_path: Path) -> None:
+    """Each of the cases gives another temperature to whoever fits it all the same."""
+    checkpoint = load_checkpoint(str(write_checkpoint(tmp_path / "start")))
+    with torch.no_grad():
+        checkpoint.tensors["head.weight"].normal_(generator=torch.Generator().manual_seed(1))
+    pixels = np.random.default_rng(0).integers(0, 256, (FEWEST, 3, 16, 16), dtype=np.uint8)
+
+    def temperature(count: int, labels: np.ndarray) -> float:
+        images = Images(pixels[:count], labels[:count])
+        return round_and_calibrate(checkpoint, images, device="cpu", progress=False).checkpoint.temperature
+
+    predictor = Predictor(replace(checkpoint, temperature=1.0), device="cpu", dtype="float32")
+    right = predictor.logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))).argmax(axis=1).astype(np.int64)
+    mixed = np.where(np.arange(FEWEST) % 2, right, (right + 1) % 7)
+    assert temperature(FEWEST, right) == 1.0
+    assert temperature(FEWEST - 1, mixed) == 1.0
+    assert temperature(FEWEST, mixed) != 1.0
+
+
+def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -> None:
+    start = write_checkpoint(tmp_path / "start")
+    data = write_folder(tmp_path / "data", 12)
+    recipe = tuning.override(checkpoint=str(start))
+    whole = run(data, tmp_path / "whole", recipe, device="cpu", progress=False)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "recipe.toml").touch()  # ended while the first epoch was under way
+    resumed = run(data, cut, recipe, resume=True, device="cpu", progress=False)
+    assert resumed.validation == whole.validation
+    for name in ("model.safetensors", "split.csv", "recipe.toml"):
+        assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_pictures_in_a_file_teach_what_pictures_in_memory_do(tmp_path: Path, tuning: Recipe) -> None:
+    start = write_checkpoint(tmp_path / "start")
+    data = write_folder(tmp_path / "data", 12)
+    recipe = tuning.override(checkpoint=str(start), epochs=2)
+    for name, memory in (("memory", 1 << 30), ("file", 0)):
+        run(data, tmp_path / name, recipe, device="cpu", memory=memory, progress=False)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "file")]
+    assert weights[0] == weights[1]
+
+
+def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
+    start = write_checkpoint(tmp_path / "start")
+    data = write_folder(tmp_path / "data", 6)
+    recipe = tuning.override(checkpoint=str(start), epochs=1)
+    run(data, tmp_path / "out", recipe, device="cpu", progress=False)
+    write_class(data / "red", "red", 7)
+    with pytest.raises(TrainingError, match=r"split\.csv: the data now hold other files"):
+        run(data, tmp_path / "out", recipe, resume=True, device="cpu", progress=False)
+
+
+def test_a_result_inside_the_data_is_refused(tmp_path: Path, tuning: Recipe) -> None:
+    data = write_folder(tmp_path / "data", 6)
+    recipe = tuning.override(checkpoint=str(write_checkpoint(tmp_path / "start")))
+    with pytest.raises(TrainingError, match="lies in the data"):
+        run(data, data / "out", recipe, device="cpu", progress=False)
+    assert not (data / "out").exists()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "distilled": {"distillation_token": True, "distillation_head": True},
+    "attention pool": {"class_token": False, "pool": "attention"},
+    "mean pool, fc_norm": {"class_token": False, "pool": "mean", "norm_after_pool": True},
+    "CLS and mean": {"pool": "cls_mean"},
+    "registers": {"registers": 2, "position_prefix": False},
+    "fixed positions": {"position_embedding": "sincos2d", "pool": "mean"},
+    "no positions": {"position_embedding": "none"},
+    "relative positions": {"position_embedding": "none", "relative_position_bias": True},
+    "swiglu, scaled, normed": {"mlp": "swiglu", "layer_scale": True, "qk_norm": True, "norm_before_blocks": True},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_kind_of_model_can_be_fine_tuned(tmp_path: Path, tuning: Recipe, fields: dict[str, Any]) -> None:
+    start = write_checkpoint(tmp_path / "start", **fields)
+    recipe = tuning.override({"checkpoint": str(start), "epochs": 4, "keep": "last"})
+    result = run(write_folder(tmp_path / "data", 6), tmp_path / "out", recipe, device="cpu", progress=False)
+    checkpoint = load_checkpoint(str(tmp_path / "out"))
+    assert checkpoint.config == load_checkpoint(str(start)).config.model_copy(update={"num_classes": 3})
+    assert result.validation.count == 4
+    before = load_checkpoint(str(start)).tensors
+    fixed = {"pos_embed"} if fields.get("position_embedding") == "sincos2d" else set()
+    heads = {name for name in before if name.startswith("head")}
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.ndim > 1 and name not in heads:  # of biases and norms, some have no effect on any score
+            assert torch.equal(tensor, before[name].half().float()) == (name in fixed), name
+
+
+def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(tmp_path: Path, tuning: Recipe) -> None:
+    source = write_checkpoint(tmp_path / "start", **VARIANTS["distilled"])
+    start = start_from(tuning.override(checkpoint=str(source)), 3, None)
+    before = load_checkpoint(str(source)).tensors
+    assert start.weights is not None
+    assert start.weights.keys() == before.keys()
+    for name, tensor in start.weights.items():
+        if name.startswith("head"):
+            assert tensor.shape == (3, *before[name].shape[1:])
+            assert not tensor.any()
+        else:
+            assert torch.equal(tensor, before[name])
+
+
+def test_what_cannot_be_fine_tuned_is_refused(tmp_path: Path, tuning: Recipe) -> None:
+    grey = tuning.override(checkpoint=str(write_checkpoint(tmp_path / "grey", in_channels=1)))
+    with pytest.raises(TrainingError, match="greyscale"):
+        start_from(grey, 3, None)
+    with pytest.raises(CheckpointError, match="image size 20x20 is not a multiple of the patch size 8"):
+        start_from(tuning.override(checkpoint=str(tmp_path / "grey"), image_size=(20, 20)), 3, None)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        start_from(tuning.override(checkpoint="./nowhere"), 3, None)
+
+
+def test_pictures_of_any_size_need_an_input_size_from_scratch(tmp_path: Path, recipe: Recipe) -> None:
+    data = write_folder(tmp_path / "data", 6)
+    with pytest.raises(TrainingError, match="image_size: needed to train from scratch"):
+        run(data, tmp_path / "out", recipe.override(batch_size=4, validation=3), device="cpu", progress=False)
+
+
+def test_a_folder_is_learned_from_scratch_and_its_test_split_measured(tmp_path: Path, recipe: Recipe) -> None:
+    root = tmp_path / "data"
+    for seed, (name, count) in enumerate({"train": 12, "validation": 4, "test": 5}.items()):
+        write_folder(root / name, count, seed=seed)
+    changes = {"batch_size": 6, "epochs": 8, "image_size": (16, 24), "augmentation.crop_padding": 1}
+    result = run(root, tmp_path / "out", recipe.override(changes), device="cpu", progress=False)
+    assert result.test is not None
+    assert (result.images, result.validation_images, result.test.count) == (36, 12, 15)
+    assert result.test.accuracy > 0.9
+    preprocess_of = load_checkpoint(str(tmp_path / "out")).preprocess
+    assert preprocess_of.size == (16, 24)
+    pixels = [preprocess(path.read_bytes(), preprocess_of) / 255 for path in find_pictures(root).train.paths]
+    assert preprocess_of.mean == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=1e-4)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.errors import TrainingError
+from model.training.loop import Data
+from model.training.recipe import Recipe
+from tests.model.training.runs import interrupted_after, make_trainer, same_tensors, trained
+
+
+@pytest.fixture
+def initial(recipe: Recipe, data: Data, tmp_path: Path) -> dict[str, Tensor]:
+    weights = make_trainer(recipe, data, tmp_path).weights
+    generator = torch.Generator().manual_seed(1)
+    return {name: 0.02 * torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_training_starts_from_the_given_weights_and_does_not_touch_them(
+    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor], precision: str
+) -> None:
+    before = {name: weight.clone() for name, weight in initial.items()}
+    trainer = make_trainer(recipe.override(epochs=1, precision=precision), data, tmp_path, initial)
+    assert same_tensors(trainer.weights, initial)
+    trainer.run(progress=False)
+    assert not same_tensors(trainer.weights, initial)
+    assert same_tensors(initial, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("head.bias"), "missing key 'head.bias'"),
+        (lambda w: w.update(tail=torch.zeros(1)), "unexpected key 'tail'"),
+        (lambda w: w.update({"head.bias": torch.zeros(3)}), r"head.bias has shape \[3\], expected \[10\]"),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_weights_that_are_not_the_models_are_named(
+    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor], change: object, message: str
+) -> None:
+    assert callable(change)
+    change(initial)
+    with pytest.raises(TrainingError, match=f"initial weights: {message}"):
+        make_trainer(recipe, data, tmp_path, initial)
+
+
+def test_a_loaded_state_takes_the_place_of_initial_weights(
+    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor]
+) -> None:
+    whole = trained(recipe, data, tmp_path / "whole")
+    interrupted_after(recipe, data, tmp_path / "parts", 2)
+    trainer = make_trainer(recipe, data, tmp_path / "parts", initial)
+    trainer.load()
+    trainer.run(progress=False)
+    assert same_tensors(trainer.weights, whole.weights)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.data.cifar10 import CLASSES, IMAGE_SIZE
+from model.errors import TrainingError
+from model.network.vit import VisionTransformer, count_parameters
+from model.training.recipe import RECIPES, Recipe, read_recipe
+
+MINIMAL = """
+name = "x"
+epochs = 2
+batch_size = 8
+[architecture]
+patch_size = 8
+width = 32
+depth = 1
+heads = 2
+mlp_width = 64
+[optimiser]
+learning_rate = 1e-3
+"""
+
+
+def test_the_bundled_recipe_makes_a_small_model_with_a_class_token() -> None:
+    recipe = read_recipe(RECIPES / "cifar10.toml")
+    config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
+    assert count_parameters(VisionTransformer(config)) <= 6_000_000
+    assert config.attention_source == "cls"
+
+
+def test_a_recipe_survives_its_own_record() -> None:
+    recipe = read_recipe(RECIPES / "cifar10.toml")
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MINIMAL + "speed = 1\n", "optimiser.speed"),
+        (MINIMAL.replace("epochs = 2\n", ""), "epochs: Field required"),
+        (MINIMAL.replace("1e-3", "-1.0"), "optimiser.learning_rate"),
+        (MINIMAL.replace("1e-3", "inf"), "optimiser.learning_rate"),
+        (MINIMAL.replace("= 8\nwidth", "= \nwidth"), "not TOML"),
+    ],
+    ids=["unknown field", "missing field", "negative rate", "infinite rate", "no TOML"],
+)
+def test_a_bad_recipe_is_refused_with_its_file_and_field(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(TrainingError, match=message) as caught:
+        read_recipe(path)
+    assert "bad.toml" in str(caught.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"none\.toml"):
+        read_recipe(tmp_path / "none.toml")
+
+
+def test_an_override_is_checked_like_the_file(recipe: Recipe) -> None:
+    assert recipe.override(epochs=9).epochs == 9
+    with pytest.raises(TrainingError, match="epochs"):
+        recipe.override(epochs=0)
+    with pytest.raises(TrainingError, match="speed"):
+        recipe.override(speed=1)
+
+
+def test_an_override_reaches_into_tables_and_keeps_their_other_fields(recipe: Recipe) -> None:
+    changed = recipe.override({"optimiser.learning_rate": 1e-4, "mixing.cutmix": 1.0, "epochs": 2}, seed=8)
+    assert changed.optimiser == recipe.optimiser.model_copy(update={"learning_rate": 1e-4})
+    assert changed.mixing.cutmix == 1.0
+    assert (changed.epochs, changed.seed) == (2, 8)
+    assert changed.override({"optimiser.learning_rate": recipe.optimiser.learning_rate}).optimiser == recipe.optimiser
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimiser.speed", r"optimiser\.speed"),
+        ("wheels.count", "wheels"),
+        ("epochs.count", r"epochs\.count: epochs is not a table"),
+        ("optimiser.learning_rate", r"optimiser\.learning_rate"),
+    ],
+)
+def test_an_override_of_what_is_no_field_or_no_value_is_refused(recipe: Recipe, name: str, message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        recipe.override({name: -1})
+
+
+def test_two_augmentation_policies_at_once_are_refused(recipe: Recipe) -> None:
+    with pytest.raises(TrainingError, match="exclude each other"):
+        recipe.override({"augmentation.trivial_augment": 0.5, "augmentation.rand_augment": 2})
+
+
+def test_an_architecture_that_does_not_fit_the_images_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(TrainingError, match="not a multiple of patch_size 8"):
+        recipe.architecture.config((30, 32), 10)

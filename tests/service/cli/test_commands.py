@@ -1,0 +1,203 @@
+"""The command line, run as a user runs it, on a checkpoint and pictures made here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from model.checkpoint import Checkpoint, native
+from model.config import PreprocessConfig, ViTConfig
+from model.network.vit import VisionTransformer
+from service.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = ViTConfig(image_size=(16, 16), patch_size=8, width=16, depth=2, heads=2, mlp_width=32, num_classes=3)
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    native.write(
+        folder,
+        Checkpoint(
+            name="tiny",
+            source="made",
+            format="vitserve",
+            architecture="vit",
+            config=config,
+            preprocess=PreprocessConfig(
+                size=(16, 16),
+                resize="shortest_edge",
+                resize_size=(16, 16),
+                interpolation="bicubic",
+                mean=(0.5, 0.5, 0.5),
+                std=(0.5, 0.5, 0.5),
+            ),
+            labels=("cat", "dog", "bird, flying"),
+            tensors=model.state_dict(),
+        ),
+    )
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for name in ("b.png", "a.jpg", "deep/c.webp"):
+        path = tmp_path / "pictures" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
+    return tmp_path / "pictures"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json", "--top-k", "99")
+    assert code == 0
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [Path(answer["file"]).name for answer in answers] == ["a.jpg", "b.png", "c.webp"]
+    for answer in answers:
+        scores = [found["score"] for found in answer["predictions"]]
+        assert scores == sorted(scores, reverse=True)
+        assert sum(scores) == pytest.approx(1, abs=1e-5)
+
+
+def test_classify_reports_a_bad_file_and_answers_the_others(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "aa.png").write_bytes((pictures / "b.png").read_bytes()[:60])
+    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--csv", "--top-k", "1")
+    assert code == 1
+    assert "1 of 4 files" in err
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [Path(row["file"]).name for row in rows] == ["a.jpg", "aa.png", "b.png", "c.webp"]
+    assert [bool(row["error"]) for row in rows] == [False, True, False, False]
+    assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["classify", "absent.jpg"], "absent.jpg: no such file"),
+        (["classify", "README.md", "--top-k", "0"], "--top-k 0"),
+        (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: No such file"),
+        (["attention", "README.md", "-o", "x.png", "--size", "9999"], "--size 9999"),
+        (["inspect", "absent"], "absent: no such folder"),
+        (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
+        (["bench", "--url", "http://127.0.0.1:1", "--seconds", "1", "examples"], "is the server running"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_1(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 1
+    assert message in err
+    assert err.startswith("vitserve: ")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_attention_writes_a_picture_or_the_numbers(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["attention", pictures / "a.jpg", "--checkpoint", checkpoint]
+    code, out, _ = run(capsys, *common, "-o", tmp_path / "heat.png", "--size", "100", "--head", "1", "--layer", "-2")
+    assert code == 0
+    assert "layer 0, head 1" in out
+    with Image.open(tmp_path / "heat.png") as picture:
+        assert picture.size == (100, 100)
+    assert run(capsys, *common, "-o", tmp_path / "heat.npy")[0] == 0
+    values = np.load(tmp_path / "heat.npy", allow_pickle=False)
+    assert values.shape == (2, 2)
+    assert values.sum() == pytest.approx(1, abs=1e-5)
+    assert run(capsys, *common, "-o", tmp_path / "x.png", "--layer", "2")[0] == 1
+
+
+def test_inspect_prints_what_was_understood(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", checkpoint)
+    assert code == 0
+    for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "2, width 16"):
+        assert expected in out
+
+
+def _truncate_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _forget_the_mean(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["preprocess"]["mean"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _nonsense(folder: Path) -> None:
+    (folder / "config.json").write_text('{"format": "vitserve", "version": ' + "[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_truncate_weights, "model.safetensors"),
+        (_empty, "config.json"),
+        (_forget_the_mean, "mean"),
+        (_nonsense, "not JSON"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line_and_exit_code_1(
+    spoil: Callable[[Path], None], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    spoil(folder)
+    for command in (["inspect", folder], ["classify", "examples/dog.jpg", "--checkpoint", folder]):
+        code, out, err = run(capsys, *command)
+        assert code == 1
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert out == ""
+
+
+def test_convert_writes_a_folder_that_answers_the_same(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
+    arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
+    assert run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]
+    code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
+    assert code == 1
+    assert "not an empty folder" in err
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for name in ("serve", "classify", "attention", "evaluate", "train", "inspect", "convert", "bench"):
+        assert name in out

@@ -1,0 +1,132 @@
+"""`vitserve evaluate`, in-process and through a server, as a user runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from model.checkpoint import Checkpoint, native
+from model.config import PreprocessConfig, ViTConfig
+from model.network.vit import VisionTransformer
+from service.__main__ import main
+
+LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    config = ViTConfig(image_size=(32, 32), patch_size=16, width=16, depth=1, heads=2, mlp_width=32, num_classes=10)
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    preprocess = PreprocessConfig(
+        size=(32, 32),
+        resize="shortest_edge",
+        resize_size=(32, 32),
+        interpolation="bicubic",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+    folder = tmp_path / "m"
+    native.write(folder, Checkpoint("tiny", "m", "vitserve", "vit", config, preprocess, LABELS, model.state_dict()))
+    return folder
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    folder = tmp_path / "cifar"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    colours = generator.integers(0, 256, (60, 3, 1))
+    labels = generator.integers(0, 10, (60, 1))
+    pixels = np.broadcast_to(colours, (60, 3, 1024)).reshape(60, -1)
+    np.concatenate([labels, pixels], axis=1).astype(np.uint8).tofile(folder / "test_batch.bin")
+    (folder / "batches.meta.txt").write_text("\n".join(LABELS))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_flat_pictures_are_answered_alike_whichever_way_they_are_sent(
+    checkpoint: Path, cifar: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "MODEL_CARD.md"
+    card.write_text("# tiny\n\n## Licence\n\nNone.\n")
+    flags = ["--data", cifar, "--checkpoint", checkpoint, "--dtype", "float32", "--device", "cpu"]
+    code, out, _ = run(capsys, "evaluate", *flags, "--robustness", "--card", card)
+    assert code == 0
+    assert "of 60 test images right" in out
+    rows = re.findall(r"^  (\S.*?)  +([\d.]+)%  ([+-][\d.]+) points$", out, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [
+        "as stored, PNG",
+        "512 px, JPEG 85",
+        "512 px, JPEG 85, turned by Exif",
+        "512 px, JPEG 85, greyscale",
+    ]
+    whole = re.search(r": ([\d.]+)% of 60", out)
+    assert whole is not None
+    assert rows[0][1:] == (whole[1], "+0.00")
+    assert abs(float(rows[1][2])) < 10
+    assert rows[1][1] == rows[2][1]  # a flat picture looks the same however it is turned
+    told = card.read_text()
+    assert f"| {rows[3][0]} | {rows[3][1]}% |" in told
+    assert told.index("## Robustness") < told.index("## Licence")
+
+
+def test_a_folder_of_pictures_is_measured_as_the_service_would_see_them(
+    checkpoint: Path, cifar: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = np.fromfile(cifar / "test_batch.bin", dtype=np.uint8).reshape(60, -1)
+    for number, record in enumerate(records):
+        path = tmp_path / "folder" / "test" / LABELS[record[0]] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(record[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(path)
+        (tmp_path / "folder" / "train" / LABELS[record[0]]).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "folder" / "train" / LABELS[record[0]] / "0.png")
+    flags = ["--checkpoint", checkpoint, "--dtype", "float32", "--device", "cpu"]
+    _, by_file, _ = run(capsys, "evaluate", "--data", tmp_path / "folder", *flags)
+    _, by_array, _ = run(capsys, "evaluate", "--data", cifar, *flags)
+    assert by_file == by_array
+    code, _, err = run(capsys, "evaluate", "--data", tmp_path / "folder", "--robustness", *flags)
+    assert code == 1
+    assert "--robustness is for CIFAR-10" in err
+
+
+def test_a_bad_picture_in_a_folder_is_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
+    code, out, err = run(capsys, "evaluate", "--data", tmp_path / "folder", "--checkpoint", checkpoint)
+    assert code == 1
+    assert out == ""
+    assert "1.png" in err
+    assert len([line for line in err.splitlines() if line.startswith("vitserve: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--card", "absent.md"], "--card needs --robustness"),
+        (["--robustness", "--card", "absent.md"], "absent.md: no such file"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+    ],
+)
+def test_flags_that_do_not_work_are_one_line(
+    flags: list[str], message: str, cifar: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "evaluate", "--data", cifar, *flags)
+    assert code == 1
+    assert message in err
+    assert out == ""

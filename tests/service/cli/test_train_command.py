@@ -1,0 +1,183 @@
+"""`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers, whatever happens."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from model.checkpoint import Checkpoint, load_checkpoint, native
+from model.config import PreprocessConfig, ViTConfig
+from model.network.vit import VisionTransformer
+from model.training.recipe import RECIPES, read_recipe
+from service.__main__ import main
+from tests.e2e.serving import Served, until
+
+COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def picture(colour: str, seed: int) -> Image.Image:
+    rng = np.random.default_rng([seed, *colour.encode()])
+    pixels = np.array(COLOURS[colour]) + rng.normal(0, 30, (30, 40, 3))
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Twelve pictures of each of two classes."""
+    root = tmp_path / "colours"
+    for colour in COLOURS:
+        (root / colour).mkdir(parents=True)
+        for number in range(12):
+            picture(colour, number).save(root / colour / f"{number}.jpg")
+    return root
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A tiny checkpoint of five classes at 16 pixels."""
+    config = ViTConfig(image_size=(16, 16), patch_size=8, width=32, depth=2, heads=2, mlp_width=64, num_classes=5)
+    model = VisionTransformer(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    half = (0.5, 0.5, 0.5)
+    preprocess = PreprocessConfig(
+        size=(16, 16), resize="shortest_edge", resize_size=(16, 16), interpolation="bicubic", mean=half, std=half
+    )
+    checkpoint = Checkpoint(
+        name="start",
+        source="made",
+        format=native.FORMAT,
+        architecture="vit",
+        config=config,
+        preprocess=preprocess,
+        labels=tuple("abcde"),
+        tensors=model.state_dict(),
+    )
+    native.write(tmp_path / "start", checkpoint)
+    return tmp_path / "start"
+
+
+def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
+    command = ["train", "--data", str(data), "--from", str(start), "--out", str(out), "--device", "cpu"]
+    return [*command, "--batch-size", "5", "--set", "optimiser.learning_rate=3e-3", *more]
+
+
+def epochs_done(out: Path) -> list[dict[str, str]]:
+    path = out / "metrics.csv"
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
+def test_a_folder_of_pictures_becomes_a_served_model(data: Path, start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours")) == 0
+    assert {"MODEL_CARD.md", "config.json", "last", "metrics.csv", "model.safetensors", "recipe.toml"} <= {
+        path.name for path in out.iterdir()
+    }
+    server = Served(tmp_path / "server.log", checkpoint=out, device="cpu", dtype="float32", threads=1)
+    try:
+        assert server.get("/model").json()["name"] == "colours"
+        for colour in COLOURS:
+            picture(colour, 99).save(tmp_path / "new.png")
+            found = server.classify((tmp_path / "new.png").read_bytes()).json()
+            assert found["predictions"][0]["label"] == colour
+    finally:
+        server.kill()
+
+
+def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "service", *flags(data, start, out, "--epochs", "60", "--threads", "1")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    try:
+        until(lambda: len(epochs_done(out)) >= 2 or process.poll() is not None)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    before = epochs_done(out)
+    assert 2 <= len(before) < 60
+    assert not (out / "config.json").exists()
+    assert main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
+    after = epochs_done(out)
+    assert after[: len(before)] == before
+    assert [int(row["epoch"]) for row in after] == list(range(1, 61))
+    assert load_checkpoint(str(out)).labels == tuple(COLOURS)
+
+
+def test_flags_override_the_recipe_and_the_record_holds_the_result(data: Path, start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text((RECIPES / "finetune.toml").read_text().replace("epochs = 20", "epochs = 7"))
+    more = ["--recipe", str(recipe), "--epochs", "1", "--seed", "5", "--keep", "last", "--set", "mixing.mixup=0.2"]
+    assert main(flags(data, start, out, *more)) == 0
+    record = read_recipe(out / "recipe.toml")
+    assert record == read_recipe(recipe).override(
+        {
+            "epochs": 1,
+            "seed": 5,
+            "keep": "last",
+            "batch_size": 5,
+            "checkpoint": str(start),
+            "mixing.mixup": 0.2,
+            "optimiser.learning_rate": 3e-3,
+        }
+    )
+
+
+def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*scratch, "--recipe", "nowhere"]) == 1
+    assert "vitserve: nowhere: cannot be read: No such file" in capsys.readouterr().err
+    assert main([*scratch, "--recipe", "cifar10-gpu"]) == 1
+    assert "validation 5000 of 24 pictures" in capsys.readouterr().err
+    assert main(scratch) == 1  # folder.toml
+    assert "batch_size 64: there are only 22 training images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "epochs"], "--set epochs: expected FIELD=VALUE"),
+        (["--set", "speed=1"], "recipe: speed: "),
+        (["--set", "optimiser.learning_rate=fast"], "recipe: optimiser.learning_rate: "),
+        (["--epochs", "0"], "recipe: epochs: "),
+        (["--image-size", "20"], "image size 20x20 is not a multiple of the patch size 8"),
+        (["--validation", "23"], "validation 23 of 24 pictures: 2 classes need 2 to 22"),
+        (["--from", "./nowhere"], "./nowhere: no such folder"),
+        (["--device", "cuda:99"], "device 'cuda:99'"),
+        (["--resume"], "out: nothing to resume"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_one_line_before_training(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(flags(data, start, tmp_path / "out", *more)) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vitserve: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (tmp_path / "out" / "last.pt").exists()
+
+
+def test_bad_pictures_are_named_before_training(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data / "red" / "notes.txt").write_text("not a picture")
+    whole = (data / "blue" / "3.jpg").read_bytes()
+    (data / "blue" / "3.jpg").write_bytes(whole[: len(whole) // 2])
+    assert main(flags(data, start, tmp_path / "out")) == 1
+    error = capsys.readouterr().err
+    assert f"vitserve: {data}: 2 files in class folders cannot be read as pictures:" in error
+    assert f"  {data / 'blue' / '3.jpg'}: " in error
+    assert f"  {data / 'red' / 'notes.txt'}: " in error
+    assert not (tmp_path / "out" / "last.pt").exists()

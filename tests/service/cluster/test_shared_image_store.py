@@ -1,0 +1,132 @@
+"""Pictures kept by several workers together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from service.cluster.shared_image_store import SharedImageStore
+from service.cluster.shared_memory import SharedFile
+
+CELL = 4096
+"""A small picture takes one page."""
+
+
+class Kept:
+    """One memory and two workers that use it."""
+
+    def __init__(self, file: SharedFile, ttl: float, max_bytes: int) -> None:
+        self.now = 50
+        self.one, self.two = (
+            SharedImageStore(file, ttl=ttl, max_bytes=max_bytes, clock=lambda: self.now) for _ in range(2)
+        )
+
+
+@pytest.fixture
+def file() -> Iterator[SharedFile]:
+    file = SharedFile("recent")
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def kept(file: SharedFile) -> Kept:
+    return Kept(file, ttl=60, max_bytes=5 * CELL)
+
+
+def picture(value: int, rows: int = 16) -> NDArray[np.uint8]:
+    return np.full((rows, 12, 3), value, np.uint8)
+
+
+def put(recent: SharedImageStore, pixels: NDArray[np.uint8]) -> str:
+    image_id = recent.put(pixels)
+    assert image_id is not None
+    return image_id
+
+
+def test_each_id_leads_every_worker_to_its_own_picture(kept: Kept) -> None:
+    ids = {value: put(kept.one if value % 2 else kept.two, picture(value)) for value in range(5)}
+    for value, image_id in ids.items():
+        for recent in (kept.one, kept.two):
+            found = recent.get(image_id)
+            assert found is not None
+            assert np.array_equal(found, picture(value))
+    assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL)
+
+
+def test_a_worker_reads_what_was_kept_before_it_came(file: SharedFile) -> None:
+    image_id = put(Kept(file, 60, 5 * CELL).one, picture(7))
+    found = Kept(file, 60, 5 * CELL).two.get(image_id)
+    assert found is not None
+    assert np.array_equal(found, picture(7))
+
+
+def test_the_oldest_goes_when_memory_is_full(kept: Kept) -> None:
+    ids = [put(kept.one if value % 3 else kept.two, picture(value)) for value in range(23)]
+    alive = [kept.two.get(image_id) is not None for image_id in ids]
+    assert alive == [False] * 18 + [True] * 5
+    assert kept.one.usage() == (5, 5 * CELL)
+
+
+def test_a_picture_is_good_for_its_time_and_no_longer(kept: Kept) -> None:
+    first = put(kept.one, picture(1))
+    kept.now += 30
+    second = put(kept.two, picture(2))
+    kept.now += 29
+    assert kept.two.get(first) is not None
+    kept.now += 1
+    assert kept.two.get(first) is None
+    assert kept.one.get(second) is not None
+    assert kept.one.usage() == (1, CELL)
+    kept.now += 30
+    assert kept.one.usage() == (0, 0)
+
+
+def test_an_expired_picture_is_overwritten(file: SharedFile) -> None:
+    kept = Kept(file, ttl=60, max_bytes=5 * CELL)
+    put(kept.one, picture(77))
+    assert bytes([77] * 100) in file.read(0, 10 * CELL)
+    kept.now += 60
+    kept.two.usage()
+    assert bytes([77] * 100) not in file.read(0, 10 * CELL)
+
+
+def test_ids_are_random_and_fit_for_a_url(kept: Kept) -> None:
+    ids = {put(kept.one, picture(0)) for _ in range(100)}
+    assert len({image_id[:20] for image_id in ids}) == 100
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{32}", image_id) for image_id in ids)
+
+
+@pytest.mark.parametrize("wrong", ["", "nobody", "é", "A" * 32, "_" * 32, "A" * 31, "A" * 1000, "!" * 32])
+def test_an_unknown_id_leads_to_nothing(wrong: str, kept: Kept) -> None:
+    put(kept.one, picture(1))
+    assert kept.one.get(wrong) is None
+
+
+def test_an_id_that_is_right_but_for_its_random_part_leads_to_nothing(kept: Kept) -> None:
+    image_id = put(kept.one, picture(1))
+    changed = ("B" if image_id[0] == "A" else "A") + image_id[1:]
+    assert kept.one.get(changed) is None
+
+
+def test_pictures_of_another_size_replace_all(kept: Kept) -> None:
+    """Only a model that was exchanged under a running service makes them."""
+    old = put(kept.one, picture(1))
+    new = put(kept.two, picture(2, rows=150))
+    assert kept.one.get(old) is None
+    found = kept.one.get(new)
+    assert found is not None
+    assert np.array_equal(found, picture(2, rows=150))
+    assert kept.one.usage() == (1, 2 * CELL)
+
+
+@pytest.mark.parametrize(("ttl", "max_bytes"), [(0, 5 * CELL), (60, 0), (60, CELL - 1)])
+def test_where_nothing_is_kept_there_is_no_id(ttl: float, max_bytes: int, file: SharedFile) -> None:
+    kept = Kept(file, ttl, max_bytes)
+    assert kept.one.put(picture(1)) is None
+    assert kept.one.get("A" * 32) is None
+    assert kept.one.usage() == (0, 0)

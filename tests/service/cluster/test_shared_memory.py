@@ -1,0 +1,138 @@
+"""What processes share: nobody loses count, also when one is killed in the middle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.cluster.shared_limiter import SharedLimiter
+from service.cluster.shared_memory import Pixels, SharedCounters, SharedFile, whole_pages
+from service.errors import QueueFull
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def run(script: str) -> str:
+    """A script in a process of its own, which may fork: this one has threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_places_are_counted_over_all_workers() -> None:
+    with SharedCounters(workers=2, engines=1, places=3) as board:
+        one, two = SharedLimiter(board, 0), SharedLimiter(board, 1)
+        with one.reserve() as both, two.reserve():
+            both.extend()
+            for places in (one, two):
+                with pytest.raises(QueueFull, match="all 3 places"):
+                    places.reserve()
+            assert board.places_taken.tolist() == [2, 1]
+        with two.reserve():
+            assert board.places_taken.tolist() == [0, 1]
+
+
+def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
+    with SharedCounters(workers=2, engines=1, places=3) as board:
+        other, places = SharedLimiter(board, 0), SharedLimiter(board, 1)
+        with other.reserve():
+            with pytest.raises(QueueFull), places.reserve() as permit:
+                permit.extend()
+                permit.extend()
+            assert board.places_taken.tolist() == [1, 0]
+
+
+def test_a_dead_workers_places_are_free_again() -> None:
+    with SharedCounters(workers=2, engines=2, places=2) as board:
+        dead = SharedLimiter(board, 0)
+        dead.take()
+        dead.take()
+        board.images_out[0] = (1, 1)
+        board.worker_state[0] = SharedCounters.SERVING
+        board.forget_worker(0)
+        assert not board.images_out.any()
+        assert not board.worker_state.any()
+        with SharedLimiter(board, 1).reserve() as permit:
+            permit.extend()
+
+
+def test_processes_never_take_more_places_than_there_are() -> None:
+    """Each takes and gives back as fast as it can, and looks whether too many were ever taken."""
+    script = """
+import os
+from service.cluster.shared_limiter import SharedLimiter
+from service.errors import QueueFull
+from service.cluster.shared_memory import SharedCounters
+
+board = SharedCounters(workers=3, engines=1, places=2)
+for worker in range(3):
+    if os.fork() == 0:
+        places, refused, taken = SharedLimiter(board, worker), 0, 0
+        while taken < 3000:
+            try:
+                places.take()
+            except QueueFull:
+                refused += 1
+                continue
+            taken += 1
+            assert board.places_taken.sum() <= 2
+            places.give_back(1)
+        os._exit(0)
+codes = [os.wait()[1] for _ in range(3)]
+print(codes, board.places_taken.tolist())
+"""
+    assert run(script) == "[0, 0, 0] [0, 0, 0]"
+
+
+def test_a_lock_ends_with_the_process_that_held_it() -> None:
+    script = """
+import os, signal
+from service.cluster.shared_memory import SharedFile
+
+file = SharedFile("test")
+ready, told = os.pipe()
+child = os.fork()
+if child == 0:
+    with file.locked():
+        os.write(told, b"x")
+        signal.pause()
+os.read(ready, 1)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+with file.locked():
+    print("mine")
+"""
+    assert run(script) == "mine"
+
+
+def test_each_workers_pixels_are_its_own_and_the_engine_sees_all() -> None:
+    shape, slots = (8, 6, 3), 5
+    file = SharedFile("test")
+    file.grow(2 * Pixels.size(slots, shape))
+    seen_by_engine = [Pixels(file, worker, slots, shape) for worker in (0, 1)]
+    seen_by_workers = [Pixels(file, worker, slots, shape) for worker in (0, 1)]
+    for worker, pixels in enumerate(seen_by_workers):
+        for slot in range(slots):
+            pixels[slot][...] = 10 * worker + slot
+    for worker, pixels in enumerate(seen_by_engine):
+        for slot in range(slots):
+            assert pixels[slot].shape == shape
+            assert (pixels[slot] == 10 * worker + slot).all()
+    with pytest.raises(IndexError):
+        seen_by_engine[0][slots]
+    file.close()
+
+
+def test_a_file_in_memory_never_shrinks_under_those_who_map_it() -> None:
+    file = SharedFile("test")
+    file.grow(whole_pages(10_000))
+    memory = file.map(whole_pages(10_000))
+    file.grow(1)
+    assert np.frombuffer(memory, np.uint8).sum() == 0
+    file.close()

@@ -1,0 +1,94 @@
+"""What the processes of a service share from before they are forked."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.cluster.shared_resources import Shared, listen
+from service.errors import SettingsError
+from service.settings import load_settings
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def shared(temporary: Path) -> Iterator[Shared]:
+    shared = Shared(load_settings({"workers": 3, "port": 0, "device": "cuda:0,cuda:1"}))
+    yield shared
+    shared.close()
+
+
+def test_a_listener_each_on_one_port() -> None:
+    listeners = listen("127.0.0.1", 0, 3)
+    assert len({listener.getsockname() for listener in listeners}) == 1
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(listeners[0].getsockname())
+    for listener in listeners:
+        listener.close()
+
+
+def test_connections_that_wait_for_a_worker_survive_it(shared: Shared) -> None:
+    """A worker's end closes its own descriptor, not the socket."""
+    of_a_worker = shared.listeners[0].dup()
+    callers = [socket.create_connection(("127.0.0.1", shared.port)) for _ in range(20)]
+    of_a_worker.close()
+    accepted = 0
+    for listener in shared.listeners:
+        listener.setblocking(False)
+        while True:
+            try:
+                listener.accept()[0].close()
+            except BlockingIOError:
+                break
+            accepted += 1
+    assert accepted == 20
+    for caller in callers:
+        caller.close()
+
+
+def test_an_engine_a_device_and_room_for_every_place_even_while_cancelled_ones_are_given_back(shared: Shared) -> None:
+    assert [link.device for link in shared.links] == ["cuda:0", "cuda:1"]
+    assert [link.slots for link in shared.links] == [512, 512]
+    assert shared.board.capacity == 256
+
+
+def test_nothing_is_left_behind(temporary: Path) -> None:
+    shared = Shared(load_settings({"workers": 2, "port": 0}))
+    assert shared.counters.is_dir()
+    assert shared.counters.stat().st_mode & 0o077 == 0
+    shared.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_counters_of_a_service_that_was_killed_are_removed_and_those_of_one_that_runs_are_not(
+    shared: Shared, temporary: Path
+) -> None:
+    killed = temporary / "vitserve-metrics-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
+    (killed / "counter_worker-0.db").touch()
+    foreign = temporary / "vitserve-metrics-without-a-lock"
+    foreign.mkdir()
+    other = Shared(load_settings({"workers": 2, "port": 0}))
+    assert not killed.exists()
+    assert foreign.exists()
+    assert shared.counters.is_dir()
+    other.close()
+
+
+def test_a_machine_without_temporary_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(SettingsError, match="TMPDIR"):
+        Shared(load_settings({"workers": 2, "port": 0}))

@@ -1,0 +1,250 @@
+"""The batch queue against a model of it, with a clock that only the tests move."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from service.engine.batching import BatchQueue, Entry, State
+from service.errors import EngineUnavailable, QueueFull
+
+# Eighths of a second are exact in floating point.
+TICKS = st.integers(0, 80).map(lambda n: n / 8)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def queue(*, capacity: int = 100, max_batch: int = 4, max_delay: float = 0.0) -> tuple[BatchQueue[str], Clock]:
+    clock = Clock()
+    return BatchQueue(capacity=capacity, max_batch=max_batch, max_delay=max_delay, clock=clock), clock
+
+
+def items(entries: list[Entry[str]]) -> list[str]:
+    return [entry.item for entry in entries]
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Anything that web code and an engine may do, in any order.
+
+    `waiting` is what must be in the queue, oldest first; every item must leave it exactly once.
+    """
+
+    @initialize(capacity=st.integers(1, 12), max_batch=st.integers(1, 5), max_delay=st.sampled_from([0.0, 0.5, 2.0]))
+    def build(self, capacity: int, max_batch: int, max_delay: float) -> None:
+        self.capacity, self.max_batch, self.max_delay = capacity, max_batch, max_delay
+        self.clock = Clock()
+        self.queue: BatchQueue[int] = BatchQueue(
+            capacity=capacity, max_batch=max_batch, max_delay=max_delay, clock=self.clock
+        )
+        self.put_count = 0
+        self.waiting: list[Entry[int]] = []
+        self.known: list[Entry[int]] = []
+        self.left: Counter[int] = Counter()
+        self.closed = False
+
+    @rule(timeout=TICKS)
+    def put(self, timeout: float) -> None:
+        if self.closed:
+            with pytest.raises(EngineUnavailable):
+                self.queue.put(-1, deadline=self.clock.now + timeout)
+        elif len(self.waiting) == self.capacity:
+            with pytest.raises(QueueFull, match=str(self.capacity)):
+                self.queue.put(-1, deadline=self.clock.now + timeout)
+        else:
+            entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout)
+            assert entry.item == self.put_count
+            assert entry.arrived == self.clock.now
+            self.put_count += 1
+            self.waiting.append(entry)
+            self.known.append(entry)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.known))
+        was_waiting = entry in self.waiting
+        assert self.queue.cancel(entry) is was_waiting
+        if was_waiting:
+            self.leave([entry], State.CANCELLED)
+
+    @rule(seconds=TICKS)
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def poll(self) -> None:
+        now = self.clock.now
+        poll = self.queue.poll()
+
+        due = [entry for entry in self.waiting if entry.deadline <= now]
+        assert poll.expired == due
+        self.leave(due, State.EXPIRED)
+
+        if not self.waiting:
+            assert poll.batch == []
+            assert poll.wait is None
+            return
+        oldest = self.waiting[0]
+        full = len(self.waiting) >= self.max_batch
+        if self.max_delay and not full and now < oldest.arrived + self.max_delay:
+            assert poll.batch == []
+            earliest_event = min(oldest.arrived + self.max_delay, *(e.deadline for e in self.waiting))
+            assert poll.wait == earliest_event - now > 0
+            return
+        assert poll.batch == self.waiting[: self.max_batch]
+        assert poll.release == ("full" if full else "delay" if self.max_delay else "idle")
+        self.leave(poll.batch, State.LAUNCHED)
+
+    @rule()
+    def poll_again_when_told_to(self) -> None:
+        """`wait` is neither too early nor too late."""
+        wait = self.queue_poll_wait()
+        if wait is None:
+            return
+        self.clock.now += wait / 2
+        early = self.queue.poll()
+        assert early.batch == [] and early.expired == []
+        self.clock.now += wait / 2
+        due = self.queue.poll()
+        assert due.batch or due.expired
+        self.leave(due.expired, State.EXPIRED)
+        self.leave(due.batch, State.LAUNCHED)
+
+    def queue_poll_wait(self) -> float | None:
+        poll = self.queue.poll()
+        self.leave(poll.expired, State.EXPIRED)
+        self.leave(poll.batch, State.LAUNCHED)
+        return poll.wait
+
+    @rule()
+    def close(self) -> None:
+        returned = self.queue.close()
+        assert returned == self.waiting
+        self.leave(returned, State.RETURNED)
+        self.closed = True
+
+    def leave(self, entries: list[Entry[int]], state: State) -> None:
+        for entry in list(entries):
+            assert entry.state is state
+            self.left[entry.item] += 1
+            self.waiting.remove(entry)
+
+    @invariant()
+    def nothing_is_lost_and_nothing_leaves_twice(self) -> None:
+        assert all(count == 1 for count in self.left.values())
+        assert len(self.left) + len(self.waiting) == self.put_count
+        assert all(entry.state is State.WAITING for entry in self.waiting)
+
+    @invariant()
+    def length_counts_those_that_wait(self) -> None:
+        assert len(self.queue) == len(self.waiting) <= self.capacity
+
+    def teardown(self) -> None:
+        if hasattr(self, "queue"):
+            assert self.queue.close() == self.waiting
+
+
+QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfOperations = QueueMachine.TestCase
+
+
+def test_whatever_waits_is_launched_at_once_without_a_delay() -> None:
+    waiting, clock = queue()
+    waiting.put("a", deadline=clock.now + 1)
+    poll = waiting.poll()
+    assert items(poll.batch) == ["a"]
+    assert poll.release == "idle"
+
+
+def test_an_incomplete_batch_is_held_until_its_oldest_entry_is_old_enough() -> None:
+    waiting, clock = queue(max_delay=0.5)
+    waiting.put("a", deadline=clock.now + 10)
+    clock.now += 0.25
+    # The engine looks for the first time only now: the delay still counts from the arrival.
+    assert waiting.poll().wait == 0.25
+    waiting.put("b", deadline=clock.now + 10)
+    clock.now += 0.25
+    poll = waiting.poll()
+    assert items(poll.batch) == ["a", "b"]
+    assert poll.release == "delay"
+
+
+def test_the_delay_counts_from_the_next_oldest_when_the_oldest_is_cancelled() -> None:
+    waiting, clock = queue(max_delay=0.5)
+    oldest = waiting.put("a", deadline=clock.now + 10)
+    clock.now += 0.25
+    waiting.put("b", deadline=clock.now + 10)
+    waiting.cancel(oldest)
+    assert waiting.poll().wait == 0.5
+
+
+def test_a_full_batch_is_not_held_back() -> None:
+    waiting, clock = queue(max_batch=2, max_delay=5)
+    for name in "abc":
+        waiting.put(name, deadline=clock.now + 10)
+    poll = waiting.poll()
+    assert (items(poll.batch), poll.release) == (["a", "b"], "full")
+    assert waiting.poll().wait == 5
+
+
+def test_a_deadline_before_the_end_of_the_delay_wakes_the_engine() -> None:
+    waiting, clock = queue(max_delay=5)
+    waiting.put("a", deadline=clock.now + 1)
+    assert waiting.poll().wait == 1
+    clock.now += 1
+    poll = waiting.poll()
+    assert (items(poll.batch), items(poll.expired)) == ([], ["a"])
+
+
+def test_an_image_whose_deadline_is_this_very_moment_is_not_launched() -> None:
+    waiting, clock = queue()
+    waiting.put("late", deadline=clock.now)
+    poll = waiting.poll()
+    assert (items(poll.batch), items(poll.expired)) == ([], ["late"])
+
+
+def test_cancelled_entries_free_their_places_and_make_no_batch() -> None:
+    waiting, clock = queue(capacity=2)
+    entries = [waiting.put(name, deadline=clock.now + 1) for name in "ab"]
+    for entry in entries:
+        assert waiting.cancel(entry)
+        assert not waiting.cancel(entry)
+    waiting.put("c", deadline=clock.now + 1)
+    waiting.put("d", deadline=clock.now + 1)
+    assert items(waiting.poll().batch) == ["c", "d"]
+
+
+def test_cancelled_entries_take_no_memory_while_the_engine_is_busy() -> None:
+    waiting, clock = queue(capacity=10, max_batch=4)
+    for _ in range(10_000):
+        waiting.cancel(waiting.put("gone", deadline=clock.now + 1))
+    assert len(waiting._entries) <= 4
+
+
+def test_a_launched_entry_cannot_be_cancelled() -> None:
+    waiting, clock = queue()
+    entry = waiting.put("a", deadline=clock.now + 1)
+    waiting.poll()
+    assert not waiting.cancel(entry)
+    assert entry.state is State.LAUNCHED
+
+
+def test_closing_hands_back_what_waits_oldest_first_and_refuses_more() -> None:
+    waiting, clock = queue()
+    for name in "abc":
+        waiting.put(name, deadline=clock.now + 1)
+    assert items(waiting.close()) == ["a", "b", "c"]
+    assert waiting.close() == []
+    with pytest.raises(EngineUnavailable):
+        waiting.put("d", deadline=clock.now + 1)
+    assert waiting.poll().batch == []

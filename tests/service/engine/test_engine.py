@@ -1,0 +1,383 @@
+"""The engine's promise: every submitted image gets exactly one outcome, and its own.
+
+Each test asks an engine of this process, and one behind a socket and shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from model.errors import CheckpointError, DeviceError
+from model.prediction import MapRequest
+from service.engine.local import LocalEngine
+from service.engine.messages import InferenceRequest, ModelInfo
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, model_info, on_a_loop, pixels
+from tests.service.fakes import running as running_engine
+
+Running = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(params=[False, True], ids=["local", "remote"])
+def running(request: pytest.FixtureRequest) -> Running:
+    """Starts an engine; see `fakes.running`."""
+    return partial(running_engine, remote=request.param)
+
+
+@on_a_loop
+async def test_every_image_gets_its_own_result_however_they_are_batched(running: Running) -> None:
+    async with running() as rig:
+        results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
+    for red, result in enumerate(results):
+        assert result.indices.tolist() == expected_indices(red, 3)
+    assert sorted(red for batch in rig.predictor.launched for red in batch) == list(range(100))
+
+
+@on_a_loop
+async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy()
+        one = rig.ask_soon(1, top_k=1)
+        seven = rig.ask_soon(2, top_k=7, map=MapRequest(2, "max"))
+        await rig.until_queued(2)
+        rig.predictor.gate.set()
+        a, b = await one, await seven
+        await first
+    assert rig.predictor.launched[1] == [1, 2]
+    assert (a.indices.tolist(), a.map) == (expected_indices(1, 1), None)
+    assert b.indices.tolist() == expected_indices(2, 7)
+    assert b.map is not None
+    assert (b.map.layer, b.map.head, b.map.kept_mass) == (2, "max", 2 / 256)
+
+
+@on_a_loop
+async def test_what_arrives_while_the_device_is_busy_is_launched_oldest_first(
+    running: Running,
+) -> None:
+    async with running(FakePredictor(max_batch=3)) as rig:
+        tasks = [await rig.keep_busy(0)]
+        for red in range(1, 6):
+            tasks.append(rig.ask_soon(red))
+            await rig.until_queued(red)
+        rig.predictor.gate.set()
+        results = await asyncio.gather(*tasks)
+    assert rig.predictor.launched == [[0], [1, 2, 3], [4, 5]]
+    assert [result.batch_size for result in results] == [1, 3, 3, 3, 2, 2]
+
+
+@on_a_loop
+async def test_reports_tell_size_padding_and_why_a_batch_was_released(running: Running) -> None:
+    async with running(FakePredictor(max_batch=4, batch_sizes=(1, 2, 4))) as rig:
+        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 8))]
+        await rig.until_queued(7)
+        rig.predictor.gate.set()
+        await asyncio.gather(*tasks)
+    assert [(r.device, r.size, r.padding, r.release) for r in rig.reports] == [
+        ("cpu", 1, 0, "idle"),
+        ("cpu", 4, 0, "full"),
+        ("cpu", 3, 1, "idle"),
+    ]
+    assert all(report.inference_seconds >= 0 for report in rig.reports)
+
+
+@on_a_loop
+async def test_a_delay_holds_an_incomplete_batch_until_it_is_full(running: Running) -> None:
+    async with running(FakePredictor(max_batch=3), max_delay=3600) as rig:
+        tasks = [rig.ask_soon(red, timeout=7200) for red in (1, 2)]
+        await rig.until_queued(2)
+        assert rig.predictor.launched == []
+        tasks.append(rig.ask_soon(3, timeout=7200))
+        await asyncio.gather(*tasks)
+    assert rig.predictor.launched == [[1, 2, 3]]
+    assert [report.release for report in rig.reports] == ["full"]
+
+
+@on_a_loop
+async def test_an_image_cancelled_while_it_waits_is_never_launched(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        gone, stays = rig.ask_soon(1), rig.ask_soon(2)
+        await rig.until_queued(2)
+        gone.cancel()
+        await rig.until_queued(1)
+        rig.predictor.gate.set()
+        await asyncio.gather(first, stays)
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert rig.predictor.launched == [[0], [2]]
+
+
+@on_a_loop
+async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch(running: Running) -> None:
+    async with running(FakePredictor(max_batch=2), max_delay=3600) as rig:
+        rig.predictor.gate.clear()
+        gone, stays = rig.ask_soon(1, timeout=7200), rig.ask_soon(2, timeout=7200)
+        await rig.predictor.wait_until_busy()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        rig.predictor.gate.set()
+        assert (await stays).indices.tolist() == expected_indices(2, 3)
+        assert rig.predictor.launched == [[1, 2]]
+        assert len(rig.reports) == 1
+
+
+@on_a_loop
+async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_once(
+    running: Running,
+) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(1, timeout=0.01)
+        # The device is still busy: the caller did not wait for it.
+        assert not first.done()
+        rig.predictor.gate.set()
+        await first
+        await rig.ask(2)
+    assert rig.predictor.launched == [[0], [2]]
+
+
+@on_a_loop
+async def test_an_image_without_any_time_left_is_not_launched(running: Running) -> None:
+    async with running() as rig:
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(1, timeout=0)
+    assert rig.predictor.launched == []
+
+
+@on_a_loop
+async def test_an_image_launched_in_time_is_answered_even_if_late(running: Running) -> None:
+    async with running() as rig:
+        rig.predictor.gate.clear()
+        launched_in_time = rig.ask_soon(1, timeout=0.05)
+        await rig.predictor.wait_until_busy()
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(2, timeout=0.1)  # by now the first one's time is up, too
+        rig.predictor.gate.set()
+        assert (await launched_in_time).indices.tolist() == expected_indices(1, 3)
+
+
+@on_a_loop
+async def test_one_bad_image_in_a_batch_fails_alone(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        tasks = [rig.ask_soon(red) for red in (1, BAD, 3)]
+        await rig.until_queued(3)
+        rig.predictor.gate.set()
+        one, bad, three = await asyncio.gather(*tasks, return_exceptions=True)
+        await first
+        after = await rig.ask(4)
+    assert isinstance(bad, InferenceFailed)
+    for red, result in ((1, one), (3, three), (4, after)):
+        assert not isinstance(result, BaseException)
+        assert result.indices.tolist() == expected_indices(red, 3)
+    assert rig.engine.status.state == "closed"
+
+
+@on_a_loop
+async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        tasks = [rig.ask_soon(red) for red in (NAN, 2)]
+        await rig.until_queued(2)
+        rig.predictor.gate.set()
+        bad, good = await asyncio.gather(*tasks, return_exceptions=True)
+        await first
+    assert isinstance(bad, InferenceFailed)
+    assert not isinstance(good, BaseException)
+    assert good.indices.tolist() == expected_indices(2, 3)
+
+
+@on_a_loop
+async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready(running: Running) -> None:
+    async with running() as rig:
+        for red in (BAD, NAN):
+            with pytest.raises(InferenceFailed):
+                await rig.ask(red)
+        assert rig.engine.status.state == "ready"
+        assert (await rig.ask(5)).indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
+async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: Running) -> None:
+    async with running() as rig:
+        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 10))]
+        await rig.until_queued(9)
+        rig.predictor.device_is_dead = True
+        rig.predictor.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 10
+        await rig.until_state("failed")
+        assert rig.engine.status.reason.startswith("the device failed: cpu")
+        with pytest.raises(EngineUnavailable, match="the device failed"):
+            await rig.ask(11)
+    assert rig.states == ["ready", "failed"]
+
+
+@on_a_loop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running) -> None:
+    """An error that no model raises on purpose ends the engine; it must not swallow those on board."""
+    async with running(FakePredictor(error=AssertionError)) as rig:
+        first = await rig.keep_busy(0)
+        on_board, also = rig.ask_soon(BAD), rig.ask_soon(2)
+        await rig.until_queued(2)
+        rig.predictor.gate.set()
+        await first
+        outcomes = await asyncio.gather(on_board, also, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "AssertionError: it does not compute"
+
+
+@on_a_loop
+async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> None:
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        raise CheckpointError("weights.bin: no such file")
+
+    async with running(load=load, ready=False) as rig:
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "weights.bin: no such file"
+        assert rig.engine.info is None
+        with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
+            await rig.ask(1)
+    assert rig.states == ["failed"]
+
+
+@on_a_loop
+async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
+    class Cold(FakePredictor):
+        def warm_up(self) -> None:
+            raise DeviceError("cpu: the model does not run")
+
+    async with running(Cold(), ready=False) as rig:
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "cpu: the model does not run"
+
+
+@on_a_loop
+async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
+    loading = threading.Event()
+    predictor = FakePredictor()
+
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        assert loading.wait(PATIENCE)
+        return predictor, model_info()
+
+    async with running(predictor, load=load, ready=False) as rig:
+        assert rig.engine.status.state == "loading"
+        with pytest.raises(EngineUnavailable, match="loading"):
+            await rig.ask(1)
+        loading.set()
+        await rig.until_state("ready")
+        assert predictor.warm_ups == 1
+        await rig.ask(1)
+
+
+@on_a_loop
+async def test_a_full_queue_refuses(running: Running) -> None:
+    async with running(queue_size=2) as rig:
+        first = await rig.keep_busy(0)
+        waiting = [rig.ask_soon(red) for red in (1, 2)]
+        await rig.until_queued(2)
+        with pytest.raises(QueueFull):
+            await rig.ask(3)
+        rig.predictor.gate.set()
+        await asyncio.gather(first, *waiting)
+
+
+@on_a_loop
+async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
+    async with running() as rig:
+        launched = await rig.keep_busy(0)
+        waits = rig.ask_soon(1)
+        await rig.until_queued(1)
+        closing = asyncio.create_task(rig.close())
+        await asyncio.sleep(0)
+        rig.predictor.gate.set()
+        await closing
+        assert (await launched).indices.tolist() == expected_indices(0, 3)
+        with pytest.raises(EngineUnavailable):
+            await waits
+        with pytest.raises(EngineUnavailable):
+            await rig.ask(2)
+    assert rig.predictor.launched == [[0]]
+    assert rig.states == ["ready", "closed"]
+
+
+@on_a_loop
+async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay(running: Running) -> None:
+    async with running(max_delay=3600) as rig:
+        waits = rig.ask_soon(1, timeout=7200)
+        await rig.until_queued(1)
+        await rig.close()
+        with pytest.raises(EngineUnavailable):
+            await waits
+
+
+@on_a_loop
+async def test_one_wake_up_of_the_event_loop_a_batch(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakePredictor(max_batch=8)) as rig:
+        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 17))]
+        await rig.until_queued(16)
+        wake_ups = []
+        monkeypatch.setattr(LocalEngine, "_call_loop", _counting(LocalEngine._call_loop, wake_ups))
+        rig.predictor.gate.set()
+        await asyncio.gather(*tasks)
+        assert rig.predictor.launched[1:] == [list(range(1, 9)), list(range(9, 17))]
+        assert len(wake_ups) == 3
+
+
+def _counting(original: Callable[..., None], calls: list[Any]) -> Callable[..., None]:
+    def call(self: LocalEngine, function: Callable[..., None], *arguments: object) -> None:
+        calls.append(function)
+        original(self, function, *arguments)
+
+    return call
+
+
+@on_a_loop
+async def test_times_are_of_the_image_itself() -> None:
+    predictor = FakePredictor()
+    now = 100.0
+    engine = LocalEngine(
+        lambda: (predictor, model_info()),
+        device="auto",
+        queue_size=10,
+        max_delay=0,
+        on_batch=lambda _: None,
+        clock=lambda: now,
+    )
+    ready = asyncio.Event()
+    engine.start(ready.set)
+    await ready.wait()
+    predictor.gate.clear()
+    first = asyncio.create_task(engine.infer(InferenceRequest(pixels(1), 1), timeout=60))
+    await predictor.wait_until_busy()
+    second = asyncio.create_task(engine.infer(InferenceRequest(pixels(2), 1), timeout=60))
+    while engine.status.queue_depth == 0:
+        await asyncio.sleep(0.001)
+    now += 2.5
+    predictor.gate.set()
+    a, b = await first, await second
+    await engine.close()
+    assert (a.queue_seconds, a.inference_seconds) == (0.0, 2.5)
+    assert (b.queue_seconds, b.inference_seconds) == (2.5, 0.0)
+
+
+@on_a_loop
+async def test_the_status_names_the_device_once_it_is_known(running: Running) -> None:
+    async with running(ready=False) as rig:
+        await rig.until_state("ready")
+        status = rig.engine.status
+        assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
+        assert rig.engine.info is not None
+    assert rig.engine.status.state == "closed"

@@ -1,0 +1,69 @@
+"""Several batches at the same time, out of one queue."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.errors import EngineUnavailable
+from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
+
+
+@on_a_loop
+async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
+    async with running(FakePredictor(streams=2, max_batch=3)) as rig:
+        tasks = [await rig.keep_busy(0)]
+        tasks.append(rig.ask_soon(1))
+        await rig.predictor.wait_until_busy()
+        for red in range(2, 5):  # both are busy: these wait
+            tasks.append(rig.ask_soon(red))
+            await rig.until_queued(red - 1)
+        assert rig.predictor.launched == [[0], [1]]
+        rig.predictor.gate.set()
+        results = await asyncio.gather(*tasks)
+    assert rig.predictor.launched == [[0], [1], [2, 3, 4]]
+    assert [result.indices.tolist() for result in results] == [expected_indices(red, 3) for red in range(5)]
+
+
+@on_a_loop
+async def test_every_image_gets_its_own_result_from_whichever_stream() -> None:
+    async with running(FakePredictor(streams=3)) as rig:
+        results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
+    for red, result in enumerate(results):
+        assert result.indices.tolist() == expected_indices(red, 3)
+    assert sorted(red for batch in rig.predictor.launched for red in batch) == list(range(100))
+    assert sum(report.size for report in rig.reports) == 100
+
+
+@on_a_loop
+async def test_closing_waits_for_what_every_stream_computes() -> None:
+    async with running(FakePredictor(streams=2)) as rig:
+        first = await rig.keep_busy(0)
+        second = rig.ask_soon(1)
+        await rig.predictor.wait_until_busy()
+        waiting = rig.ask_soon(2)
+        await rig.until_queued(1)
+        closing = asyncio.create_task(rig.engine.close())
+        await asyncio.sleep(0)
+        rig.predictor.gate.set()
+        await closing
+        assert (await first).indices.tolist() == expected_indices(0, 3)
+        assert (await second).indices.tolist() == expected_indices(1, 3)
+        with pytest.raises(EngineUnavailable):
+            await waiting
+
+
+@on_a_loop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() -> None:
+    async with running(FakePredictor(streams=2, error=ZeroDivisionError)) as rig:
+        tasks = [await rig.keep_busy(BAD)]
+        tasks.append(rig.ask_soon(BAD))
+        await rig.predictor.wait_until_busy()
+        tasks.append(rig.ask_soon(3))
+        await rig.until_queued(1)
+        rig.predictor.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        await rig.until_state("failed")
+    assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)

@@ -1,0 +1,470 @@
+"""Raw bytes on real sockets: heads and framings that no client library would send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from service.web import http_protocol, middleware
+from service.web.http_protocol import HttpProtocol
+from tests.service.fakes import PATIENCE, on_a_loop, png
+from tests.service.web.apps import App, app, pipeline_of
+
+
+@pytest.fixture(autouse=True)
+def short_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.3)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        assert self.headers["content-type"] == "application/problem+json"
+        document = json.loads(self.body)
+        assert document["status"] == self.status
+        assert document["request_id"] == self.headers["x-request-id"]
+        code: str = document["code"]
+        return code
+
+
+class Connection:
+    """A client that sends what it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> Answer:
+        async with asyncio.timeout(PATIENCE):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return Answer(int(head[0].split()[1]), headers, body)
+
+    async def is_closed(self) -> bool:
+        """Whether the server sends nothing more and closes."""
+        async with asyncio.timeout(PATIENCE):
+            try:
+                return await self.reader.read() == b""
+            except ConnectionResetError:
+                return True
+
+
+@dataclass
+class Listening:
+    app: App
+    port: int
+    state: ServerState
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Connection]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield Connection(reader, writer)
+        finally:
+            writer.close()
+
+    async def ask(self, data: bytes) -> Answer:
+        async with self.connect() as connection:
+            await connection.send(data)
+            return await connection.answer()
+
+
+@asynccontextmanager
+async def listening(**settings: Any) -> AsyncIterator[Listening]:
+    service = app(**settings)
+    config = uvicorn.Config(
+        service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
+    )
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: HttpProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    try:
+        yield Listening(service, server.sockets[0].getsockname()[1], state)
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+def post(body: bytes, *headers: str, path: str = "/classify", length: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: image/png", *headers]
+    if length:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@on_a_loop
+async def test_a_picture_sent_byte_by_byte_is_answered() -> None:
+    async with listening() as server, server.connect() as connection:
+        for byte in post(png(7)):
+            await connection.send(bytes([byte]))
+        answer = await connection.answer()
+    assert answer.status == 200
+    assert json.loads(answer.body)["predictions"][0]["index"] == 7
+
+
+@on_a_loop
+async def test_a_chunked_picture_is_answered_and_the_connection_lives_on() -> None:
+    chunks = b"".join(b"%x\r\n%b\r\n" % (1, bytes([byte])) for byte in png(3)) + b"0\r\nX-Trailer: a\r\n\r\n"
+    async with listening() as server, server.connect() as connection:
+        for _ in range(2):
+            await connection.send(post(b"", "Transfer-Encoding: chunked", length=False) + chunks)
+            answer = await connection.answer()
+            assert json.loads(answer.body)["predictions"][0]["index"] == 3
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /healthz HTTP/9.9\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost x\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\n: x\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nA: \x00\r\n\r\n",
+        b"GET /health\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        post(b"x", "Content-Length: -1", length=False),
+        post(b"x", "Content-Length: 1x", length=False),
+        post(b"x", "Content-Length: ", length=False),
+        post(b"x", "Content-Length: 99999999999999999999999999", length=False),
+        post(b"x", "Content-Length: 1", "Content-Length: 2", length=False),
+        post(b"x", "Content-Length: 1", "Content-Length: 1", length=False),
+        post(b"1\r\nx\r\n0\r\n\r\n", "Content-Length: 5", "Transfer-Encoding: chunked", length=False),
+        post(b"1\r\nx\r\n0\r\n\r\n", "Transfer-Encoding: chunked", "Content-Length: 5", length=False),
+        post(b"x", "Transfer-Encoding: chunked, identity", length=False),
+        post(b"x", "Transfer-Encoding: x", length=False),
+    ],
+    ids=lambda head: head.split(b"\r\n\r\n")[0][-45:].decode("latin-1").encode("unicode_escape").decode(),
+)
+async def test_what_is_not_http_is_400_with_a_problem_document_and_closes(head: bytes) -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(head)
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (400, "malformed_request")
+        assert answer.headers["connection"] == "close"
+        assert await connection.is_closed()
+        assert (await server.ask(GET)).status == 200
+
+
+@on_a_loop
+async def test_a_refused_head_is_answered_under_the_callers_request_id() -> None:
+    async with listening() as server:
+        answer = await server.ask(b"GET / HTTP/1.1\r\nX-Request-ID: mine-1\r\nContent-Length: -1\r\n\r\n")
+    assert (answer.code, answer.headers["x-request-id"]) == ("malformed_request", "mine-1")
+
+
+@on_a_loop
+async def test_garbage_after_an_answer_does_not_borrow_the_last_request_id() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(b"GET /healthz HTTP/1.1\r\nX-Request-ID: mine-1\r\n\r\n")
+        assert (await connection.answer()).headers["x-request-id"] == "mine-1"
+        await connection.send(b"\x00\x01\x02")
+        answer = await connection.answer()
+    assert answer.code == "malformed_request"
+    assert answer.headers["x-request-id"] != "mine-1"
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "body",
+    [b"zz\r\nx\r\n0\r\n\r\n", b"-1\r\nx\r\n", b"1\r\nxx\r\n0\r\n\r\n", b"5\r\nabcde\r\nq", b"ffffffffffffffffff\r\n"],
+    ids=["no number", "negative", "too long", "no number later", "overflow"],
+)
+async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: bytes) -> None:
+    async with listening(queue_size=1) as server, server.connect() as connection:
+        await connection.send(post(body, "Transfer-Encoding: chunked", "X-Request-ID: mine", length=False))
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (400, "malformed_request")
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["connection"] == "close"
+        assert await connection.is_closed()
+        assert pipeline_of(server.app).places.taken == 0
+        assert server.app.metric("vit_requests_total", endpoint="/classify", code="400") == 1
+        assert server.app.metric("vit_cancelled_total") == 0
+        assert (await server.ask(post(png(1)))).status == 200
+
+
+@on_a_loop
+async def test_broken_framing_of_a_body_that_nobody_reads_harms_nothing() -> None:
+    """The answer is out, or about to be: it stays the only one, and the connection closes."""
+    async with listening() as server, server.connect() as connection:
+        await connection.send(b"GET /healthz HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        answer = await connection.answer()
+        assert answer.status in (200, 400)
+        assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> None:
+    async with listening() as server, server.connect() as connection:
+        server.app.engine.gate.clear()
+        await connection.send(post(png(5)) + b"\x00garbage\r\n\r\n")
+        while server.app.engine.waiting == 0:
+            await asyncio.sleep(0.001)
+        await connection.send(b"more garbage")
+        server.app.engine.gate.set()
+        answer = await connection.answer()
+        assert answer.status == 200
+        assert json.loads(answer.body)["predictions"][0]["index"] == 5
+        assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_pipelined_requests_are_answered_in_their_order() -> None:
+    async with listening() as server, server.connect() as connection:
+        server.app.engine.gate.clear()
+        await connection.send(post(png(1)) + GET + post(png(2)) + b"GET /nope HTTP/1.1\r\n\r\n" + post(png(3)))
+        while server.app.engine.waiting == 0:
+            await asyncio.sleep(0.001)
+        server.app.engine.gate.set()
+        answers = [await connection.answer() for _ in range(5)]
+    assert [answer.status for answer in answers] == [200, 200, 200, 404, 200]
+    indices = [json.loads(answers[i].body)["predictions"][0]["index"] for i in (0, 2, 4)]
+    assert indices == [1, 2, 3]
+
+
+@on_a_loop
+@pytest.mark.parametrize("target", [b"/classify", b"/classify?attention=0"])
+async def test_leaving_with_another_request_in_line_cancels_the_one_that_is_being_answered(target: bytes) -> None:
+    async with listening() as server:
+        server.app.engine.gate.clear()
+        async with server.connect() as connection:
+            await connection.send(post(png(1)).replace(b"/classify", target) + GET)
+            while server.app.engine.waiting == 0:
+                await asyncio.sleep(0.001)
+        while server.app.metric("vit_cancelled_total") == 0:
+            await asyncio.sleep(0.001)
+        assert server.app.engine.cancelled == 1
+        assert server.app.metric("vit_requests_total", endpoint="/classify", code="499") == 1
+        assert server.app.metric("vit_rejected_total", reason="internal_error") == 0
+        assert pipeline_of(server.app).places.taken == 0
+
+
+@on_a_loop
+async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None:
+    async with listening(queue_size=2) as server:
+        async with server.connect() as connection:
+            server.app.engine.gate.clear()
+            await connection.send(post(png(1)) + post(png(2)))
+            while server.app.engine.waiting == 0:
+                await asyncio.sleep(0.001)
+        server.app.engine.gate.set()
+        async with asyncio.timeout(PATIENCE):
+            while pipeline_of(server.app).places.taken or server.state.tasks:
+                await asyncio.sleep(0.001)
+        assert server.app.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize("endless", [b"X-A: b\r\n", b"a" * 1000], ids=["headers", "one header"])
+async def test_a_head_without_end_is_refused(endless: bytes) -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(b"GET /healthz HTTP/1.1\r\n" + (b"" if b"\r" in endless else b"X-A: "))
+        sent = 0
+        while not connection.reader._buffer and sent < 10 << 20:  # type: ignore[attr-defined]
+            await connection.send(endless * 10)
+            sent += len(endless) * 10
+            await asyncio.sleep(0)
+        assert sent < 1 << 20
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (400, "malformed_request")
+
+
+@on_a_loop
+async def test_a_large_head_below_the_bound_is_fine() -> None:
+    head = b"GET /healthz HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 900) for i in range(60)) + b"\r\n"
+    async with listening() as server, server.connect() as connection:
+        for _ in range(3):
+            await connection.send(head)
+            assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [(b"0\r\n", b"X-Trailer: a\r\n" * 100), (b"1;", b"extension" * 100), (b"5\r\nabcde\r\n0\r\nX: ", b"a" * 1000)],
+    ids=["trailers", "chunk extension", "one trailer"],
+)
+async def test_framing_without_end_is_refused(start: bytes, endless: bytes) -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(post(start, "Transfer-Encoding: chunked", length=False))
+        sent = 0
+        while not connection.reader._buffer and sent < 10 << 20:  # type: ignore[attr-defined]
+            await connection.send(endless)
+            sent += len(endless)
+            await asyncio.sleep(0)
+        assert sent < 1 << 20
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (400, "malformed_request")
+        assert pipeline_of(server.app).places.taken == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "after_a_request"),
+    [
+        (b"", False),  # behind a request, an idle connection is kept for longer
+        *((sent, after) for sent in (b"GET /healthz HT", b"\r\n", GET[:-2]) for after in (False, True)),
+    ],
+)
+async def test_a_head_that_does_not_come_to_its_end_closes_the_connection(
+    sent: bytes, after_a_request: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "_HEAD_SECONDS", 0.1)
+    async with listening() as server, server.connect() as connection:
+        if after_a_request:
+            await connection.send(GET)
+            assert (await connection.answer()).status == 200
+        await connection.send(sent)
+        assert await connection.is_closed()
+        assert not server.state.connections
+
+
+@on_a_loop
+async def test_the_clock_of_the_head_does_not_run_while_a_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_HEAD_SECONDS", 0.05)
+    async with listening() as server, server.connect() as connection:
+        server.app.engine.gate.clear()
+        await connection.send(post(png(1)) + GET[:5])
+        await asyncio.sleep(0.15)
+        server.app.engine.gate.set()
+        assert (await connection.answer()).status == 200
+        await connection.send(GET[5:])
+        assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+async def test_a_slow_body_is_408_and_closes() -> None:
+    async with listening(request_timeout=0.1) as server, server.connect() as connection:
+        await connection.send(post(png(1))[:-20])
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (408, "request_timeout")
+        assert answer.headers["connection"] == "close"
+        assert pipeline_of(server.app).places.taken == 0
+        await connection.send(png(1)[-20:])
+        assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_a_caller_that_asks_and_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_STALL_SECONDS", 0.1)
+    async with listening() as server, server.connect() as connection:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\n\r\n" * 5_000))
+        async with asyncio.timeout(PATIENCE):
+            while not server.state.connections:
+                await asyncio.sleep(0.001)
+            while server.state.connections or server.state.tasks:
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert server.app.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_caller_that_reads_slowly_is_let_go_only_when_it_stops_reading() -> None:
+    checks: list[Callable[[], None]] = []
+    loop, transport = Mock(), Mock()
+    loop.call_later = lambda _, check: checks.append(check) or Mock()
+    config = uvicorn.Config(app().asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+    protocol = HttpProtocol(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    protocol.connection_made(transport)
+    transport.get_write_buffer_size.return_value = 1_000_000
+    protocol.pause_writing()
+    for left in (999_999, 500_000, 100_000):
+        transport.get_write_buffer_size.return_value = left
+        checks.pop()()
+        assert not transport.abort.called
+    checks.pop()()
+    assert transport.abort.called
+
+
+@on_a_loop
+async def test_100_continue_is_sent_only_when_the_body_is_wanted() -> None:
+    async with listening(max_upload_bytes=10_000) as server:
+        async with server.connect() as connection:
+            await connection.send(post(png(1), "Expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+            assert (await connection.answer()).status == 100
+            await connection.send(png(1))
+            assert (await connection.answer()).status == 200
+        async with server.connect() as connection:
+            head = post(bytes(10_001), "Expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            await connection.send(head)
+            answer = await connection.answer()
+            assert (answer.status, answer.code) == (413, "upload_too_large")
+
+
+@on_a_loop
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(upgrade: str) -> None:
+    """Java's HTTP client offers h2c with every request to a plain address."""
+    headers = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {upgrade}", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk")
+    async with listening() as server, server.connect() as connection:
+        for red in (4, 6):
+            for byte in post(png(red), *headers) if red == 6 else [post(png(red), *headers)]:
+                await connection.send(bytes([byte]) if isinstance(byte, int) else byte)
+            answer = await connection.answer()
+            assert answer.status == 200
+            assert json.loads(answer.body)["predictions"][0]["index"] == red
+        offer = b"GET /healthz HTTP/1.1\r\n" + "\r\n".join([*headers, "", ""]).encode()
+        await connection.send(offer * 3)
+        for _ in range(3):
+            assert (await connection.answer()).status == 200
+        await connection.send(b"CONNECT x:443 HTTP/1.1\r\n\r\n")
+        assert (await connection.answer()).status in (400, 405)
+
+
+@on_a_loop
+async def test_an_offer_of_another_protocol_on_a_connection_that_is_to_close() -> None:
+    headers = ("Connection: Upgrade, HTTP2-Settings, close", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk")
+    async with listening() as server, server.connect() as connection:
+        padding = bytes(100_000)  # behind the picture's end, where decoders do not look
+        await connection.send(post(png(4) + padding, *headers))
+        answer = await connection.answer()
+        assert answer.status == 200
+        assert json.loads(answer.body)["predictions"][0]["index"] == 4
+        assert answer.headers["connection"] == "close"
+        assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_an_old_client_gets_its_answer_and_a_closed_connection() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert (await connection.answer()).status == 200
+        assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_an_absolute_url_is_understood() -> None:
+    async with listening() as server:
+        assert (await server.ask(b"GET http://x/healthz HTTP/1.1\r\nHost: x\r\n\r\n")).status == 200

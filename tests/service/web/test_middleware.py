@@ -1,0 +1,289 @@
+"""What surrounds every request: identity, keys, CORS, log lines, refusals of callers that still send."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from service.logs import JsonFormatter
+from service.web import middleware
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import app
+
+OURS = re.compile(r"[0-9a-f]{32}")
+PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
+PUBLIC = ["/", "/docs", "/openapi.json", "/healthz", "/readyz"]
+
+
+# Request ids
+
+
+@on_a_loop
+@pytest.mark.parametrize("given", ["a", "A.b_c-9", "x" * 128])
+async def test_the_callers_request_id_comes_back(given: str) -> None:
+    service = app()
+    for path in ("/healthz", "/nope"):
+        assert (await service.get(path, **{"x-request-id": given})).headers["x-request-id"] == given
+
+
+@on_a_loop
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a/b", "é", 'a"b', "a\tb"])
+async def test_an_id_that_is_not_fit_for_headers_and_logs_is_replaced_by_ours(given: str) -> None:
+    exchange = await app().get("/healthz", **{"x-request-id": given})
+    assert OURS.fullmatch(exchange.headers["x-request-id"])
+
+
+@on_a_loop
+async def test_every_answer_carries_an_id_of_its_own() -> None:
+    service = app(api_keys="k")
+    paths = ["/healthz", "/nope", "/model", "/metrics", "/readyz", "/docs"]
+    ids = {(await service.get(path)).headers["x-request-id"] for path in paths}
+    assert len(ids) == len(paths)
+
+
+# Keys
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", PRIVATE)
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic one", "one", "Bearer one two", "Bearer on"]
+)
+async def test_without_a_key_every_path_but_the_public_ones_is_401(path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    service = app(api_keys="one,two")
+    exchange = await service.get(path, **headers)
+    assert (exchange.status, exchange.code) == (401, "unauthorized")
+    assert exchange.headers["www-authenticate"] == "Bearer"
+    assert service.metric("vit_rejected_total", reason="unauthorized") == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize("authorization", ["Bearer one", "Bearer two", "bearer one", "BEARER  two "])
+async def test_each_key_opens_the_service(authorization: str) -> None:
+    exchange = await app(api_keys="one,two").get("/model", authorization=authorization)
+    assert exchange.status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", PUBLIC)
+async def test_public_paths_need_no_key(path: str) -> None:
+    assert (await app(api_keys="one").get(path)).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(("public", "status"), [("true", 200), ("false", 401)])
+async def test_metrics_are_open_unless_they_are_told_not_to_be(public: str, status: int) -> None:
+    service = app(api_keys="one", metrics_public=public)
+    assert (await service.get("/metrics")).status == status
+    assert (await service.get("/metrics", authorization="Bearer one")).status == 200
+
+
+@on_a_loop
+async def test_without_keys_everything_is_open() -> None:
+    assert (await app().get("/model")).status == 200
+
+
+@on_a_loop
+async def test_a_key_may_hold_any_character() -> None:
+    service = app(api_keys="schlüssel")
+    exchange = service.exchange("GET", "/model")
+    exchange.scope["headers"].append((b"authorization", "Bearer schlüssel".encode()))
+    assert (await exchange.run()).status == 200
+
+
+@on_a_loop
+async def test_every_key_is_compared_whole_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing must tell neither how much of a key was right nor which one it was."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    service = app(api_keys="one,two,three")
+    for offered in ("one", "three", "wrong"):
+        compared.clear()
+        await service.get("/model", authorization=f"Bearer {offered}")
+        assert compared == [(offered.encode(), key) for key in (b"one", b"two", b"three")]
+
+
+# CORS
+
+
+@on_a_loop
+async def test_browsers_of_the_allowed_origins_may_read_answers_and_errors() -> None:
+    service = app(cors_origins="https://a.example,https://b.example", api_keys="one")
+    for path, status in (("/healthz", 200), ("/model", 401)):
+        exchange = await service.get(path, origin="https://b.example")
+        assert exchange.status == status
+        assert exchange.headers["access-control-allow-origin"] == "https://b.example"
+        assert "X-Request-ID" in exchange.headers["access-control-expose-headers"]
+    stranger = await service.get("/healthz", origin="https://evil.example")
+    assert "access-control-allow-origin" not in stranger.headers
+
+
+@on_a_loop
+async def test_a_preflight_needs_no_key() -> None:
+    service = app(cors_origins="https://a.example", api_keys="one")
+    asked = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    exchange = await service.request("OPTIONS", "/classify", headers=asked)
+    assert exchange.status == 200
+    assert exchange.headers["access-control-allow-origin"] == "https://a.example"
+    assert "POST" in exchange.headers["access-control-allow-methods"]
+    assert "authorization" in exchange.headers["access-control-allow-headers"].lower()
+    assert OURS.fullmatch(exchange.headers["x-request-id"])
+
+
+@on_a_loop
+async def test_without_origins_there_is_no_cors() -> None:
+    exchange = await app().get("/healthz", origin="https://a.example")
+    assert not [name for name in exchange.headers if name.startswith("access-control")]
+
+
+# Callers that are still sending
+
+
+@on_a_loop
+async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_read_away() -> None:
+    service = app(max_upload_bytes=100)
+    headers = {"content-type": "image/png", "content-length": "1000"}
+    exchange = service.exchange("POST", "/classify", headers=headers, body=None)
+    running = exchange.start()
+    while len(exchange.sent) < 2:
+        await asyncio.sleep(0)
+    assert (exchange.status, exchange.code) == (413, "upload_too_large")
+    assert exchange.headers["connection"] == "close"
+    assert not running.done()
+    for _ in range(10):
+        exchange.feed(b"x" * 100)
+    exchange.feed(b"", more=False)
+    await running
+    assert exchange.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert exchange.inbox.empty()
+
+
+@on_a_loop
+async def test_reading_away_ends_when_nothing_comes_or_too_much_or_for_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = app()
+
+    async def refuse(*chunks: bytes) -> int:
+        exchange = service.exchange("POST", "/nope", body=None)
+        for chunk in chunks:
+            exchange.feed(chunk)
+        await exchange.run()
+        assert exchange.sent[-1]["more_body"] is False
+        return exchange.received
+
+    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.02)
+    assert await refuse(b"x", b"x") == 3
+    monkeypatch.setattr(middleware, "_LINGER_BYTES", 10)
+    assert await refuse(*[b"xxxxx"] * 10) == 2
+    monkeypatch.setattr(middleware, "_LINGER_BYTES", 1000)
+    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 60)
+    monkeypatch.setattr(middleware, "_LINGER_SECONDS", 0.02)
+    assert await refuse(b"x") == 2
+
+
+@on_a_loop
+async def test_a_caller_that_leaves_after_a_refusal_is_let_go() -> None:
+    exchange = app().exchange("POST", "/nope", body=None)
+    exchange.disconnect()
+    assert (await exchange.run()).status == 404
+
+
+@on_a_loop
+async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
+    service = app()
+    for exchange in (await service.classify(), await service.get("/healthz"), await service.classify(b"text")):
+        assert "connection" not in exchange.headers
+
+
+@on_a_loop
+async def test_broken_framing_of_a_body_is_the_requests_own_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.02)
+    service = app()
+    for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
+        headers = {"content-type": content_type, "x-request-id": "mine"}
+        exchange = service.exchange("POST", path, headers=headers, body=None)
+        exchange.scope[middleware.BROKEN_FRAMING] = "Invalid HTTP request received."
+        exchange.feed(png(1)[:10], more=False)
+        await exchange.run()
+        assert (exchange.status, exchange.code) == (400, "malformed_request")
+        assert exchange.headers["x-request-id"] == "mine"
+        assert service.metric("vit_requests_total", endpoint=path, code="400") == 1
+    assert service.metric("vit_cancelled_total") == 0
+
+
+# Log lines
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "service.web.middleware"]
+
+
+@on_a_loop
+async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    exchange = await app().classify()
+    [line] = lines(caplog)
+    assert re.fullmatch(rf"POST /classify 200 [\d.]+ ms {exchange.headers['x-request-id']}", line.getMessage())
+
+
+@on_a_loop
+async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service = app()
+    for path in ("/healthz", "/readyz", "/metrics"):
+        await service.get(path)
+    assert lines(caplog) == []
+    caplog.set_level(logging.DEBUG)
+    await service.get("/healthz")
+    assert len(lines(caplog)) == 1
+
+
+@on_a_loop
+async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await app().get("/x\n12:00:00 INFO all is well\r\n")
+    [line] = lines(caplog)
+    assert "\n" not in line.getMessage()
+    assert "\r" not in line.getMessage()
+
+
+@on_a_loop
+async def test_json_logs_are_one_object_a_line_with_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    exchange = await app().get("/nope\nü")
+    [record] = lines(caplog)
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    document: dict[str, Any] = json.loads(line)
+    assert document["request_id"] == exchange.headers["x-request-id"]
+    assert (document["method"], document["path"], document["status"]) == ("GET", "/nope\nü", 404)
+    assert (document["level"], document["logger"]) == ("info", "service.web.middleware")
+    assert isinstance(document["duration_ms"], float)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", document["time"])
+
+
+def test_json_logs_carry_an_exception_in_their_line() -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.ERROR, "x", 1, "it failed", None, (type(error), error, None))
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    assert "ValueError: first" in json.loads(line)["exception"]

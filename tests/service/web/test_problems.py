@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from model import errors as model_errors
+from service import errors
+from service.web.problems import TABLE, body, problem_of
+
+CONTRACT = {
+    (400, "malformed_request"),
+    (401, "unauthorized"),
+    (404, "not_found"),
+    (405, "method_not_allowed"),
+    (408, "request_timeout"),
+    (413, "upload_too_large"),
+    (413, "image_too_large"),
+    (413, "too_many_images"),
+    (415, "unsupported_media_type"),
+    (422, "invalid_image"),
+    (422, "invalid_parameter"),
+    (500, "inference_failed"),
+    (503, "queue_full"),
+    (503, "engine_unavailable"),
+    (503, "draining"),
+    (504, "deadline_exceeded"),
+}
+
+NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected}
+"""Start-up only, and a caller that is gone."""
+
+ONLY_PARENTS = {errors.ServiceError, errors.Unavailable, model_errors.ImageError}
+
+
+def subclasses(kind: type[Exception]) -> set[type[Exception]]:
+    return {kind}.union(*(subclasses(child) for child in kind.__subclasses__()))
+
+
+def test_the_table_holds_exactly_the_statuses_and_codes_that_clients_rely_on() -> None:
+    assert set(TABLE.values()) == CONTRACT
+
+
+def test_every_error_that_a_request_can_meet_has_its_row() -> None:
+    reachable = subclasses(errors.ServiceError) | subclasses(model_errors.ImageError) | {model_errors.InputError}
+    reachable -= ONLY_PARENTS | NEVER_ANSWERED
+    # Classes that tests of other files made up do not count.
+    reachable = {kind for kind in reachable if kind.__module__ in ("service.errors", "model.errors")}
+    assert reachable == set(TABLE)
+
+
+@pytest.mark.parametrize("kind", [k for k in TABLE if k is not model_errors.InputError], ids=lambda k: k.__name__)
+def test_an_error_becomes_its_row_with_its_message(kind: type[Exception]) -> None:
+    problem = problem_of(kind("what happened"))
+    assert (problem.status, problem.code) == TABLE[kind]
+    assert problem.detail == "what happened"
+
+
+def test_an_input_error_of_the_model_is_an_invalid_parameter() -> None:
+    problem = problem_of(model_errors.InputError("layer", "layer 99: there is none"))
+    assert (problem.status, problem.code, problem.detail) == (422, "invalid_parameter", "layer 99: there is none")
+
+
+def test_a_subclass_without_a_row_takes_its_parents() -> None:
+    class Cropped(model_errors.InvalidImage):
+        pass
+
+    assert problem_of(Cropped("half of it")).code == "invalid_image"
+
+
+def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
+    problem = problem_of(KeyError("secret"))
+    assert problem.status == 500
+    assert "secret" not in problem.detail
+    assert problem.headers() == {}
+
+
+@pytest.mark.parametrize("kind", [errors.QueueFull, errors.EngineUnavailable, errors.Draining])
+def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
+    assert int(problem_of(kind("later")).headers()["Retry-After"]) >= 1
+
+
+def test_401_names_the_scheme() -> None:
+    assert problem_of(errors.Unauthorized("who?")).headers() == {"WWW-Authenticate": "Bearer"}
+
+
+def test_the_document_is_rfc_9457_with_code_and_request_id() -> None:
+    document = json.loads(body(problem_of(errors.NotFound("/ü: no such path")), "abc"))
+    assert document == {
+        "type": "about:blank",
+        "title": "Not Found",
+        "status": 404,
+        "detail": "/ü: no such path",
+        "code": "not_found",
+        "request_id": "abc",
+    }
