@@ -440,7 +440,9 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(upg
         for _ in range(3):
             assert (await connection.answer()).status == 200
         await connection.send(b"CONNECT x:443 HTTP/1.1\r\n\r\n")
-        assert (await connection.answer()).status in (400, 405)
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (405, "method_not_allowed")
+        assert await connection.is_closed()
 
 
 @on_a_loop
