@@ -8,7 +8,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from service.errors import MalformedRequest
+from service.errors import MalformedRequest, MethodNotAllowed, ServiceError
 from service.web.middleware import BROKEN_FRAMING, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
@@ -24,13 +24,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
     answered here with a problem document, unless an earlier request still waits for its answer: that one goes
-    out, then the connection closes. A caller that offers another protocol is answered in this one.
+    out, then the connection closes. A caller that offers another protocol is answered in this one; a tunnel
+    (CONNECT) is refused in the same way as what is not HTTP, with 405.
     """
 
     _overhead = 0
     """Bytes since the last that belonged to a body or ended a request."""
     _offer = False
-    """Whether this head offers to go on in another protocol."""
+    """Whether this head asks to go on in another protocol."""
     _refused = False
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last."""
@@ -66,30 +67,42 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes what follows for another protocol, but no server need accept an offer: the same
-                # head without it, and then the body. (Java's client offers h2c with each of its first requests.)
-                data = self._head_without_offer() + data[upgrade.args[0] :]
-                if not self.parser.should_keep_alive():
-                    # This one takes nothing more after a head that says "close".
-                    self.parser = httptools.HttpRequestParser(self)
-            except httptools.HttpParserError:
-                self.send_400_response("this is not HTTP/1.1")
-                return
+        rest = memoryview(data)
+        try:
+            while rest and not self._refused:
+                rest = rest[self._parse(rest) :]
+        except httptools.HttpParserError:
+            self.send_400_response("this is not HTTP/1.1")
 
-    def _head_without_offer(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+    def _parse(self, data: memoryview) -> int:
+        """Return how many bytes were parsed: at least one, and all of them unless a head asks for another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade()
+            end_of_head: int = upgrade.args[0]
+            return end_of_head
+        return len(data)
+
+    def _decline_upgrade(self) -> None:
+        """Parse the head again without its offer, so that what follows is its body; refuse a CONNECT.
+
+        No server need accept an offer, and Java's client makes one (h2c) with each of its first requests. A CONNECT
+        stays one however its headers are changed, and what follows it is not HTTP.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(MethodNotAllowed("CONNECT: this server is no proxy"))
+            return
+        lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
+        # The parser that read a head that says "close" parses nothing more.
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self._offer = self.parser.should_upgrade()
         if self._offer:
             return
         self._stop_head_timer()
@@ -123,23 +136,26 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP: see to an answer, and close."""
+        self._refuse(MalformedRequest(msg))
+
+    def _refuse(self, error: ServiceError) -> None:
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         self._stop_head_timer()
         if self.cycle is None or self.cycle.response_complete:
-            self._refuse(msg)
+            self._answer(error)
             return
         self.cycle.keep_alive = False
         if self.cycle.more_body:
-            cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = msg
+            cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = str(error)
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
-    def _refuse(self, msg: str) -> None:
+    def _answer(self, error: ServiceError) -> None:
         given = dict(self.headers or ()).get(b"x-request-id", b"")
         request_id = request_id_from(given.decode("latin-1"))
-        problem = problem_of(MalformedRequest(msg))
+        problem = problem_of(error)
         content = body(problem, request_id)
         head = [STATUS_LINE[problem.status]]
         for name, value in (
@@ -148,6 +164,8 @@ class HttpProtocol(HttpToolsProtocol):
             (b"content-length", str(len(content)).encode()),
             (b"x-request-id", request_id.encode()),
             (b"connection", b"close"),
+            # A 405 must have it; no method is allowed on the other host that a CONNECT names.
+            *([(b"allow", b"")] if isinstance(error, MethodNotAllowed) else ()),
         ):
             head += [name, b": ", value, b"\r\n"]
         self.transport.write(b"".join([*head, b"\r\n", content]))
