@@ -18,6 +18,9 @@ from model.prediction import AttentionMap, MapRequest
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
 
+EngineState = Literal["loading", "ready", "failed", "closed"]
+"""Where an engine stands; it takes images only when it is ready."""
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
@@ -101,7 +104,8 @@ class EngineStatus:
     """How an engine is doing right now.
 
     Attributes:
-        state: `loading`, `ready`, `failed` or `closed`.
+        device: where it runs; what the settings name until it is loaded.
+        state: see `EngineState`.
         reason: why it is not ready; empty when it is.
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.
@@ -110,7 +114,7 @@ class EngineStatus:
     """
 
     device: str
-    state: Literal["loading", "ready", "failed", "closed"]
+    state: EngineState
     reason: str
     compiled: str
     batch_sizes: tuple[int, ...] | None
