@@ -6,8 +6,9 @@ share a clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the loaded model is; the answer of GET /model."""
+    """What the loaded model is: each field is an attribute of its checkpoint or of its runner, see there."""
 
     name: str
     source: str
@@ -120,3 +121,8 @@ class EngineStatus:
     batch_sizes: tuple[int, ...] | None
     queue_depth: int
     restarts: int = 0
+
+
+def attributes(names: Iterable[str], *sources: object) -> dict[str, Any]:
+    """Return the attributes of these names, each of the first source that has it; none has those left out."""
+    return {name: getattr(source, name) for source in reversed(sources) for name in names if hasattr(source, name)}
