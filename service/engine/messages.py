@@ -1,4 +1,4 @@
-"""What web code and engines say to one another: frozen, typed, free of torch and of HTTP.
+"""The messages between web code and engines: frozen, typed, free of torch and of HTTP.
 
 Only intervals cross from the engine to the web side, never clock readings: two processes need not
 share a clock.
@@ -25,7 +25,7 @@ EngineState = Literal["loading", "ready", "failed", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One image on its way to the model.
+    """One image to be computed.
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
@@ -40,7 +40,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """One image's answer.
+    """The model's answer for one image.
 
     Attributes:
         scores: float32 [top_k], highest first.
@@ -61,7 +61,7 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One launch, for the metrics of the engine's owner.
+    """What the engine's owner counts of one launch.
 
     Attributes:
         device: where it ran.
