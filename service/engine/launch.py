@@ -16,11 +16,12 @@ from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 logger = logging.getLogger(__name__)
 
 Outcome = InferenceResult | ServiceError
-Batch = Sequence[Entry[InferenceRequest]]
+Waiting = Entry[InferenceRequest]
+"""An image in the queue, or taken out of it."""
 
 
 def launch(
-    runner: ModelRunner, batch: Batch, release: Release, clock: Callable[[], float]
+    runner: ModelRunner, batch: Sequence[Waiting], release: Release, clock: Callable[[], float]
 ) -> tuple[list[Outcome], BatchReport]:
     """Compute a batch, and if that fails, its images one by one.
 
@@ -57,7 +58,9 @@ def launch(
     )
 
 
-def _predict(runner: ModelRunner, batch: Batch, launched: float, clock: Callable[[], float]) -> list[Outcome]:
+def _predict(
+    runner: ModelRunner, batch: Sequence[Waiting], launched: float, clock: Callable[[], float]
+) -> list[Outcome]:
     requests = [entry.item for entry in batch]
     maps = [request.map for request in requests]
     prediction = runner.predict(
@@ -81,9 +84,7 @@ def _predict(runner: ModelRunner, batch: Batch, launched: float, clock: Callable
     ]
 
 
-def _predict_alone(
-    runner: ModelRunner, entry: Entry[InferenceRequest], launched: float, clock: Callable[[], float]
-) -> Outcome:
+def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:
     """Compute one image of a batch that failed: only the images that fail alone are at fault."""
     try:
         return _predict(runner, [entry], launched, clock)[0]

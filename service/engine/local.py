@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from model.errors import VitError
 from service.engine.base import ModelRunner
 from service.engine.batching import State
-from service.engine.launch import Outcome
+from service.engine.launch import Outcome, Waiting
 from service.engine.messages import (
     BatchReport,
     EngineState,
@@ -30,7 +30,7 @@ from service.engine.messages import (
     InferenceResult,
     ModelInfo,
 )
-from service.engine.streams import Streams, Waiting, reason_of
+from service.engine.streams import Streams, reason_of
 from service.errors import DeadlineExceeded, EngineUnavailable
 
 logger = logging.getLogger(__name__)

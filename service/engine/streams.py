@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
-from service.engine.batching import BatchQueue, Entry, Poll
-from service.engine.launch import Outcome, launch
+from service.engine.batching import BatchQueue, Poll
+from service.engine.launch import Outcome, Waiting, launch
 from service.engine.messages import BatchReport, InferenceRequest
 from service.errors import EngineUnavailable, ServiceError
 
 logger = logging.getLogger(__name__)
 
-Waiting = Entry[InferenceRequest]
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
@@ -103,10 +102,15 @@ class Streams:
         return returned
 
     def _serve(self, runner: ModelRunner) -> None:
+        batch: list[Waiting] = []
         try:
             while (poll := self._next(runner.max_batch)) is not None:
-                self._launch(runner, poll)
+                batch = poll.batch
+                outcomes, report = launch(runner, batch, poll.release, self._clock)
+                self._deliver(list(zip(batch, outcomes, strict=True)), report)
         except BaseException as error:  # noqa: BLE001  raised by `run`
+            # Whatever ends the engine, those that were on board hear of it.
+            self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)
             self._failures.append(error)
             self.stop()
 
@@ -120,18 +124,6 @@ class Streams:
                     return poll
                 self._wake.wait(poll.wait)
         return None
-
-    def _launch(self, runner: ModelRunner, poll: Poll[InferenceRequest]) -> None:
-        report: BatchReport | None = None
-        outcomes: list[Outcome] = []
-        try:
-            outcomes, report = launch(runner, poll.batch, poll.release, self._clock)
-        except BaseException as error:
-            # Whatever ends the engine, those that were on board hear of it.
-            outcomes += [EngineUnavailable(reason_of(error)) for _ in poll.batch]
-            raise
-        finally:
-            self._deliver(list(zip(poll.batch, outcomes, strict=True)), report)
 
 
 def reason_of(error: BaseException) -> str:
