@@ -214,6 +214,6 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables that start like a setting but are none: most often a slip of the pen."""
+    """Return the variables that start like a setting but are none, most often because of a typing error."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
     return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)

@@ -14,8 +14,8 @@ is held back until its oldest entry is that old, counted from that entry's arriv
 poll that first saw it.
 
 The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
-passes, and cancels the entry when it fires. `poll` compares deadlines only for the entries that it takes
-out, so its work grows with the batch and not with the queue.
+passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
+one behind them, so its work grows with the batch and not with the queue.
 """
 
 from __future__ import annotations

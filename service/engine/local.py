@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """A thread of this process owns the model runner: it loads it, warms it up and launches batches.
+    """Runs a model on a thread of this process, which loads it, warms it up and launches batches.
 
     Where the runner offers several streams, each beyond the first gets one more thread that takes
     batches from the same queue; the first failure ends them all.

@@ -80,7 +80,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the loaded model is: each field is an attribute of its checkpoint or of its runner, see there."""
+    """What is loaded; each field is an attribute of that name of the checkpoint or of the model runner."""
 
     name: str
     source: str
@@ -124,5 +124,5 @@ class EngineStatus:
 
 
 def attributes(names: Iterable[str], *sources: object) -> dict[str, Any]:
-    """Return the attributes of these names, each of the first source that has it; none has those left out."""
+    """Read each name off the first source that has it; names that no source has are left out."""
     return {name: getattr(source, name) for source in reversed(sources) for name in names if hasattr(source, name)}

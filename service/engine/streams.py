@@ -24,7 +24,7 @@ class Streams:
     Args:
         queue_size, max_delay: see `BatchQueue`.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
-            launch, or None if it ended the engine.
+            launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
         clock: monotonic seconds.
     """

@@ -138,7 +138,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Secrets as the strings they hide."""
+    """Return secrets as the strings that they hide."""
     return (
         tuple(v.get_secret_value() if hasattr(v, "get_secret_value") else v for v in value)
         if isinstance(value, tuple)

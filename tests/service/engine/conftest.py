@@ -16,5 +16,5 @@ Running = Callable[..., AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture(params=[False, True], ids=["local", "remote"])
 def running(request: pytest.FixtureRequest) -> Running:
-    """Starts an engine; see `fakes.running`."""
+    """Return what starts an engine, see `fakes.running`."""
     return partial(running_engine, remote=request.param)

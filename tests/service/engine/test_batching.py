@@ -34,7 +34,7 @@ def items(entries: list[Entry[str]]) -> list[str]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Anything that web code and an engine may do, in any order.
+    """Does anything that web code and an engine may do, in any order.
 
     `waiting` is what must be in the queue, oldest first; every item must leave it exactly once.
     """
@@ -119,13 +119,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.launch(due.batch)
 
     def expire_oldest(self) -> None:
-        """What has expired before the first entry in time is taken out by any poll, and answered by its owner."""
+        """Expect that a poll has taken out what expired before the first entry in time."""
         while self.waiting and self.waiting[0].deadline <= self.clock.now:
             self.leave(self.waiting[:1], State.EXPIRED)
 
     def launch(self, batch: list[Entry[int]]) -> None:
         assert all(entry.deadline > self.clock.now for entry in batch)
-        if batch:  # those that expired between its entries, too, and those behind its last one
+        if batch:  # it took out those that expired between its entries and right behind its last one, too
             overtaken = self.waiting[: self.waiting.index(batch[-1])]
             self.leave([entry for entry in overtaken if entry not in batch], State.EXPIRED)
             self.leave(batch, State.LAUNCHED)

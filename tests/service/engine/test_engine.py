@@ -234,7 +234,7 @@ def _counting(original: Callable[..., None], calls: list[Any]) -> Callable[..., 
 
 
 class Clock:
-    """What a local engine reads; the event loop's timers go by real time."""
+    """The clock that a local engine reads; the event loop's timers go by real time."""
 
     def __init__(self) -> None:
         self.now = 100.0
