@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from service.schemas import FIELD, BatchClassification, Classification, Labels, Model, ProblemDocument
+from service.schemas import FIELD, BatchClassification, Classification, Labels, ModelDescription, ProblemDocument
 
 Picture = str | Path | bytes
 """A file's path, or the bytes of a picture."""
@@ -132,9 +132,9 @@ class Client:
         """A heat map as PNG; options as those of POST /attention (`layer`, `head`, `colormap`, ...)."""
         return _checked(self._http.post("/attention", params=_query(**options), **_raw(picture))).content
 
-    def model(self) -> Model:
+    def model(self) -> ModelDescription:
         """What is served."""
-        return _parsed(self._http.get("/model"), Model)
+        return _parsed(self._http.get("/model"), ModelDescription)
 
     def labels(self) -> list[str]:
         """The classes, in index order."""
@@ -178,9 +178,9 @@ class AsyncClient:
         """A heat map as PNG; options as those of POST /attention (`layer`, `head`, `colormap`, ...)."""
         return _checked(await self._http.post("/attention", params=_query(**options), **_raw(picture))).content
 
-    async def model(self) -> Model:
+    async def model(self) -> ModelDescription:
         """What is served."""
-        return _parsed(await self._http.get("/model"), Model)
+        return _parsed(await self._http.get("/model"), ModelDescription)
 
     async def labels(self) -> list[str]:
         """The classes, in index order."""

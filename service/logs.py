@@ -1,4 +1,4 @@
-"""Logging: lines for people, or one JSON object a line."""
+"""Logs the service writes: lines for people, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line; a request's fields stand beside the message."""
+    """Formats a record as one JSON object; a request's fields stand beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
+        """Return one record as a line of JSON."""
         document = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Send everything to standard error in one form, uvicorn's messages included."""
+    """Send all messages to standard error in one form, uvicorn's included."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter())

@@ -95,7 +95,7 @@ class Labels(BaseModel):
     labels: Annotated[list[str], Field(description="in index order")]
 
 
-class Model(BaseModel):
+class ModelDescription(BaseModel):
     """The answer of GET /model."""
 
     name: str

@@ -1,7 +1,7 @@
 """Every setting of the service, typed and documented for an operator.
 
 Each is read from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`); the flag wins.
-Built once by the composition root and handed to whoever needs it.
+They are read once at start-up and handed to whoever needs them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from model.config import Size
+from model.errors import first_problem
 from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
 
 
 def _image_size(value: object) -> object:
-    """`384` or `384x256` (rows x columns)."""
+    """Parse `384` or `384x256` (rows x columns)."""
     if value in (None, ""):
         return None
     if isinstance(value, str):
@@ -50,25 +51,21 @@ def _device(value: object) -> object:
     return value
 
 
-def _check_platform(instead: str) -> None:
-    """Processes share memory and sockets in ways that only Linux has."""
-    if not sys.platform.startswith("linux"):
-        raise ValueError(f"several processes need Linux: expected {instead}")
-
-
 def _workers(value: int) -> int:
     if value > 1:
         _check_platform("1")
     return value
 
 
-def _recent_url(value: object) -> object:
-    if value != "memory://":
-        raise ValueError("this version keeps pictures in memory: expected memory://")
-    return value
+def _check_platform(instead: str) -> None:
+    """Refuse several processes where they cannot share memory and sockets as on Linux."""
+    if not sys.platform.startswith("linux"):
+        raise ValueError(f"several processes need Linux: expected {instead}")
 
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+CommaSeparated = BeforeValidator(_comma_separated)
 
 
 class Settings(BaseSettings):
@@ -80,18 +77,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
-    checkpoint: str = Field(
-        "bundled", min_length=1, description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`"
+    # The model.
+    checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
+    preprocess: Name | None = Field(
+        None, description="JSON file or preset's name, for formats that carry no preprocessing"
     )
-    preprocess: str | None = Field(
-        None, min_length=1, description="JSON file or preset's name, for formats that carry no preprocessing"
-    )
-    labels: str | None = Field(
-        None, min_length=1, description="file or preset's name, for formats that carry no labels"
-    )
-    architecture: str | None = Field(
-        None, min_length=1, description="timm's name of the architecture, for plain state dicts"
-    )
+    labels: Name | None = Field(None, description="file or preset's name, for formats that carry no labels")
+    architecture: Name | None = Field(None, description="timm's name of the architecture, for plain state dicts")
     image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
@@ -99,6 +91,8 @@ class Settings(BaseSettings):
     model_name: str | None = Field(
         None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
     )
+
+    # What computes it, and how.
     device: Annotated[str, BeforeValidator(_device)] = Field(
         "auto", description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device)"
     )
@@ -117,10 +111,7 @@ class Settings(BaseSettings):
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
     streams: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="batches under way at the same time. Default: 2, or 1 on a single core",
+        None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"
     )
     decode_threads: int | None = Field(
         None,
@@ -128,11 +119,15 @@ class Settings(BaseSettings):
         le=256,
         description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; `0.0.0.0` in the container")
+
+    # Where it listens.
+    host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: Annotated[int, AfterValidator(_workers)] = Field(
         1, ge=1, le=256, description="web processes; with more than one each device's engine is a process of its own"
     )
+
+    # Batches and the queue.
     max_batch: int | None = Field(None, ge=1, le=4096, description="largest batch. Default: 32 on the CPU, 64 on CUDA")
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
         0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
@@ -143,6 +138,8 @@ class Settings(BaseSettings):
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10, description="seconds from the request's head within which its image must be launched"
     )
+
+    # What may be sent.
     max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
     max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="per request body")
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
@@ -150,18 +147,23 @@ class Settings(BaseSettings):
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )
-    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
+
+    # Who may ask.
+    api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated; when set, `Authorization: Bearer` is needed"
     )
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
+
+    # Pictures that are kept.
     recent_ttl: Seconds = Field(600, description="seconds that a picture is kept for GET /attention; 0 keeps none")
     recent_bytes: ByteSize = Field(
         ByteSize(256 << 20), ge=0, description="memory for kept pictures, oldest out first; 0 keeps none"
     )
-    recent_url: Annotated[str, BeforeValidator(_recent_url)] = Field("memory://", description="where pictures are kept")
+
+    # How it stops, and the rest.
     drain_delay: Seconds = Field(2, description="seconds after SIGTERM during which the service still listens")
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
-    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
+    cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
@@ -169,12 +171,12 @@ class Settings(BaseSettings):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """One engine each."""
+        """Return the devices, of which each has an engine."""
         return tuple(self.device.split(","))
 
     @property
     def one_process(self) -> bool:
-        """Whether web worker and engine share the only process."""
+        """Return whether web worker and engine share the only process."""
         return self.workers == 1 and len(self.devices) == 1
 
     @classmethod
@@ -186,12 +188,12 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment; no .env file is read behind the operator's back."""
+        """Read flags, then the environment; no .env file is read behind the operator's back."""
         return init_settings, env_settings
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from flags and the environment.
+    """Read the settings from flags and the environment.
 
     Args:
         flags: field name to value, for the flags that were given.
@@ -202,21 +204,16 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     try:
         return Settings(**(flags or {}))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "?"
-        message = str(first["msg"]).removeprefix("Value error, ")
-        value = "***" if name == "api_keys" else repr(_given(name, flags, first["input"]))
-        raise SettingsError(f"{ENV_PREFIX}{name.upper()}={value}: {message[:1].lower()}{message[1:]}") from None
+        where, _, message = first_problem(error).partition(": ")
+        name = where.split(".")[0]
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        # The value as the operator wrote it, before any parsing.
+        written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
+        value = "***" if name == "api_keys" else repr(written)
+        raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Variables that start like a setting but are none: most often a slip of the pen."""
+    """Return the variables that start like a setting but are none, most often because of a typing error."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
     return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)
-
-
-def _given(name: str, flags: Mapping[str, Any] | None, parsed: object) -> object:
-    """The value as the operator wrote it, before any parsing."""
-    if flags and name in flags:
-        return flags[name]
-    return os.environ.get(f"{ENV_PREFIX}{name.upper()}", parsed)

@@ -17,7 +17,7 @@ import httpx
 
 from model.errors import InputError
 from service.cli.classify import find_pictures
-from service.schemas import Classification, Model
+from service.schemas import Classification, ModelDescription
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dog.jpg"
 
@@ -74,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(
     arguments: argparse.Namespace, pictures: list[bytes], headers: dict[str, str]
-) -> tuple[Model, Result]:
+) -> tuple[ModelDescription, Result]:
     limits = httpx.Limits(max_connections=arguments.concurrency)
     query = {"attention": "true"} if arguments.attention else {}
     result = Result()
     turn = itertools.cycle(pictures)
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, limits=limits, timeout=60) as http:
-        model = Model.model_validate_json((await http.get("/model")).raise_for_status().content)
+        model = ModelDescription.model_validate_json((await http.get("/model")).raise_for_status().content)
 
         async def client(until: float, counted: bool) -> None:
             while time.perf_counter() < until:
@@ -107,7 +107,7 @@ async def _measure(
     return model, result
 
 
-def _print(arguments: argparse.Namespace, model: Model, pictures: int, result: Result) -> None:
+def _print(arguments: argparse.Namespace, model: ModelDescription, pictures: int, result: Result) -> None:
     rows = {
         "server": arguments.url,
         "model": f"{model.name}, {model.device} in {model.dtype}, {model.backend}, compile: {model.compiled}",

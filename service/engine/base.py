@@ -1,4 +1,4 @@
-"""Who computes: the protocol of an engine, and of the model runner that an engine calls."""
+"""The protocols of an engine, which the web side asks, and of the model runner, which an engine calls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch."""
+    """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch.
+
+    Attributes:
+        batch_sizes: fixed launch sizes, None when any size up to `max_batch` is launched.
+        compiled: `compiled`, `compiling`, or why not.
+        max_batch: images in one batch at most.
+        streams: threads that may be inside `predict` at the same time.
+    """
 
     batch_sizes: tuple[int, ...] | None
     compiled: str
     max_batch: int
     streams: int
-    """Threads that may be inside `predict` at the same time."""
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda:N`."""
+        """Return the device's name, `cpu` or `cuda:N`."""
         ...
 
     def warm_up(self) -> None:
-        """Run once before the first request."""
+        """Run the model once before the first request; raises `DeviceError` when it does not run."""
         ...
 
     def check(self) -> None:
@@ -35,30 +41,30 @@ class ModelRunner(Protocol):
         ...
 
     def launch_size(self, count: int) -> int:
-        """Images launched for a batch of `count`."""
+        """Return how many rows are launched for a batch of `count` images."""
         ...
 
     def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
-        """See `model.runtime.predictor.Predictor.predict`."""
+        """Classify a batch, see `model.runtime.predictor.Predictor.predict`."""
         ...
 
 
 class Engine(Protocol):
-    """Computes images; the web side knows no more of it."""
+    """What the web side knows of an engine: it computes images."""
 
     @property
     def info(self) -> ModelInfo | None:
-        """What it serves, once it is loaded."""
+        """Return what is served, or None before it is loaded."""
         ...
 
     @property
     def status(self) -> EngineStatus:
-        """How it is doing right now."""
+        """Return how the engine is doing right now."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether it takes images: `status` says "ready", for those who only ask that, with each request."""
+        """Return whether `status` says "ready"; cheap enough to be asked with each request."""
         ...
 
     def start(self, on_change: Callable[[], None]) -> None:
@@ -66,7 +72,7 @@ class Engine(Protocol):
         ...
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        """One image's answer.
+        """Return one image's result.
 
         Cancelling the call takes the image out of the queue if it was not launched.
 
@@ -88,6 +94,6 @@ class Engine(Protocol):
 
 
 def replicas(engine: Engine) -> Sequence[Engine]:
-    """The engines that compute: itself, or those of a group, one a device."""
+    """Return the engines that compute: this one, or those of a group, one a device."""
     group: Sequence[Engine] = getattr(engine, "engines", (engine,))
     return group

@@ -2,22 +2,26 @@
 
 It knows no thread, no event loop and no model; whoever owns it (an engine) brings the lock, and asks:
 
-    put(item)  ->  entry          web side: one image enters, or QueueFull
+    put(item)        ->  entry    web side: one image enters, or QueueFull
     cancel(entry)                 web side: its caller went away, or its time is up
-    poll()     ->  Poll           engine side, whenever the device is free: a batch to launch now,
-                                  or how long to wait; and who expired meanwhile
+    poll(max_batch)  ->  Poll     engine side, whenever the device is free: a batch to launch now,
+                                  or how long to wait
     close()                       no more entries; what waits is handed back
 
 A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
 not launched. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
 is held back until its oldest entry is that old, counted from that entry's arrival and not from the
 poll that first saw it.
+
+The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
+passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
+one behind them, so its work grows with the batch and not with the queue.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -62,38 +66,36 @@ class Poll(Generic[T]):
     Attributes:
         batch: entries to launch together, oldest first; empty when there is nothing to launch yet.
         release: why the batch was formed; meaningless when it is empty.
-        expired: entries whose time was up; they are out of the queue and need an answer.
-        wait: seconds until a poll can give something new without a `put`; None when only a `put` can.
+        wait: seconds until a poll can give a batch without a `put`; None when only a `put` can.
     """
 
     batch: list[Entry[T]] = field(default_factory=list)
     release: Release = "idle"
-    expired: list[Entry[T]] = field(default_factory=list)
     wait: float | None = None
 
 
 class BatchQueue(Generic[T]):
     """Bounded FIFO with deadlines, cancellation and batch formation. Not thread-safe by itself.
 
+    An expired entry counts as waiting until it is cancelled or a poll takes it out.
+
     Args:
         capacity: entries waiting at most.
-        max_batch: entries in one batch at most.
         max_delay: seconds an incomplete batch is held back; 0 never holds.
         clock: monotonic seconds.
     """
 
-    def __init__(self, *, capacity: int, max_batch: int, max_delay: float, clock: Callable[[], float]) -> None:
+    def __init__(self, *, capacity: int, max_delay: float, clock: Callable[[], float]) -> None:
         self._capacity = capacity
-        self._max_batch = max_batch
         self._max_delay = max_delay
         self._clock = clock
-        self._entries: deque[Entry[T]] = deque()
-        self._waiting = 0
+        # Ordered by arrival; both its first entry and any other are taken out in constant time.
+        self._entries: OrderedDict[Entry[T], None] = OrderedDict()
         self._closed = False
 
     def __len__(self) -> int:
-        """Entries waiting; cancelled ones do not count, though they may still lie in the deque."""
-        return self._waiting
+        """Return how many entries wait."""
+        return len(self._entries)
 
     def put(self, item: T, *, deadline: float) -> Entry[T]:
         """Add an item at the end.
@@ -104,65 +106,53 @@ class BatchQueue(Generic[T]):
         """
         if self._closed:
             raise EngineUnavailable("the engine is closed")
-        if self._waiting >= self._capacity:
+        if len(self._entries) >= self._capacity:
             raise QueueFull(f"all {self._capacity} places in the queue are taken")
         entry = Entry(item, self._clock(), deadline)
-        self._entries.append(entry)
-        self._waiting += 1
+        self._entries[entry] = None
         return entry
 
     def cancel(self, entry: Entry[T]) -> bool:
-        """Take an entry out. False if it left already: launched, expired, or cancelled before."""
+        """Take an entry out. Return False if it left already: launched, expired, or cancelled before."""
         if entry.state is not State.WAITING:
             return False
         self._leave(entry, State.CANCELLED)
-        # It stays in the deque until it comes to the front; a queue of nothing else must not grow.
-        if len(self._entries) > 2 * self._waiting + self._max_batch:
-            self._entries = deque(e for e in self._entries if e.state is State.WAITING)
         return True
 
-    def poll(self) -> Poll[T]:
-        """Form the batch that should be launched now, if any."""
+    def poll(self, max_batch: int) -> Poll[T]:
+        """Form the batch of at most `max_batch` entries that should be launched now, if any."""
         now = self._clock()
-        result: Poll[T] = Poll()
-        self._expire(now, result.expired)
-        if not self._waiting:
-            return result
-        full = self._waiting >= self._max_batch
-        if self._max_delay > 0 and not full and not self._closed:
-            release_at = self._entries[0].arrived + self._max_delay
-            if now < release_at:
-                # An earlier deadline wakes the engine too, so that an expired entry is answered in time.
-                result.wait = min(release_at, *(e.deadline for e in self._live())) - now
-                return result
-        result.release = "full" if full else "delay" if self._max_delay > 0 else "idle"
-        while self._entries and len(result.batch) < self._max_batch:
-            entry = self._entries.popleft()
-            if entry.state is State.WAITING:
-                self._leave(entry, State.LAUNCHED)
-                result.batch.append(entry)
-        return result
+        oldest = self._oldest_in_time(now)
+        if oldest is None:
+            return Poll()
+        full = len(self._entries) >= max_batch
+        release_at = oldest.arrived + self._max_delay
+        if not full and now < release_at:
+            return Poll(wait=release_at - now)
+        poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
+        while oldest is not None and len(poll.batch) < max_batch:
+            self._leave(oldest, State.LAUNCHED)
+            poll.batch.append(oldest)
+            oldest = self._oldest_in_time(now)
+        return poll
 
     def close(self) -> list[Entry[T]]:
         """Refuse further entries and hand back those that wait, oldest first."""
         self._closed = True
-        returned = self._live()
+        returned = list(self._entries)
         for entry in returned:
             self._leave(entry, State.RETURNED)
-        self._entries.clear()
         return returned
 
-    def _expire(self, now: float, expired: list[Entry[T]]) -> None:
-        for entry in self._live():
-            if entry.deadline <= now:
-                self._leave(entry, State.EXPIRED)
-                expired.append(entry)
-        while self._entries and self._entries[0].state is not State.WAITING:
-            self._entries.popleft()
-
-    def _live(self) -> list[Entry[T]]:
-        return [entry for entry in self._entries if entry.state is State.WAITING]
+    def _oldest_in_time(self, now: float) -> Entry[T] | None:
+        """Return the oldest entry whose deadline is to come, and take out the expired ones before it."""
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if oldest.deadline > now:
+                return oldest
+            self._leave(oldest, State.EXPIRED)
+        return None
 
     def _leave(self, entry: Entry[T], state: State) -> None:
         entry.state = state
-        self._waiting -= 1
+        del self._entries[entry]

@@ -1,4 +1,4 @@
-"""From settings to a predictor: the only place of the service that loads a model, and torch with it."""
+"""Builds the predictor that the settings name; no other file of the service loads a model, and torch with it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from service.engine.messages import ModelInfo
+from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
     from model.runtime.predictor import Predictor
 
-
 logger = logging.getLogger(__name__)
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
-    """The checkpoint that the settings name.
+    """Read the checkpoint that the settings name.
 
     Raises:
         CheckpointError: it cannot be read exactly.
@@ -35,7 +34,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
-    """Read the checkpoint and put its model on the device; warm-up is the owner's.
+    """Read the checkpoint and put its model on the device; the caller warms it up.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
@@ -58,22 +57,5 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         threads=settings.threads,
         streams=settings.streams,
     )
-    info = ModelInfo(
-        name=settings.model_name or checkpoint.name,
-        source=checkpoint.source,
-        revision=checkpoint.revision,
-        format=checkpoint.format,
-        architecture=checkpoint.architecture,
-        parameters=predictor.parameters,
-        config=checkpoint.config,
-        preprocess=checkpoint.preprocess,
-        labels=checkpoint.labels,
-        temperature=checkpoint.temperature,
-        multi_label=checkpoint.multi_label,
-        device=predictor.device,
-        dtype=predictor.dtype,
-        backend=predictor.backend,
-        max_batch=predictor.max_batch,
-        gpu_uuid=predictor.gpu_uuid,
-    )
-    return predictor, info
+    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
+    return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})

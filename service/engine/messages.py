@@ -1,4 +1,4 @@
-"""What web code and engines say to one another: frozen, typed, free of torch and of HTTP.
+"""The messages between web code and engines: frozen, typed, free of torch and of HTTP.
 
 Only intervals cross from the engine to the web side, never clock readings: two processes need not
 share a clock.
@@ -6,8 +6,9 @@ share a clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,13 @@ from model.prediction import AttentionMap, MapRequest
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
 
+EngineState = Literal["loading", "ready", "failed", "closed"]
+"""Where an engine stands; it takes images only when it is ready."""
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One image on its way to the model.
+    """One image to be computed.
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
@@ -36,7 +40,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """One image's answer.
+    """The model's answer for one image.
 
     Attributes:
         scores: float32 [top_k], highest first.
@@ -57,7 +61,7 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One launch, for the metrics of the engine's owner.
+    """What the engine's owner counts of one launch.
 
     Attributes:
         device: where it ran.
@@ -76,7 +80,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the loaded model is; the answer of GET /model."""
+    """What is loaded; each field is an attribute of that name of the checkpoint or of the model runner."""
 
     name: str
     source: str
@@ -101,7 +105,8 @@ class EngineStatus:
     """How an engine is doing right now.
 
     Attributes:
-        state: `loading`, `ready`, `failed` or `closed`.
+        device: where it runs; what the settings name until it is loaded.
+        state: see `EngineState`.
         reason: why it is not ready; empty when it is.
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.
@@ -110,9 +115,14 @@ class EngineStatus:
     """
 
     device: str
-    state: Literal["loading", "ready", "failed", "closed"]
+    state: EngineState
     reason: str
     compiled: str
     batch_sizes: tuple[int, ...] | None
     queue_depth: int
     restarts: int = 0
+
+
+def attributes(names: Iterable[str], *sources: object) -> dict[str, Any]:
+    """Read each name off the first source that has it; names that no source has are left out."""
+    return {name: getattr(source, name) for source in reversed(sources) for name in names if hasattr(source, name)}

@@ -1,1 +1,1 @@
-"""Every metric of the service, with its labels and buckets."""
+"""The metrics of the service, of its engines and of its GPUs."""

@@ -1,7 +1,7 @@
-"""Every metric's name, labels and buckets, in one place.
+"""Defines every metric's name, labels and buckets.
 
-Base units (seconds, bytes, ratios); histograms and never summaries, so that dashboards can aggregate
-over replicas. Each service has a registry of its own: two apps in one process do not mix.
+Units are base units (seconds, bytes, ratios), and there are histograms and never summaries, so that dashboards
+can aggregate over replicas. Each service has a registry of its own: two apps in one process do not mix.
 
 With several processes each counts into files of its own in one private folder, and a scrape of any
 worker adds them up (`prometheus_client.multiprocess`). What is read at the scrape instead of being
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import (
@@ -33,22 +34,22 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.metrics.nvml import Gpus
+from service.metrics.nvml import GpuCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_SCORE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
 def count_in_files(folder: Path, process: str) -> None:
-    """From now on this process counts into files of its own that others can read; call it before `Metrics`.
+    """Make this process count into files of its own that others can read; call it before `Metrics`.
 
     Args:
         folder: the same for all processes of the service.
-        process: unique among those that run. Who takes over a name goes on counting where the last one stopped, so
-            that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
+        process: unique among those that run. A process that takes over a name goes on counting where the last one
+            stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
     """
     for gauge in folder.glob(f"gauge_*_{process}.db"):
         gauge.unlink()
@@ -69,7 +70,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._folder = folder
         self._engines = _EngineCollector()
-        self._gpus = Gpus()
+        self._gpus = GpuCollector()
         self.registry.register(self._engines)
         self.registry.register(self._gpus)
         registry = None if folder else self.registry
@@ -77,56 +78,45 @@ class Metrics:
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
-        self.requests = Counter("vit_requests_total", "Requests answered", ["endpoint", "code"], registry=registry)
-        self.request_duration = Histogram(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
+        self.request_duration = histogram(
             "vit_request_duration_seconds",
             "From a request's head to the end of its answer",
             ["endpoint"],
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.stage_duration = Histogram(
+        self.stage_duration = histogram(
             "vit_stage_duration_seconds",
             "Time of one image in each stage: read, decode, queue, inference",
             ["stage"],
             buckets=_SECONDS,
-            registry=registry,
         )
         # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
-        self.images = Counter("vit_images_total", "Images classified", registry=registry)
-        self.batches = Counter(
-            "vit_batches_total", "Batches launched, by why", ["device", "release"], registry=registry
+        self.images = counter("vit_images_total", "Images classified")
+        self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
+        self.batch_size = histogram(
+            "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
-        self.batch_size = Histogram(
-            "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH, registry=registry
-        )
-        self.batch_padding = Counter(
-            "vit_batch_padding_total", "Rows launched beside images", ["device"], registry=registry
-        )
+        self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
         self.inflight = Gauge(
             "vit_inflight_requests", "Requests being handled", registry=registry, multiprocess_mode="livesum"
         )
-        self.rejected = Counter(
-            "vit_rejected_total", "Images and requests refused, by problem code", ["reason"], registry=registry
-        )
-        self.cancelled = Counter(
-            "vit_cancelled_total", "Requests whose caller went away before the answer", registry=registry
-        )
-        self.top1_score = Histogram(
-            "vit_top1_score", "Score of the first class of each answer", buckets=_SCORE, registry=registry
-        )
+        self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
+        self.cancelled = counter("vit_cancelled_total", "Requests whose caller went away before the answer")
+        self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
 
     def watch_engines(self, statuses: Callable[[], Sequence[EngineStatus]]) -> None:
-        """Read the engines' state at every scrape instead of being told of each change."""
+        """Read the engines' state at every scrape instead of following each change."""
         self._engines.statuses = statuses
 
     def watch_recent(self, usage: Callable[[], tuple[int, int]]) -> None:
-        """Read (pictures, bytes) kept at every scrape."""
+        """Read how many pictures and bytes are kept at every scrape."""
         self.registry.register(_RecentCollector(usage))
 
     def set_model(self, info: ModelInfo, version: str) -> None:
-        """Tell what is served, and on which device."""
+        """Show what is served, and on which device."""
         self._engines.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
         self._gpus.watch(info.device, info.gpu_uuid)
 
@@ -137,7 +127,7 @@ class Metrics:
         self.batch_padding.labels(report.device).inc(report.padding)
 
     def render(self) -> bytes:
-        """All metrics of the service in Prometheus' text format."""
+        """Return all metrics of the service in Prometheus' text format."""
         text = generate_latest(self.registry)
         if self._folder is None:
             return text
@@ -147,14 +137,14 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engines say; a device is known for sure (`cuda:0`, not `auto`) only when its engine is ready."""
+    """The gauges of the engines; a device is known for sure (`cuda:0`, not `auto`) only when its engine is ready."""
 
     def __init__(self) -> None:
         self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """All from one look at the engines."""
+        """Return all gauges, from one look at the engines."""
         up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
         depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
         restarts = CounterMetricFamily(
@@ -175,13 +165,13 @@ class _EngineCollector(Collector):
 
 
 class _RecentCollector(Collector):
-    """What is kept for GET /attention."""
+    """The gauges of the pictures that are kept for GET /attention."""
 
     def __init__(self, usage: Callable[[], tuple[int, int]]) -> None:
         self._usage = usage
 
     def collect(self) -> Iterator[Metric]:
-        """Both gauges, from one look."""
+        """Return both gauges, from one look."""
         pictures, size = self._usage()
         yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
         yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)

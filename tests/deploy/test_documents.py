@@ -33,7 +33,9 @@ def metric_names() -> set[str]:
     metrics = Metrics()
     metrics.watch_engines(lambda: [STATUS])
     metrics.watch_recent(lambda: (0, 0))
-    metrics.registry.register(GpuCollector(Nvml(), uuid="", gpu="0"))
+    gpus = GpuCollector(Nvml())
+    gpus.watch("cuda:0", uuid="")
+    metrics.registry.register(gpus)
     families = list(metrics.registry.collect())
     return {family.name for family in families} | {
         family.name + suffix for family in families for suffix in _SAMPLES.get(family.type, [])

@@ -42,7 +42,6 @@ DEFAULTS: dict[str, Any] = {
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
-    "recent_url": "memory://",
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
@@ -85,7 +84,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
-    ("recent_url", "memory://", "memory://"),
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
@@ -125,7 +123,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("metrics_public", "2", "valid boolean"),
     ("recent_ttl", "-1", "greater than or equal to 0"),
     ("recent_bytes", "lots", "byte"),
-    ("recent_url", "redis://cache", "memory://"),
     ("drain_delay", "-0.1", "greater than or equal to 0"),
     ("drain_timeout", "soon", "valid number"),
     ("log_format", "xml", "'text' or 'json'"),
@@ -141,7 +138,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Secrets as the strings they hide."""
+    """Return secrets as the strings that they hide."""
     return (
         tuple(v.get_secret_value() if hasattr(v, "get_secret_value") else v for v in value)
         if isinstance(value, tuple)

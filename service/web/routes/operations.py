@@ -1,12 +1,13 @@
-"""What operators and their tools ask: /model, /labels, /healthz, /readyz, /metrics and the front page."""
+"""The routes that operators and their tools ask: /model, /labels, /healthz, /readyz, /metrics and the front page."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from service.engine.messages import attributes
 from service.metrics.metrics import CONTENT_TYPE
-from service.schemas import Labels, Model
+from service.schemas import Labels, ModelDescription
 from service.web.routes.attention import METHODS
 from service.web.routes.dependencies import PipelineDependency
 from service.web.routes.documentation import problems
@@ -15,7 +16,7 @@ router = APIRouter(tags=["operations"])
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
 <h1>vitserve</h1>
-<p>Post a picture: <code>curl -F file=@photo.jpg {base}classify</code></p>
+<p>Post a picture: <code>curl -F file=@photo.jpg …/classify</code></p>
 <ul><li><a href="docs">API documentation</a><li><a href="model">Model</a><li><a href="labels">Labels</a>
 <li><a href="readyz">Readiness</a><li><a href="metrics">Metrics</a></ul></html>
 """
@@ -23,48 +24,29 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve<
 
 @router.get("/", include_in_schema=False)
 async def index() -> HTMLResponse:
-    """A short text with links."""
-    return HTMLResponse(_PAGE.replace("{base}", "…/"))
+    """Answer with a short text and links."""
+    return HTMLResponse(_PAGE)
 
 
-@router.get("/model", response_model=Model, responses=problems(401, 503))
-async def model(pipeline: PipelineDependency) -> Model:
-    """What is served, and how."""
-    info, status = pipeline.model(), pipeline.engine.status
+@router.get("/model", response_model=ModelDescription, responses=problems(401, 503))
+async def model(pipeline: PipelineDependency) -> ModelDescription:
+    """Describe what is served, and how."""
+    info = pipeline.model()
     config = info.config
-    return Model(
-        name=info.name,
-        source=info.source,
-        revision=info.revision,
-        format=info.format,
-        architecture=info.architecture,
-        parameters=info.parameters,
+    return ModelDescription(
+        **attributes(ModelDescription.model_fields, info, config, pipeline.engine.status),
         input_size=config.image_size,
         channels=config.in_channels,
-        patch_size=config.patch_size,
-        grid=config.grid,
         layers=config.depth,
-        heads=config.heads,
-        width=config.width,
         classes=config.num_classes,
-        pool=config.pool,
-        temperature=info.temperature,
-        multi_label=info.multi_label,
-        device=info.device,
-        dtype=info.dtype,
-        backend=info.backend,
-        compiled=status.compiled,
-        max_batch=info.max_batch,
-        batch_sizes=None if status.batch_sizes is None else list(status.batch_sizes),
         preprocessing=info.preprocess.model_dump(mode="json"),
-        attention_source=config.attention_source,
         attention_methods=list(METHODS),
     )
 
 
 @router.get("/labels", response_model=Labels, responses=problems(401, 503))
 async def labels(pipeline: PipelineDependency) -> Labels:
-    """The classes, in index order."""
+    """List the classes, in index order."""
     info = pipeline.model()
     return Labels(model=info.name, labels=list(info.labels))
 
@@ -72,14 +54,14 @@ async def labels(pipeline: PipelineDependency) -> Labels:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def healthz() -> JSONResponse:
-    """The process lives."""
+    """Answer 200 as long as the process lives."""
     return JSONResponse({"status": "ok"})
 
 
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses=problems(503))
 async def readyz(pipeline: PipelineDependency) -> JSONResponse:
-    """200 only when the model is loaded and warm, and the service is not about to stop."""
+    """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
     pipeline.lifecycle.check()
     pipeline.model()
     return JSONResponse({"status": "ready"})
@@ -87,5 +69,5 @@ async def readyz(pipeline: PipelineDependency) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(pipeline: PipelineDependency) -> Response:
-    """Prometheus' text format."""
+    """Answer with all metrics in Prometheus' text format."""
     return Response(pipeline.metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -24,9 +24,9 @@ class Clock:
         return self.now
 
 
-def queue(*, capacity: int = 100, max_batch: int = 4, max_delay: float = 0.0) -> tuple[BatchQueue[str], Clock]:
+def queue(*, capacity: int = 100, max_delay: float = 0.0) -> tuple[BatchQueue[str], Clock]:
     clock = Clock()
-    return BatchQueue(capacity=capacity, max_batch=max_batch, max_delay=max_delay, clock=clock), clock
+    return BatchQueue(capacity=capacity, max_delay=max_delay, clock=clock), clock
 
 
 def items(entries: list[Entry[str]]) -> list[str]:
@@ -34,7 +34,7 @@ def items(entries: list[Entry[str]]) -> list[str]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Anything that web code and an engine may do, in any order.
+    """Does anything that web code and an engine may do, in any order.
 
     `waiting` is what must be in the queue, oldest first; every item must leave it exactly once.
     """
@@ -43,9 +43,7 @@ class QueueMachine(RuleBasedStateMachine):
     def build(self, capacity: int, max_batch: int, max_delay: float) -> None:
         self.capacity, self.max_batch, self.max_delay = capacity, max_batch, max_delay
         self.clock = Clock()
-        self.queue: BatchQueue[int] = BatchQueue(
-            capacity=capacity, max_batch=max_batch, max_delay=max_delay, clock=self.clock
-        )
+        self.queue: BatchQueue[int] = BatchQueue(capacity=capacity, max_delay=max_delay, clock=self.clock)
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
         self.known: list[Entry[int]] = []
@@ -84,47 +82,54 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         now = self.clock.now
-        poll = self.queue.poll()
-
-        due = [entry for entry in self.waiting if entry.deadline <= now]
-        assert poll.expired == due
-        self.leave(due, State.EXPIRED)
-
+        poll = self.queue.poll(self.max_batch)
+        self.expire_oldest()
         if not self.waiting:
             assert poll.batch == []
             assert poll.wait is None
             return
-        oldest = self.waiting[0]
+        release_at = self.waiting[0].arrived + self.max_delay
         full = len(self.waiting) >= self.max_batch
-        if self.max_delay and not full and now < oldest.arrived + self.max_delay:
+        if self.max_delay and not full and now < release_at:
             assert poll.batch == []
-            earliest_event = min(oldest.arrived + self.max_delay, *(e.deadline for e in self.waiting))
-            assert poll.wait == earliest_event - now > 0
+            assert poll.wait == release_at - now > 0
             return
-        assert poll.batch == self.waiting[: self.max_batch]
+        assert poll.wait is None
         assert poll.release == ("full" if full else "delay" if self.max_delay else "idle")
-        self.leave(poll.batch, State.LAUNCHED)
+        in_time = [entry for entry in self.waiting if entry.deadline > now]
+        assert poll.batch == in_time[: self.max_batch] != []
+        self.launch(poll.batch)
 
     @rule()
     def poll_again_when_told_to(self) -> None:
-        """`wait` is neither too early nor too late."""
-        wait = self.queue_poll_wait()
-        if wait is None:
+        """`wait` is neither too early nor, unless the oldest expires meanwhile, too late."""
+        poll = self.queue.poll(self.max_batch)
+        self.expire_oldest()
+        self.launch(poll.batch)
+        if poll.wait is None:
             return
-        self.clock.now += wait / 2
-        early = self.queue.poll()
-        assert early.batch == [] and early.expired == []
-        self.clock.now += wait / 2
-        due = self.queue.poll()
-        assert due.batch or due.expired
-        self.leave(due.expired, State.EXPIRED)
-        self.leave(due.batch, State.LAUNCHED)
+        oldest = self.waiting[0]
+        self.clock.now += poll.wait / 2
+        assert self.queue.poll(self.max_batch).batch == []
+        self.expire_oldest()
+        self.clock.now += poll.wait / 2
+        due = self.queue.poll(self.max_batch)
+        self.expire_oldest()
+        assert (oldest in due.batch) is (oldest.deadline > self.clock.now)
+        self.launch(due.batch)
 
-    def queue_poll_wait(self) -> float | None:
-        poll = self.queue.poll()
-        self.leave(poll.expired, State.EXPIRED)
-        self.leave(poll.batch, State.LAUNCHED)
-        return poll.wait
+    def expire_oldest(self) -> None:
+        """Expect that a poll has taken out what expired before the first entry in time."""
+        while self.waiting and self.waiting[0].deadline <= self.clock.now:
+            self.leave(self.waiting[:1], State.EXPIRED)
+
+    def launch(self, batch: list[Entry[int]]) -> None:
+        assert all(entry.deadline > self.clock.now for entry in batch)
+        if batch:  # it took out those that expired between its entries and right behind its last one, too
+            overtaken = self.waiting[: self.waiting.index(batch[-1])]
+            self.leave([entry for entry in overtaken if entry not in batch], State.EXPIRED)
+            self.leave(batch, State.LAUNCHED)
+            self.expire_oldest()
 
     @rule()
     def close(self) -> None:
@@ -161,7 +166,7 @@ TestAnyOrderOfOperations = QueueMachine.TestCase
 def test_whatever_waits_is_launched_at_once_without_a_delay() -> None:
     waiting, clock = queue()
     waiting.put("a", deadline=clock.now + 1)
-    poll = waiting.poll()
+    poll = waiting.poll(4)
     assert items(poll.batch) == ["a"]
     assert poll.release == "idle"
 
@@ -171,10 +176,10 @@ def test_an_incomplete_batch_is_held_until_its_oldest_entry_is_old_enough() -> N
     waiting.put("a", deadline=clock.now + 10)
     clock.now += 0.25
     # The engine looks for the first time only now: the delay still counts from the arrival.
-    assert waiting.poll().wait == 0.25
+    assert waiting.poll(4).wait == 0.25
     waiting.put("b", deadline=clock.now + 10)
     clock.now += 0.25
-    poll = waiting.poll()
+    poll = waiting.poll(4)
     assert items(poll.batch) == ["a", "b"]
     assert poll.release == "delay"
 
@@ -185,32 +190,44 @@ def test_the_delay_counts_from_the_next_oldest_when_the_oldest_is_cancelled() ->
     clock.now += 0.25
     waiting.put("b", deadline=clock.now + 10)
     waiting.cancel(oldest)
-    assert waiting.poll().wait == 0.5
+    assert waiting.poll(4).wait == 0.5
 
 
 def test_a_full_batch_is_not_held_back() -> None:
-    waiting, clock = queue(max_batch=2, max_delay=5)
+    waiting, clock = queue(max_delay=5)
     for name in "abc":
         waiting.put(name, deadline=clock.now + 10)
-    poll = waiting.poll()
+    poll = waiting.poll(2)
     assert (items(poll.batch), poll.release) == (["a", "b"], "full")
-    assert waiting.poll().wait == 5
+    assert waiting.poll(2).wait == 5
 
 
-def test_a_deadline_before_the_end_of_the_delay_wakes_the_engine() -> None:
+def test_an_image_whose_deadline_passes_while_it_is_held_back_is_not_launched() -> None:
     waiting, clock = queue(max_delay=5)
-    waiting.put("a", deadline=clock.now + 1)
-    assert waiting.poll().wait == 1
-    clock.now += 1
-    poll = waiting.poll()
-    assert (items(poll.batch), items(poll.expired)) == ([], ["a"])
+    late = waiting.put("late", deadline=clock.now + 1)
+    clock.now += 3
+    waiting.put("in time", deadline=clock.now + 10)
+    assert waiting.poll(4).wait == 5
+    assert late.state is State.EXPIRED
+    clock.now += 5
+    assert items(waiting.poll(4).batch) == ["in time"]
 
 
 def test_an_image_whose_deadline_is_this_very_moment_is_not_launched() -> None:
     waiting, clock = queue()
-    waiting.put("late", deadline=clock.now)
-    poll = waiting.poll()
-    assert (items(poll.batch), items(poll.expired)) == ([], ["late"])
+    late = waiting.put("late", deadline=clock.now)
+    assert waiting.poll(4).batch == []
+    assert late.state is State.EXPIRED
+    assert len(waiting) == 0
+
+
+def test_images_that_expired_take_no_room_in_a_batch() -> None:
+    waiting, clock = queue()
+    for name in ("late a", "b", "late c", "d", "e"):
+        waiting.put(name, deadline=clock.now + (1 if "late" in name else 2))
+    clock.now += 1
+    assert items(waiting.poll(2).batch) == ["b", "d"]
+    assert items(waiting.poll(2).batch) == ["e"]
 
 
 def test_cancelled_entries_free_their_places_and_make_no_batch() -> None:
@@ -221,20 +238,57 @@ def test_cancelled_entries_free_their_places_and_make_no_batch() -> None:
         assert not waiting.cancel(entry)
     waiting.put("c", deadline=clock.now + 1)
     waiting.put("d", deadline=clock.now + 1)
-    assert items(waiting.poll().batch) == ["c", "d"]
+    assert items(waiting.poll(4).batch) == ["c", "d"]
 
 
 def test_cancelled_entries_take_no_memory_while_the_engine_is_busy() -> None:
-    waiting, clock = queue(capacity=10, max_batch=4)
+    waiting, clock = queue(capacity=10)
     for _ in range(10_000):
         waiting.cancel(waiting.put("gone", deadline=clock.now + 1))
-    assert len(waiting._entries) <= 4
+    assert len(waiting._entries) == 0
+
+
+class CountedDeadline(float):
+    """A deadline that counts how often it is looked at."""
+
+    looks = 0
+
+    def __le__(self, other: float) -> bool:
+        CountedDeadline.looks += 1
+        return super().__le__(other)
+
+    def __gt__(self, other: float) -> bool:
+        CountedDeadline.looks += 1
+        return super().__gt__(other)
+
+
+@pytest.mark.parametrize("max_delay", [0.0, 5.0], ids=["launched", "held back"])
+def test_a_poll_looks_at_a_batch_of_entries_however_many_wait(max_delay: float) -> None:
+    waiting, clock = queue(capacity=10_000, max_delay=max_delay)
+    for number in range(1000):
+        waiting.put(str(number), deadline=CountedDeadline(clock.now + 10))
+    CountedDeadline.looks = 0
+    poll = waiting.poll(4 if max_delay == 0 else 2000)
+    assert len(poll.batch) == (4 if max_delay == 0 else 0)
+    assert 0 < CountedDeadline.looks <= 5
+
+
+def test_each_expired_entry_is_looked_at_once() -> None:
+    waiting, clock = queue(capacity=10_000)
+    for number in range(1000):
+        waiting.put(str(number), deadline=CountedDeadline(clock.now + 1))
+    waiting.put("in time", deadline=CountedDeadline(clock.now + 10))
+    clock.now += 1
+    CountedDeadline.looks = 0
+    assert items(waiting.poll(4).batch) == ["in time"]
+    assert waiting.poll(4).batch == []
+    assert CountedDeadline.looks == 1001
 
 
 def test_a_launched_entry_cannot_be_cancelled() -> None:
     waiting, clock = queue()
     entry = waiting.put("a", deadline=clock.now + 1)
-    waiting.poll()
+    waiting.poll(4)
     assert not waiting.cancel(entry)
     assert entry.state is State.LAUNCHED
 
@@ -247,4 +301,4 @@ def test_closing_hands_back_what_waits_oldest_first_and_refuses_more() -> None:
     assert waiting.close() == []
     with pytest.raises(EngineUnavailable):
         waiting.put("d", deadline=clock.now + 1)
-    assert waiting.poll().batch == []
+    assert waiting.poll(4).batch == []

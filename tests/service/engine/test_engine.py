@@ -1,34 +1,19 @@
-"""The engine's promise: every submitted image gets exactly one outcome, and its own.
-
-Each test asks an engine of this process, and one behind a socket and shared memory.
-"""
+"""The engine's promise: every submitted image gets exactly one outcome, and its own."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from model.errors import CheckpointError, DeviceError
 from model.prediction import MapRequest
 from service.engine.local import LocalEngine
-from service.engine.messages import InferenceRequest, ModelInfo
-from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, model_info, on_a_loop, pixels
-from tests.service.fakes import running as running_engine
-
-Running = Callable[..., AbstractAsyncContextManager[Rig]]
-
-
-@pytest.fixture(params=[False, True], ids=["local", "remote"])
-def running(request: pytest.FixtureRequest) -> Running:
-    """Starts an engine; see `fakes.running`."""
-    return partial(running_engine, remote=request.param)
+from service.errors import DeadlineExceeded, InferenceFailed, QueueFull
+from tests.service.engine.conftest import Running
+from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, model_info, on_a_loop
 
 
 @on_a_loop
@@ -146,6 +131,15 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
 
 
 @on_a_loop
+async def test_a_deadline_that_passes_while_an_image_is_held_back_is_answered_at_once(running: Running) -> None:
+    async with running(max_delay=3600) as rig:
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(1, timeout=0.01)
+        assert rig.engine.status.queue_depth == 0
+    assert rig.predictor.launched == []
+
+
+@on_a_loop
 async def test_an_image_without_any_time_left_is_not_launched(running: Running) -> None:
     async with running() as rig:
         with pytest.raises(DeadlineExceeded):
@@ -207,82 +201,6 @@ async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready(runni
 
 
 @on_a_loop
-async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: Running) -> None:
-    async with running() as rig:
-        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 10))]
-        await rig.until_queued(9)
-        rig.predictor.device_is_dead = True
-        rig.predictor.gate.set()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 10
-        await rig.until_state("failed")
-        assert rig.engine.status.reason.startswith("the device failed: cpu")
-        with pytest.raises(EngineUnavailable, match="the device failed"):
-            await rig.ask(11)
-    assert rig.states == ["ready", "failed"]
-
-
-@on_a_loop
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running) -> None:
-    """An error that no model raises on purpose ends the engine; it must not swallow those on board."""
-    async with running(FakePredictor(error=AssertionError)) as rig:
-        first = await rig.keep_busy(0)
-        on_board, also = rig.ask_soon(BAD), rig.ask_soon(2)
-        await rig.until_queued(2)
-        rig.predictor.gate.set()
-        await first
-        outcomes = await asyncio.gather(on_board, also, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "AssertionError: it does not compute"
-
-
-@on_a_loop
-async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> None:
-    def load() -> tuple[FakePredictor, ModelInfo]:
-        raise CheckpointError("weights.bin: no such file")
-
-    async with running(load=load, ready=False) as rig:
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "weights.bin: no such file"
-        assert rig.engine.info is None
-        with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
-            await rig.ask(1)
-    assert rig.states == ["failed"]
-
-
-@on_a_loop
-async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
-    class Cold(FakePredictor):
-        def warm_up(self) -> None:
-            raise DeviceError("cpu: the model does not run")
-
-    async with running(Cold(), ready=False) as rig:
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "cpu: the model does not run"
-
-
-@on_a_loop
-async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
-    loading = threading.Event()
-    predictor = FakePredictor()
-
-    def load() -> tuple[FakePredictor, ModelInfo]:
-        assert loading.wait(PATIENCE)
-        return predictor, model_info()
-
-    async with running(predictor, load=load, ready=False) as rig:
-        assert rig.engine.status.state == "loading"
-        with pytest.raises(EngineUnavailable, match="loading"):
-            await rig.ask(1)
-        loading.set()
-        await rig.until_state("ready")
-        assert predictor.warm_ups == 1
-        await rig.ask(1)
-
-
-@on_a_loop
 async def test_a_full_queue_refuses(running: Running) -> None:
     async with running(queue_size=2) as rig:
         first = await rig.keep_busy(0)
@@ -292,35 +210,6 @@ async def test_a_full_queue_refuses(running: Running) -> None:
             await rig.ask(3)
         rig.predictor.gate.set()
         await asyncio.gather(first, *waiting)
-
-
-@on_a_loop
-async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
-    async with running() as rig:
-        launched = await rig.keep_busy(0)
-        waits = rig.ask_soon(1)
-        await rig.until_queued(1)
-        closing = asyncio.create_task(rig.close())
-        await asyncio.sleep(0)
-        rig.predictor.gate.set()
-        await closing
-        assert (await launched).indices.tolist() == expected_indices(0, 3)
-        with pytest.raises(EngineUnavailable):
-            await waits
-        with pytest.raises(EngineUnavailable):
-            await rig.ask(2)
-    assert rig.predictor.launched == [[0]]
-    assert rig.states == ["ready", "closed"]
-
-
-@on_a_loop
-async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay(running: Running) -> None:
-    async with running(max_delay=3600) as rig:
-        waits = rig.ask_soon(1, timeout=7200)
-        await rig.until_queued(1)
-        await rig.close()
-        with pytest.raises(EngineUnavailable):
-            await waits
 
 
 @on_a_loop
@@ -344,40 +233,72 @@ def _counting(original: Callable[..., None], calls: list[Any]) -> Callable[..., 
     return call
 
 
-@on_a_loop
-async def test_times_are_of_the_image_itself() -> None:
-    predictor = FakePredictor()
-    now = 100.0
+class Clock:
+    """The clock that a local engine reads; the event loop's timers go by real time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def running_by(clock: Clock) -> AsyncIterator[Rig]:
+    predictor, ready = FakePredictor(), asyncio.Event()
     engine = LocalEngine(
         lambda: (predictor, model_info()),
         device="auto",
         queue_size=10,
         max_delay=0,
         on_batch=lambda _: None,
-        clock=lambda: now,
+        clock=clock,
     )
-    ready = asyncio.Event()
     engine.start(ready.set)
     await ready.wait()
-    predictor.gate.clear()
-    first = asyncio.create_task(engine.infer(InferenceRequest(pixels(1), 1), timeout=60))
-    await predictor.wait_until_busy()
-    second = asyncio.create_task(engine.infer(InferenceRequest(pixels(2), 1), timeout=60))
-    while engine.status.queue_depth == 0:
-        await asyncio.sleep(0.001)
-    now += 2.5
-    predictor.gate.set()
-    a, b = await first, await second
+    yield Rig(engine, engine.close, predictor)
     await engine.close()
+
+
+@on_a_loop
+async def test_times_are_of_the_image_itself() -> None:
+    clock = Clock()
+    async with running_by(clock) as rig:
+        first = await rig.keep_busy(1)
+        second = rig.ask_soon(2)
+        await rig.until_queued(1)
+        clock.now += 2.5
+        rig.predictor.gate.set()
+        a, b = await first, await second
     assert (a.queue_seconds, a.inference_seconds) == (0.0, 2.5)
     assert (b.queue_seconds, b.inference_seconds) == (2.5, 0.0)
 
 
 @on_a_loop
-async def test_the_status_names_the_device_once_it_is_known(running: Running) -> None:
-    async with running(ready=False) as rig:
-        await rig.until_state("ready")
-        status = rig.engine.status
-        assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
-        assert rig.engine.info is not None
-    assert rig.engine.status.state == "closed"
+async def test_an_image_whose_timer_is_late_is_not_launched_after_its_deadline() -> None:
+    clock = Clock()
+    async with running_by(clock) as rig:
+        first = await rig.keep_busy(1)
+        late = rig.ask_soon(2)
+        await rig.until_queued(1)
+        clock.now += 2 * PATIENCE  # the event loop, too busy to notice, has not fired the timer yet
+        rig.predictor.gate.set()
+        await first
+        await rig.ask(3)
+        late.cancel()
+    assert rig.predictor.launched == [[1], [3]]
+
+
+@on_a_loop
+async def test_the_timer_answers_for_an_image_that_the_queue_has_dropped() -> None:
+    clock = Clock()
+    async with running_by(clock) as rig:
+        first = await rig.keep_busy(1)
+        late = rig.ask_soon(2, timeout=0.1)
+        await rig.until_queued(1)
+        clock.now += 1
+        rig.predictor.gate.set()
+        await first
+        with pytest.raises(DeadlineExceeded):
+            await late
+    assert rig.predictor.launched == [[1]]

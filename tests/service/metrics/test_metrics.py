@@ -43,7 +43,7 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """With every series touched once."""
+    """Return metrics with every series touched once."""
     metrics = Metrics()
     metrics.watch_engines(lambda: [status()])
     metrics.watch_recent(lambda: (1, 2))
@@ -57,7 +57,7 @@ def metrics() -> Metrics:
 
 
 def families(metrics: Metrics) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """Family name -> (type, {sample name -> labels})."""
+    """Return each family's name with its type and its samples' names and labels."""
     return {
         family.name: (family.type, {sample.name: set(sample.labels) for sample in family.samples})
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -142,7 +142,7 @@ def test_the_content_type_is_prometheus_text_format() -> None:
 
 @pytest.fixture
 def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Metrics]:
-    """The metrics of a process of this name, among others that count in the same folder."""
+    """Return what makes the metrics of one process among several that count in the same folder."""
     monkeypatch.setattr(values, "ValueClass", values.ValueClass)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
 

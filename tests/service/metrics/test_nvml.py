@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from service.metrics.nvml import Gpus
+from service.metrics.nvml import GpuCollector
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def scrape(gpus: Gpus) -> dict[str, float]:
+def scrape(gpus: GpuCollector) -> dict[str, float]:
     registry = CollectorRegistry()
     registry.register(gpus)
     lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
@@ -42,7 +42,7 @@ def scrape(gpus: Gpus) -> dict[str, float]:
 
 
 def test_readings_are_in_base_units_and_labelled_by_cuda_index(nvml: ModuleType) -> None:
-    gpus = Gpus()
+    gpus = GpuCollector()
     assert gpus.watch("cuda:1", "abc")
     assert scrape(gpus) == {
         'vit_gpu_utilization_ratio{gpu="1"}': 0.42,
@@ -53,7 +53,7 @@ def test_readings_are_in_base_units_and_labelled_by_cuda_index(nvml: ModuleType)
 
 
 def test_two_gpus_are_two_samples_of_each_metric(nvml: ModuleType) -> None:
-    gpus = Gpus()
+    gpus = GpuCollector()
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         assert gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
     samples = scrape(gpus)
@@ -66,14 +66,14 @@ def test_a_reading_that_the_driver_refuses_is_left_out(nvml: ModuleType, monkeyp
         raise nvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", refuse)
-    gpus = Gpus()
+    gpus = GpuCollector()
     gpus.watch("cuda:0", "abc")
     assert "vit_gpu_power_watts" not in str(scrape(gpus))
     assert len(scrape(gpus)) == 3
 
 
 def test_an_unknown_gpu_or_a_cpu_adds_nothing(nvml: ModuleType) -> None:
-    gpus = Gpus()
+    gpus = GpuCollector()
     assert not gpus.watch("cuda:0", "xyz")
     assert not gpus.watch("cpu", None)
     assert scrape(gpus) == {}
@@ -81,4 +81,4 @@ def test_an_unknown_gpu_or_a_cpu_adds_nothing(nvml: ModuleType) -> None:
 
 def test_a_machine_without_the_library_serves_without_these_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert not Gpus().watch("cuda:0", "abc")
+    assert not GpuCollector().watch("cuda:0", "abc")

@@ -1,0 +1,93 @@
+"""Launching one batch: every image gets an outcome, and an image that the model fails on fails alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from model.errors import VitError
+from service.engine.base import ModelRunner
+from service.engine.batching import Entry
+from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
+from service.errors import EngineUnavailable, InferenceFailed, ServiceError
+
+logger = logging.getLogger(__name__)
+
+Outcome = InferenceResult | ServiceError
+Waiting = Entry[InferenceRequest]
+"""An image in the queue, or taken out of it."""
+
+
+def launch(
+    runner: ModelRunner, batch: Sequence[Waiting], release: Release, clock: Callable[[], float]
+) -> tuple[list[Outcome], BatchReport]:
+    """Compute a batch, and if that fails, its images one by one.
+
+    Args:
+        runner: what computes it.
+        batch: at least one image, and at most `runner.max_batch`.
+        release: why it is launched.
+        clock: monotonic seconds, the same that the queue reads.
+
+    Returns:
+        The outcome of each image, in the batch's order, and the report of the launch.
+
+    Raises:
+        EngineUnavailable: the device no longer computes.
+    """
+    launched = clock()
+    try:
+        outcomes = _predict(runner, batch, launched, clock)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
+        outcomes = [_predict_alone(runner, entry, launched, clock) for entry in batch]
+    if all(isinstance(outcome, InferenceFailed) for outcome in outcomes):
+        # Nothing went through. If an empty image does not either, the device is gone, and so is the engine.
+        try:
+            runner.check()
+        except VitError as error:
+            raise EngineUnavailable(f"the device failed: {error}") from error
+    return outcomes, BatchReport(
+        device=runner.device,
+        size=len(batch),
+        padding=runner.launch_size(len(batch)) - len(batch),
+        release=release,
+        inference_seconds=clock() - launched,
+    )
+
+
+def _predict(
+    runner: ModelRunner, batch: Sequence[Waiting], launched: float, clock: Callable[[], float]
+) -> list[Outcome]:
+    requests = [entry.item for entry in batch]
+    maps = [request.map for request in requests]
+    prediction = runner.predict(
+        np.stack([request.pixels for request in requests]),
+        top_k=max(request.top_k for request in requests),
+        maps=maps if any(maps) else (),
+    )
+    seconds = clock() - launched
+    return [
+        InferenceResult(
+            scores=prediction.scores[row, : entry.item.top_k],
+            indices=prediction.indices[row, : entry.item.top_k],
+            map=prediction.maps[row],
+            batch_size=len(batch),
+            queue_seconds=launched - entry.arrived,
+            inference_seconds=seconds,
+        )
+        if prediction.finite[row]
+        else InferenceFailed("the model gave no finite score for this image")
+        for row, entry in enumerate(batch)
+    ]
+
+
+def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:
+    """Compute one image of a batch that failed: only the images that fail alone are at fault."""
+    try:
+        return _predict(runner, [entry], launched, clock)[0]
+    except (RuntimeError, ValueError, MemoryError) as error:
+        logger.error("an image failed alone: %s", error)
+        return InferenceFailed("the model failed on this image")

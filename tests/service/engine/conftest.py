@@ -1,0 +1,20 @@
+"""The engine that a test asks: one of this process, and one behind a socket and shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+import pytest
+
+from tests.service.fakes import Rig
+from tests.service.fakes import running as running_engine
+
+Running = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(params=[False, True], ids=["local", "remote"])
+def running(request: pytest.FixtureRequest) -> Running:
+    """Return what starts an engine, see `fakes.running`."""
+    return partial(running_engine, remote=request.param)

@@ -1,0 +1,129 @@
+"""An engine's states: loading, ready, failed and closed, and who hears of each change."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from model.errors import CheckpointError, DeviceError
+from service.engine.messages import ModelInfo
+from service.errors import EngineUnavailable
+from tests.service.engine.conftest import Running
+from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
+
+
+@on_a_loop
+async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: Running) -> None:
+    async with running() as rig:
+        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 10))]
+        await rig.until_queued(9)
+        rig.predictor.device_is_dead = True
+        rig.predictor.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 10
+        await rig.until_state("failed")
+        assert rig.engine.status.reason.startswith("the device failed: cpu")
+        with pytest.raises(EngineUnavailable, match="the device failed"):
+            await rig.ask(11)
+    assert rig.states == ["ready", "failed"]
+
+
+@on_a_loop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running) -> None:
+    """An error that no model raises on purpose ends the engine; it must not swallow those on board."""
+    async with running(FakePredictor(error=AssertionError)) as rig:
+        first = await rig.keep_busy(0)
+        on_board, also = rig.ask_soon(BAD), rig.ask_soon(2)
+        await rig.until_queued(2)
+        rig.predictor.gate.set()
+        await first
+        outcomes = await asyncio.gather(on_board, also, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "AssertionError: it does not compute"
+
+
+@on_a_loop
+async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> None:
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        raise CheckpointError("weights.bin: no such file")
+
+    async with running(load=load, ready=False) as rig:
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "weights.bin: no such file"
+        assert rig.engine.info is None
+        with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
+            await rig.ask(1)
+    assert rig.states == ["failed"]
+
+
+@on_a_loop
+async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
+    class Cold(FakePredictor):
+        def warm_up(self) -> None:
+            raise DeviceError("cpu: the model does not run")
+
+    async with running(Cold(), ready=False) as rig:
+        await rig.until_state("failed")
+        assert rig.engine.status.reason == "cpu: the model does not run"
+
+
+@on_a_loop
+async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
+    loading = threading.Event()
+    predictor = FakePredictor()
+
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        assert loading.wait(PATIENCE)
+        return predictor, model_info()
+
+    async with running(predictor, load=load, ready=False) as rig:
+        assert rig.engine.status.state == "loading"
+        with pytest.raises(EngineUnavailable, match="loading"):
+            await rig.ask(1)
+        loading.set()
+        await rig.until_state("ready")
+        assert predictor.warm_ups == 1
+        await rig.ask(1)
+
+
+@on_a_loop
+async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
+    async with running() as rig:
+        launched = await rig.keep_busy(0)
+        waits = rig.ask_soon(1)
+        await rig.until_queued(1)
+        closing = asyncio.create_task(rig.close())
+        await asyncio.sleep(0)
+        rig.predictor.gate.set()
+        await closing
+        assert (await launched).indices.tolist() == expected_indices(0, 3)
+        with pytest.raises(EngineUnavailable):
+            await waits
+        with pytest.raises(EngineUnavailable):
+            await rig.ask(2)
+    assert rig.predictor.launched == [[0]]
+    assert rig.states == ["ready", "closed"]
+
+
+@on_a_loop
+async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay(running: Running) -> None:
+    async with running(max_delay=3600) as rig:
+        waits = rig.ask_soon(1, timeout=7200)
+        await rig.until_queued(1)
+        await rig.close()
+        with pytest.raises(EngineUnavailable):
+            await waits
+
+
+@on_a_loop
+async def test_the_status_names_the_device_once_it_is_known(running: Running) -> None:
+    async with running(ready=False) as rig:
+        await rig.until_state("ready")
+        status = rig.engine.status
+        assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
+        assert rig.engine.info is not None
+    assert rig.engine.status.state == "closed"
