@@ -34,10 +34,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class Service:
-    """Engines behind links and workers that ask them."""
+    """Engines behind channels and workers that ask them."""
 
-    board: SharedCounters
-    links: list[EngineChannel]
+    counters: SharedCounters
+    channels: list[EngineChannel]
     slots: int
     predictors: list[FakePredictor] = field(default_factory=list)
     servers: list[EngineServer] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Service:
         predictor = FakePredictor(device=f"cuda:{index}")
 
         def on_queue(depth: int) -> None:
-            self.board.queue_depth[index] = depth
+            self.counters.queue_depth[index] = depth
 
         engine = LocalEngine(
             lambda: (predictor, model_info(device=f"cuda:{index}")),
@@ -58,20 +58,20 @@ class Service:
             on_batch=lambda _: None,
             on_queue=on_queue,
         )
-        server = EngineServer(engine, self._link_of_its_own(index), workers=2)
+        server = EngineServer(engine, self._channel_of_its_own(index), workers=2)
         self.predictors.append(predictor)
         self.servers.append(server)
         await server.start()
         return predictor
 
-    def _link_of_its_own(self, index: int) -> EngineChannel:
+    def _channel_of_its_own(self, index: int) -> EngineChannel:
         """With a listener that the server may close, as a forked process has it."""
-        link = EngineChannel.__new__(EngineChannel)
-        link.__dict__ |= self.links[index].__dict__ | {"listener": self.links[index].listener.dup()}
-        return link
+        channel = EngineChannel.__new__(EngineChannel)
+        channel.__dict__ |= self.channels[index].__dict__ | {"listener": self.channels[index].listener.dup()}
+        return channel
 
     async def worker(self, number: int = 0, engine: int = 0) -> RemoteEngine:
-        remote = RemoteEngine(self.links[engine], number)
+        remote = RemoteEngine(self.channels[engine], number)
         remote.start(lambda: None)
         self.remotes.append(remote)
         return remote
@@ -91,11 +91,11 @@ class Service:
 @asynccontextmanager
 async def service(engines: int = 1, slots: int = 8) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
-        board = stack.enter_context(SharedCounters(workers=2, engines=engines, places=slots))
-        links = [EngineChannel(index, "cuda", board, slots=slots) for index in range(engines)]
-        for link in links:
-            stack.callback(link.close)
-        made = Service(board, links, slots)
+        counters = stack.enter_context(SharedCounters(workers=2, engines=engines, capacity=slots))
+        channels = [EngineChannel(index, "cuda", counters, slots=slots) for index in range(engines)]
+        for channel in channels:
+            stack.callback(channel.close)
+        made = Service(counters, channels, slots)
         try:
             yield made
         finally:
@@ -122,7 +122,7 @@ async def test_images_of_several_workers_share_batches_and_each_worker_gets_its_
         one, two = await running.ready_worker(0), await running.ready_worker(1)
         predictor.gate.clear()
         tasks = {red: ask(one if red % 2 else two, red) for red in range(60)}
-        await until(lambda: int(running.board.queue_depth[0]) >= 56)
+        await until(lambda: int(running.counters.queue_depth[0]) >= 56)
         predictor.gate.set()
         for red, task in tasks.items():
             assert (await task).indices.tolist() == expected_indices(red, 3)
@@ -139,12 +139,12 @@ async def test_the_answers_of_a_batch_wake_a_worker_at_most_once(monkeypatch: py
         tasks = [ask(worker, 0)]
         await predictor.wait_until_busy()
         tasks += [ask(worker, red, map=MapRequest(2)) for red in range(1, 9)]
-        await until(lambda: running.board.queue_depth[0] == 8)
+        await until(lambda: running.counters.queue_depth[0] == 8)
         connection = worker._connection
         assert connection is not None
         wake_ups = []
-        original = connection._decoder.feed
-        monkeypatch.setattr(connection._decoder, "feed", lambda data: wake_ups.append(len(data)) or original(data))
+        original = connection._reader.feed
+        monkeypatch.setattr(connection._reader, "feed", lambda data: wake_ups.append(len(data)) or original(data))
         predictor.gate.set()
         await asyncio.gather(*tasks)
     assert [len(batch) for batch in predictor.launched] == [1, 4, 4]
@@ -160,9 +160,9 @@ async def test_a_worker_that_vanishes_takes_its_waiting_images_along_and_no_othe
         first = ask(stays, 0)
         await predictor.wait_until_busy()
         lost, kept = [ask(gone, red) for red in (1, 2)], ask(stays, 3)
-        await until(lambda: running.board.queue_depth[0] == 3)
+        await until(lambda: running.counters.queue_depth[0] == 3)
         await gone.close()
-        await until(lambda: running.board.queue_depth[0] == 1)
+        await until(lambda: running.counters.queue_depth[0] == 1)
         predictor.gate.set()
         for outcome in await asyncio.gather(*lost, return_exceptions=True):
             assert isinstance(outcome, EngineUnavailable)
@@ -180,14 +180,14 @@ async def test_an_engine_that_vanishes_fails_what_it_had_and_the_next_one_is_fou
         tasks = [ask(worker, 0)]
         await predictor.wait_until_busy()
         tasks += [ask(worker, red) for red in range(1, 5)]
-        await until(lambda: running.board.queue_depth[0] == 4)
+        await until(lambda: running.counters.queue_depth[0] == 4)
         running.lose_connections(running.servers[0])
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, EngineUnavailable)
         assert not worker.ready
         with pytest.raises(EngineUnavailable):
             await ask(worker, 6)
-        assert worker.load == 0
+        assert worker.outstanding == 0
         await running.start_engine()
         await until(lambda: worker.ready)
         assert (await ask(worker, 7)).indices.tolist() == expected_indices(7, 3)
@@ -215,14 +215,14 @@ async def test_a_cancelled_images_slot_is_used_again_only_after_the_engine_has_l
         busy = ask(worker, 1)
         await predictor.wait_until_busy()
         cancelled = ask(worker, 2)
-        await until(lambda: running.board.queue_depth[0] == 1)
+        await until(lambda: running.counters.queue_depth[0] == 1)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         with pytest.raises(QueueFull):  # the engine has not heard of it yet
             await worker.infer(InferenceRequest(pixels(3), 3), timeout=PATIENCE)
-        await until(lambda: worker.load == 1)
+        await until(lambda: worker.outstanding == 1)
         after = ask(worker, 4)
-        await until(lambda: running.board.queue_depth[0] == 1)
+        await until(lambda: running.counters.queue_depth[0] == 1)
         predictor.gate.set()
         assert (await busy).indices.tolist() == expected_indices(1, 3)
         assert (await after).indices.tolist() == expected_indices(4, 3)
@@ -239,7 +239,7 @@ async def test_an_image_cancelled_before_the_engine_has_seen_it_gives_its_slot_b
             await asyncio.sleep(0)
             task.cancel()  # Submit and Cancel leave in one write
             await asyncio.wait([task])
-            await until(lambda: worker.load == 0)
+            await until(lambda: worker.outstanding == 0)
         assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
 
 
@@ -249,14 +249,14 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
     async with service() as running:
         await running.start_engine()
         worker = await running.ready_worker()
-        link = running.links[0]
+        channel = running.channels[0]
         says = {
             "wrong key": encode(Hello(0, bytes(32))),
-            "no such worker": encode(Hello(2, link.key)),
+            "no such worker": encode(Hello(2, channel.key)),
             "no hello": encode(Submit(1, 0, 1, None, 1.0)),
             "garbage": b"\x02\x00\x00\x00\x63xx",
         }[stranger]
-        reader, writer = await asyncio.open_unix_connection(sock=link.connect())
+        reader, writer = await asyncio.open_unix_connection(sock=channel.connect())
         writer.write(says)
         assert await reader.read() == b""
         writer.close()
@@ -264,14 +264,14 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
 
 
 def test_the_address_is_no_file() -> None:
-    with SharedCounters(workers=1, engines=1, places=1) as board:
-        link = EngineChannel(0, "cpu", board, slots=1)
-        assert link.listener.getsockname().startswith(b"\0")
-        with link.connect() as connection:
+    with SharedCounters(workers=1, engines=1, capacity=1) as counters:
+        channel = EngineChannel(0, "cpu", counters, slots=1)
+        assert channel.listener.getsockname().startswith(b"\0")
+        with channel.connect() as connection:
             assert connection.family == socket.AF_UNIX
-        link.close()
+        channel.close()
         with pytest.raises(OSError):
-            link.connect()
+            channel.connect()
 
 
 def test_lost_connections_leave_no_descriptor_behind() -> None:
@@ -309,15 +309,15 @@ async def test_an_image_goes_to_the_engine_with_the_shortest_queue_over_all_work
         for predictor in predictors:
             predictor.gate.clear()
         tasks = [ask(other, red) for red in range(6)]
-        await until(lambda: int(running.board.images_out.sum()) == 6)
+        await until(lambda: int(running.counters.outstanding.sum()) == 6)
         tasks += [ask(group, red) for red in range(100, 110)]
-        await until(lambda: int(running.board.images_out.sum()) == 16)
-        assert running.board.images_out.sum(axis=0).tolist() == [8, 8]
-        assert running.board.images_out.tolist() == [[2, 8], [6, 0]]
+        await until(lambda: int(running.counters.outstanding.sum()) == 16)
+        assert running.counters.outstanding.sum(axis=0).tolist() == [8, 8]
+        assert running.counters.outstanding.tolist() == [[2, 8], [6, 0]]
         for predictor in predictors:
             predictor.gate.set()
         await asyncio.gather(*tasks)
-        assert running.board.images_out.sum() == 0
+        assert running.counters.outstanding.sum() == 0
 
 
 @on_a_loop
