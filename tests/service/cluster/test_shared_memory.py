@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from service.cluster.shared_limiter import SharedLimiter
 from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, whole_pages
 from service.errors import QueueFull
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def run(script: str) -> str:
-    """A script in a process of its own, which may fork: this one has threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from tests.service.cluster.scripts import run
 
 
 def test_places_are_counted_over_all_workers() -> None:
