@@ -22,7 +22,7 @@ import socket
 from typing import cast
 
 from service.cluster.protocol import Frame, FrameError, FrameReader, encode
-from service.cluster.shared_memory import SharedCounters, SharedFile
+from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile
 from service.engine.messages import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,18 @@ class EngineChannel:
             raise
         return connection
 
+    def grow_pixels(self, workers: int, info: ModelInfo) -> None:
+        """Make room for the images of all workers; for the engine's process."""
+        self.pixels.grow(workers * ImageSlots.size(self.slots, _image_shape(info)))
+
+    def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
+        """Return a worker's slots, once there is room for them."""
+        return ImageSlots(self.pixels, worker, self.slots, _image_shape(info))
+
     def close(self) -> None:
         """Close the socket and the memory."""
         self.listener.close()
         self.pixels.close()
-
-
-def image_shape(info: ModelInfo) -> tuple[int, int, int]:
-    """Return (rows, columns, channels) of the images that a model takes."""
-    return (*info.preprocess.size, len(info.preprocess.mean))
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -131,3 +134,8 @@ class FrameProtocol(asyncio.Protocol):
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
+
+
+def _image_shape(info: ModelInfo) -> tuple[int, int, int]:
+    """Return (rows, columns, channels) of the images that a model takes."""
+    return (*info.preprocess.size, len(info.preprocess.mean))

@@ -8,20 +8,8 @@ import hmac
 import logging
 from collections.abc import Callable
 
-from service.cluster.channel import EngineChannel, FrameProtocol, image_shape
-from service.cluster.protocol import (
-    REQUEST_LIMIT,
-    Cancel,
-    Cancelled,
-    Completed,
-    Failed,
-    Frame,
-    FrameError,
-    Hello,
-    ModelLoaded,
-    StatusChanged,
-    Submit,
-)
+from service.cluster import protocol
+from service.cluster.channel import EngineChannel, FrameProtocol
 from service.cluster.shared_memory import ImageSlots
 from service.engine.base import Engine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
@@ -54,12 +42,13 @@ class EngineServer:
         def engine_changed() -> None:
             info = self._engine.info
             if info is not None:
-                self._channel.pixels.grow(self._workers * ImageSlots.size(self._channel.slots, image_shape(info)))
+                self._channel.grow_pixels(self._workers, info)
             self._publish_status()
             on_change()
 
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _WorkerConnection(self._engine, self._connections, self._authorise), sock=self._channel.listener
+            lambda: _WorkerConnection(self._engine, self._channel, self._workers, self._connections),
+            sock=self._channel.listener,
         )
         self._engine.start(engine_changed)
         self._refresher = asyncio.create_task(self._refresh())
@@ -72,18 +61,6 @@ class EngineServer:
         for connection in list(self._connections):
             await connection.finish()
         self._server.close()
-
-    def _authorise(self, hello: Hello) -> Callable[[], ImageSlots] | None:
-        """Return what maps a worker's images, once their size is known; None for a stranger."""
-        if not hmac.compare_digest(hello.key, self._channel.key) or hello.worker >= self._workers:
-            return None
-
-        def slots() -> ImageSlots:
-            assert self._engine.info is not None, "images are sent to a loaded model"
-            shape = image_shape(self._engine.info)
-            return ImageSlots(self._channel.pixels, hello.worker, self._channel.slots, shape)
-
-        return slots
 
     async def _refresh(self) -> None:
         """Publish changes without an event of their own: a model that is compiled beside its work."""
@@ -103,16 +80,14 @@ class _WorkerConnection(FrameProtocol):
     """One worker's requests in the engine's process."""
 
     def __init__(
-        self,
-        engine: Engine,
-        connections: set[_WorkerConnection],
-        authorise: Callable[[Hello], Callable[[], ImageSlots] | None],
+        self, engine: Engine, channel: EngineChannel, workers: int, connections: set[_WorkerConnection]
     ) -> None:
-        super().__init__(REQUEST_LIMIT)
+        super().__init__(protocol.REQUEST_LIMIT)
         self._engine = engine
+        self._channel = channel
+        self._workers = workers
         self._connections = connections
-        self._authorise = authorise
-        self._map_slots: Callable[[], ImageSlots] | None = None
+        self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._tasks: dict[int, asyncio.Task[InferenceResult]] = {}
 
@@ -123,29 +98,30 @@ class _WorkerConnection(FrameProtocol):
         for task in self._tasks.values():
             task.cancel()
 
-    def frame_received(self, frame: Frame) -> None:
+    def frame_received(self, frame: protocol.Frame) -> None:
         """Handle a request; the first frame must say which worker it is from."""
-        if isinstance(frame, Hello) and self._map_slots is None:
-            self._map_slots = self._authorise(frame)
-            if self._map_slots is None:
-                raise FrameError("a stranger")
+        if isinstance(frame, protocol.Hello) and self._worker is None:
+            if not hmac.compare_digest(frame.key, self._channel.key) or frame.worker >= self._workers:
+                raise protocol.FrameError("a stranger")
+            self._worker = frame.worker
             self._connections.add(self)
             self.publish_status()
-        elif isinstance(frame, Submit) and self._map_slots is not None:
+        elif isinstance(frame, protocol.Submit) and self._worker is not None:
             task = self._tasks[frame.id] = self._loop.create_task(self._infer(frame))
             task.add_done_callback(lambda done: self._answer(frame.id, done))
-        elif isinstance(frame, Cancel) and self._map_slots is not None:
+        elif isinstance(frame, protocol.Cancel) and self._worker is not None:
             if frame.id in self._tasks:  # else its answer is on the way already
                 self._tasks[frame.id].cancel()
         else:
-            raise FrameError(f"{type(frame).__name__} out of order")
+            raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
     def publish_status(self) -> None:
         """Send the engine's status; the model first, so that whoever hears `ready` has it."""
-        if self._engine.info is not None and self._slots is None and self._map_slots is not None:
-            self._slots = self._map_slots()
-            self.send(ModelLoaded(self._engine.info))
-        self.send(StatusChanged(self._engine.status))
+        info = self._engine.info
+        if info is not None and self._slots is None and self._worker is not None:
+            self._slots = self._channel.image_slots(self._worker, info)
+            self.send(protocol.ModelLoaded(info))
+        self.send(protocol.StatusChanged(self._engine.status))
 
     async def finish(self) -> None:
         """Send the answers that are still owed, and close."""
@@ -153,7 +129,7 @@ class _WorkerConnection(FrameProtocol):
             await asyncio.wait(self._tasks.values())
         self.close()
 
-    async def _infer(self, frame: Submit) -> InferenceResult:
+    async def _infer(self, frame: protocol.Submit) -> InferenceResult:
         if self._slots is None:
             raise EngineUnavailable(self._engine.status.reason)
         request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map)
@@ -163,13 +139,13 @@ class _WorkerConnection(FrameProtocol):
         """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""
         del self._tasks[id_]
         if task.cancelled():
-            self.send(Failed.of(id_, Cancelled("cancelled")))
+            self.send(protocol.Failed.of(id_, protocol.Cancelled("cancelled")))
             return
         error = task.exception()
         if error is None:
-            self.send(Completed.of(id_, task.result()))
+            self.send(protocol.Completed(id_, task.result()))
         elif isinstance(error, ServiceError):
-            self.send(Failed.of(id_, error))
+            self.send(protocol.Failed.of(id_, error))
         else:
             logger.error("a request failed", exc_info=error)
-            self.send(Failed.of(id_, InferenceFailed("the engine failed on this image")))
+            self.send(protocol.Failed.of(id_, InferenceFailed("the engine failed on this image")))

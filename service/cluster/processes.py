@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -9,7 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from service.web.server import exit_now
 
@@ -19,40 +20,8 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1}
 _PR_SET_PDEATHSIG = 1
 
 
-class OperatingSystem(Protocol):
-    """Time, signals and child processes."""
-
-    def now(self) -> float:
-        """Return monotonic seconds."""
-        ...
-
-    def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process that ends with what `main` returns.
-
-        Args:
-            name: for the log.
-            main: what the process does.
-
-        Returns:
-            Its pid.
-        """
-        ...
-
-    def kill(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to a process."""
-        ...
-
-    def wait_for_signals(self, seconds: float) -> list[int]:
-        """Return the numbers of the signals that arrived, as soon as there are any, at the latest after `seconds`."""
-        ...
-
-    def reap(self) -> list[tuple[int, int]]:
-        """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
-        ...
-
-
-class ForkingSystem:
-    """The operating system itself; takes over the process's signal handlers. For the main thread."""
+class OperatingSystem:
+    """Time, signals and child processes. For the main thread: takes over the process's signal handlers."""
 
     def __init__(self) -> None:
         # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have some of their own.
@@ -63,11 +32,19 @@ class ForkingSystem:
             signal.signal(number, _ignore)
 
     def now(self) -> float:
-        """See `OperatingSystem.now`."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """See `OperatingSystem.spawn`; the kernel kills the process when this one dies."""
+        """Start a process, which the kernel kills when this one dies.
+
+        Args:
+            name: for the log.
+            main: what the process does; its result is the exit code.
+
+        Returns:
+            The pid.
+        """
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -78,25 +55,21 @@ class ForkingSystem:
         return pid
 
     def kill(self, pid: int, number: signal.Signals) -> None:
-        """See `OperatingSystem.kill`."""
+        """Send a signal to a process."""
         os.kill(pid, number)
 
     def wait_for_signals(self, seconds: float) -> list[int]:
-        """See `OperatingSystem.wait_for_signals`."""
+        """Return the signals that arrived, as soon as there are any, at the latest after `seconds`."""
         readable, _, _ = select.select([self._read_end], [], [], seconds)
         return list(os.read(self._read_end, 1024)) if readable else []
 
     def reap(self) -> list[tuple[int, int]]:
-        """See `OperatingSystem.reap`."""
+        """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
         ended: list[tuple[int, int]] = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:  # there are none
-                return ended
-            if pid == 0:
-                return ended
-            ended.append((pid, os.waitstatus_to_exitcode(status)))
+        with contextlib.suppress(ChildProcessError):  # there are none left
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+        return ended
 
 
 def _live(name: str, main: Callable[[], int], parent: int) -> NoReturn:

@@ -11,21 +11,21 @@
 Every Submit gets exactly one Completed or Failed, a cancelled one too: only then may its slot be used again.
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
-Arrays are raw bytes; their dtypes and shapes are the protocol's. Times are intervals in seconds. Both sides run
-the same code on one machine, so there are no versions.
+Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times are intervals in seconds. Both
+sides run the same code on one machine, so there are no versions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-from model.prediction import AttentionMap, Head, MapRequest
+from model.prediction import MapRequest
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 
@@ -110,69 +110,11 @@ class ModelLoaded(_Frame, frozen=True, tag=5):
     info: ModelInfo
 
 
-class _PackedMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An `AttentionMap` whose values are float32 [rows, columns] as bytes."""
-
-    layer: int
-    head: Head
-    rows: Natural
-    columns: Natural
-    values: bytes
-    kept_mass: float
-
-
 class Completed(_Frame, frozen=True, tag=6):
-    """One image's answer, see `InferenceResult`; scores are float32 [top_k], indices int64 [top_k], as bytes."""
+    """One image's answer."""
 
     id: int
-    scores: bytes
-    indices: bytes
-    map: _PackedMap | None
-    batch_size: int
-    queue_seconds: float
-    inference_seconds: float
-
-    @classmethod
-    def of(cls, id_: int, result: InferenceResult) -> Self:
-        """Return the frame that carries a result."""
-        packed = None
-        if result.map is not None:
-            values = result.map.values
-            packed = _PackedMap(
-                result.map.layer,
-                result.map.head,
-                values.shape[0],
-                values.shape[1],
-                _raw(values, "<f4"),
-                result.map.kept_mass,
-            )
-        return cls(
-            id_,
-            _raw(result.scores, "<f4"),
-            _raw(result.indices, "<i8"),
-            packed,
-            result.batch_size,
-            result.queue_seconds,
-            result.inference_seconds,
-        )
-
-    def result(self) -> InferenceResult:
-        """Return the result; its arrays are read-only views of the frame's bytes.
-
-        Raises:
-            FrameError: the arrays' lengths contradict one another.
-        """
-        found, packed = None, self.map
-        try:
-            scores, indices = np.frombuffer(self.scores, "<f4"), np.frombuffer(self.indices, "<i8")
-            if packed is not None:
-                values = np.frombuffer(packed.values, "<f4").reshape(packed.rows, packed.columns)
-                found = AttentionMap(packed.layer, packed.head, values, packed.kept_mass)
-        except ValueError as error:
-            raise FrameError(f"not a result: {error}") from error
-        if len(scores) != len(indices):
-            raise FrameError(f"not a result: {len(scores)} scores of {len(indices)} classes")
-        return InferenceResult(scores, indices, found, self.batch_size, self.queue_seconds, self.inference_seconds)
+    result: InferenceResult
 
 
 class Failed(_Frame, frozen=True, tag=7):
@@ -195,23 +137,25 @@ class Failed(_Frame, frozen=True, tag=7):
 Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Failed
 
 
-def _raw(array: np.ndarray[Any, Any], dtype: str) -> bytes:
-    return array.astype(dtype, copy=False).tobytes()
-
-
-def _dump(value: Any) -> Any:
-    """Return what a pydantic model of `ModelInfo` holds."""
+def _to_plain(value: Any) -> Any:
+    """Return what msgspec can write in place of an array or of a pydantic model."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
     assert isinstance(value, BaseModel), type(value)
     return value.model_dump()
 
 
-def _validate(kind: Any, value: Any) -> Any:
-    """Return the pydantic model that `_dump` was given."""
-    return kind.model_validate(value)
+def _from_plain(kind: Any, value: Any) -> Any:
+    """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
+    if isinstance(kind, type):
+        return cast(type[BaseModel], kind).model_validate(value)
+    shape, data = value
+    dtype = kind.__args__[1].__args__[0]  # of NDArray[dtype]; `typing.get_args` takes a microsecond
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_dump)
-_decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_validate)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
 
 
 def encode(frame: Frame) -> bytes:

@@ -9,19 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from service.cluster.channel import EngineChannel, FrameProtocol, image_shape
-from service.cluster.protocol import (
-    REPLY_LIMIT,
-    Cancel,
-    Completed,
-    Failed,
-    Frame,
-    FrameError,
-    Hello,
-    ModelLoaded,
-    StatusChanged,
-    Submit,
-)
+from service.cluster import protocol
+from service.cluster.channel import EngineChannel, FrameProtocol
 from service.cluster.shared_memory import ImageSlots
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, QueueFull, ServiceError
@@ -120,8 +109,8 @@ class RemoteEngine:
             if self._state != "closed":  # else it has said so
                 self._change("failed", _CONNECTION_LOST)
 
-    def _on_status(self, frame: StatusChanged | ModelLoaded) -> None:
-        if isinstance(frame, ModelLoaded):
+    def _on_status(self, frame: protocol.StatusChanged | protocol.ModelLoaded) -> None:
+        if isinstance(frame, protocol.ModelLoaded):
             self.info = frame.info
         elif not self._closed:
             self._last_status = frame.status
@@ -146,9 +135,12 @@ class _EngineConnection(FrameProtocol):
     """This worker's requests in one engine process, from its start to its end."""
 
     def __init__(
-        self, channel: EngineChannel, worker: int, on_status: Callable[[StatusChanged | ModelLoaded], None]
+        self,
+        channel: EngineChannel,
+        worker: int,
+        on_status: Callable[[protocol.StatusChanged | protocol.ModelLoaded], None],
     ) -> None:
-        super().__init__(REPLY_LIMIT)
+        super().__init__(protocol.REPLY_LIMIT)
         self.lost = asyncio.Event()
         self._channel = channel
         self._worker = worker
@@ -161,7 +153,7 @@ class _EngineConnection(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say which worker this is."""
         super().connection_made(transport)
-        self.send(Hello(self._worker, self._channel.key))
+        self.send(protocol.Hello(self._worker, self._channel.key))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the requests that the engine still had."""
@@ -173,22 +165,21 @@ class _EngineConnection(FrameProtocol):
                 request.future.set_exception(EngineUnavailable(_CONNECTION_LOST))
         self.lost.set()
 
-    def frame_received(self, frame: Frame) -> None:
+    def frame_received(self, frame: protocol.Frame) -> None:
         """Deliver answers, and hand on the engine's status."""
-        if isinstance(frame, Completed):
-            self._deliver(frame.id, frame.result())
-        elif isinstance(frame, Failed):
+        if isinstance(frame, protocol.Completed):
+            self._deliver(frame.id, frame.result)
+        elif isinstance(frame, protocol.Failed):
             self._deliver(frame.id, frame.error())
-        elif isinstance(frame, ModelLoaded):
-            shape = image_shape(frame.info)
-            self._slots = ImageSlots(self._channel.pixels, self._worker, self._channel.slots, shape)
+        elif isinstance(frame, protocol.ModelLoaded):
+            self._slots = self._channel.image_slots(self._worker, frame.info)
             # The last one given back is the first one taken, so that few pages are ever touched.
             self._free = list(range(self._slots.count - 1, -1, -1))
             self._on_status(frame)
-        elif isinstance(frame, StatusChanged):
+        elif isinstance(frame, protocol.StatusChanged):
             self._on_status(frame)
         else:
-            raise FrameError(f"{type(frame).__name__} out of order")
+            raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
     async def infer(self, request: InferenceRequest, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
@@ -203,17 +194,17 @@ class _EngineConnection(FrameProtocol):
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         self._pending[id_] = _Pending(slot, future)
         self._count()
-        self.send(Submit(id_, slot, request.top_k, request.map, timeout))
+        self.send(protocol.Submit(id_, slot, request.top_k, request.map, timeout))
         try:
             return await future
         except asyncio.CancelledError:
-            self.send(Cancel(id_))  # the slot comes back with the answer to this
+            self.send(protocol.Cancel(id_))  # the slot comes back with the answer to this
             raise
 
     def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
         request = self._pending.pop(id_, None)
         if request is None:
-            raise FrameError(f"an answer to {id_}, which waits for none")
+            raise protocol.FrameError(f"an answer to {id_}, which waits for none")
         self._free.append(request.slot)
         self._count()
         if request.future.done():  # its caller went away

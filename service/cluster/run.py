@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from service.cluster.engine_process import STOP, run_engine
-from service.cluster.processes import ForkingSystem
+from service.cluster.processes import OperatingSystem
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child, Supervisor
 from service.cluster.worker import run_web
@@ -32,7 +32,7 @@ def run_cluster(settings: Settings, load: Loader) -> int:
     supervisor = Supervisor(
         [worker_child(settings, shared, index) for index in range(settings.workers)],
         [engine_child(settings, shared, index, load) for index in range(len(settings.devices))],
-        ForkingSystem(),
+        OperatingSystem(),
         drain_timeout=settings.drain_timeout,
         on_tick=Ticker(settings, shared),
         on_drain=shared.stop_listening,

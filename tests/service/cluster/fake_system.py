@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from service.cluster.processes import OperatingSystem
 from service.cluster.supervisor import Child
 
 START = 1000.0
@@ -14,7 +15,7 @@ MOST_TURNS = 1000
 
 
 @dataclass
-class FakeSystem:
+class FakeSystem(OperatingSystem):
     """See `OperatingSystem`.
 
     Attributes:

@@ -6,9 +6,9 @@ from tests.service.cluster.scripts import run
 
 PROLOGUE = """
 import os, signal
-from service.cluster.processes import ForkingSystem
+from service.cluster.processes import OperatingSystem
 
-system = ForkingSystem()
+system = OperatingSystem()
 
 def until_ended():
     while not (ended := system.reap()):
@@ -63,7 +63,7 @@ if parent == 0:
         os.write(write_end, b"x")
         signal.pause()
         return 0
-    ForkingSystem().spawn("child", live)
+    OperatingSystem().spawn("child", live)
     signal.pause()
 os.close(write_end)
 os.read(read_end, 1)  # the child lives

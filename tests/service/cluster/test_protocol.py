@@ -72,7 +72,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         ),
     ),
     st.builds(ModelLoaded, st.builds(model_info, name=st.text(), labels=st.lists(st.text(), min_size=1).map(tuple))),
-    st.builds(Completed.of, IDS, results()),
+    st.builds(Completed, IDS, results()),
     st.builds(
         Failed.of,
         IDS,
@@ -85,19 +85,6 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
 )
 
 
-MAPPED = Completed.of(
-    1,
-    InferenceResult(
-        np.ones(1, np.float32),
-        np.ones(1, np.int64),
-        AttentionMap(0, "mean", np.ones((2, 2), np.float32), 1.0),
-        batch_size=1,
-        queue_seconds=0.1,
-        inference_seconds=0.1,
-    ),
-)
-
-
 def plain(value: Any) -> Any:
     """Comparable by `==`, types included."""
     if isinstance(value, np.ndarray):
@@ -105,7 +92,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Exception):
         return (type(value), str(value))
     if isinstance(value, Completed):
-        return (value.id, plain(value.result()))
+        return (value.id, plain(value.result))
     if isinstance(value, Failed):
         return (value.id, plain(value.error()))
     if dataclasses.is_dataclass(value):
@@ -144,12 +131,7 @@ def test_a_frame_with_wrong_bytes_is_a_frame_or_an_error(frame: Frame, data: st.
     changed = bytearray(encode(frame))
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(4, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        for other in FrameReader(REPLY_LIMIT).feed(bytes(changed)):
-            if isinstance(other, Completed):
-                other.result()
-    except FrameError:
-        pass
+    is_refused(bytes(changed))
 
 
 @pytest.mark.parametrize(
@@ -187,15 +169,11 @@ def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
     assert not is_refused(encode(frame), REQUEST_LIMIT)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scores": bytes(7)},
-        {"scores": bytes(8)},
-        {"map": msgspec.structs.replace(MAPPED.map, values=bytes(12))},
-        {"map": msgspec.structs.replace(MAPPED.map, rows=3)},
-    ],
-)
-def test_arrays_whose_lengths_contradict_one_another_are_no_result(change: dict[str, Any]) -> None:
-    with pytest.raises(FrameError, match="not a result"):
-        msgspec.structs.replace(MAPPED, **change).result()
+@pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])
+def test_an_array_whose_shape_contradicts_its_bytes_is_an_error(shape: Any) -> None:
+    found = AttentionMap(0, "mean", np.ones((2, 2), np.float32), 1.0)
+    result = InferenceResult(np.ones(1, np.float32), np.ones(1, np.int64), found, 1, 0.1, 0.1)
+    tag, id_, fields = msgspec.msgpack.decode(encode(Completed(1, result))[4:])
+    fields["map"]["values"][0] = shape
+    payload = msgspec.msgpack.encode([tag, id_, fields])
+    assert is_refused(len(payload).to_bytes(4, "little") + payload)
