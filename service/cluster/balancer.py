@@ -12,7 +12,7 @@ from service.errors import EngineUnavailable
 
 
 class Balancer:
-    """Several engines as one: an image goes to the engine with the shortest queue, over all workers.
+    """Sends each image to the engine with the shortest queue, counted over all workers.
 
     It is ready as long as one of them is.
 
@@ -26,7 +26,7 @@ class Balancer:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the engines serve; its device names all that are loaded. None before the first one is."""
+        """Return what the engines serve, with the devices of all that are loaded; None before the first one is."""
         infos = [engine.info for engine in self.engines if engine.info is not None]
         if not infos:
             return None
@@ -34,7 +34,7 @@ class Balancer:
 
     @property
     def status(self) -> EngineStatus:
-        """The status of the first ready engine, with the queue depths and restarts of all."""
+        """Return the status of the first ready engine, with the queue depths and restarts of all."""
         statuses = [engine.status for engine in self.engines]
         first = next((status for status in statuses if status.state == "ready"), statuses[0])
         return dataclasses.replace(
@@ -46,7 +46,7 @@ class Balancer:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one engine takes images."""
+        """Return whether at least one engine takes images."""
         return any(engine.ready for engine in self.engines)
 
     def start(self, on_change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Where web workers and an engine process meet, and how they talk.
+"""Connects web workers to an engine process.
 
     web worker                                     engine process
     ----------                                     --------------
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineChannel:
-    """The connection point of one engine process and the workers; made before they are forked.
+    """Holds what connects one engine process and the workers; made before they are forked.
 
     Attributes:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
@@ -67,7 +67,7 @@ class EngineChannel:
         return connection
 
     def grow_pixels(self, workers: int, info: ModelInfo) -> None:
-        """Make room for the images of all workers; for the engine's process."""
+        """Make room for the images of all workers; only the engine's process may."""
         self.pixels.grow(workers * ImageSlots.size(self.slots, _image_shape(info)))
 
     def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
@@ -81,7 +81,7 @@ class EngineChannel:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """A connection as frames; what is sent within one turn of the event loop leaves in one write.
+    """Sends and receives frames; those sent within one turn of the event loop leave in one write.
 
     Args:
         limit: bytes of the longest frame that is read.

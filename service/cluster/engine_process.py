@@ -1,4 +1,4 @@
-"""What an engine process does: load the model, serve the workers, end when it is told to or when it fails.
+"""Runs an engine process: loads the model, serves the workers, ends when it is told to or when it fails.
 
 Only here, and in a service of one process, torch is imported.
 """

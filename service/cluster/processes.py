@@ -1,4 +1,4 @@
-"""What a supervisor needs of the operating system: a clock, signals, and processes by fork."""
+"""Wraps what a supervisor needs of the operating system: a clock, signals, and processes by fork."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OperatingSystem:
-    """Time, signals and child processes. For the main thread: takes over the process's signal handlers."""
+    """Gives the time, signals and child processes; takes over the signal handlers, so only the main thread may."""
 
     def __init__(self) -> None:
         # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have some of their own.
@@ -73,7 +73,7 @@ class OperatingSystem:
 
 
 def _live(name: str, main: Callable[[], int], parent: int) -> NoReturn:
-    """Be a forked process, from its first moment to its end."""
+    """Run the forked process, from its first moment to its end."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

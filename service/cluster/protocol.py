@@ -1,4 +1,4 @@
-"""What web workers and engine processes say to one another, as typed frames: msgspec structs, no pickle.
+"""Defines the typed frames that web workers and engine processes exchange: msgspec structs, no pickle.
 
     web worker                                   engine process
     Hello(worker, key)                  -->
@@ -41,11 +41,11 @@ Natural = Annotated[int, Meta(ge=0)]
 
 
 class FrameError(Exception):
-    """Bytes that are no frame, or a frame out of order: the peer is not who it should be."""
+    """The peer sent bytes that are no frame, or a frame out of order."""
 
 
 class Cancelled(errors.ServiceError):
-    """The answer to a Cancel that came in time; nobody waits for it."""
+    """Answers a Cancel that came in time; nobody waits for it."""
 
 
 _FAILURES: tuple[type[errors.ServiceError], ...] = (
@@ -59,11 +59,11 @@ _FAILURES: tuple[type[errors.ServiceError], ...] = (
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """The base of all frames: a MessagePack array that begins with the class's tag."""
+    """Writes every frame as a MessagePack array that begins with its class's tag."""
 
 
 class Hello(_Frame, frozen=True, tag=1):
-    """The first frame of a connection.
+    """Opens a connection.
 
     Attributes:
         worker: whose part of the pixel memory this connection uses.
@@ -75,7 +75,7 @@ class Hello(_Frame, frozen=True, tag=1):
 
 
 class Submit(_Frame, frozen=True, tag=2):
-    """One image for the queue.
+    """Asks for one image to be computed.
 
     Attributes:
         id: unique on its connection among those that have no outcome yet.
@@ -93,32 +93,32 @@ class Submit(_Frame, frozen=True, tag=2):
 
 
 class Cancel(_Frame, frozen=True, tag=3):
-    """Nobody waits for this image any more."""
+    """Says that nobody waits for this image any more."""
 
     id: int
 
 
 class StatusChanged(_Frame, frozen=True, tag=4):
-    """How the engine is doing; its queue's depth stands in shared memory, where it is never old."""
+    """Tells how the engine is doing; its queue's depth stands in shared memory, where it is never old."""
 
     status: EngineStatus
 
 
 class ModelLoaded(_Frame, frozen=True, tag=5):
-    """What is loaded. From now on images are taken."""
+    """Tells what is loaded; from now on images are taken."""
 
     info: ModelInfo
 
 
 class Completed(_Frame, frozen=True, tag=6):
-    """One image's answer."""
+    """Answers one image."""
 
     id: int
     result: InferenceResult
 
 
 class Failed(_Frame, frozen=True, tag=7):
-    """One image's error: its type's place among `Engine.infer`'s errors, and its message."""
+    """Answers one image with an error: its type's place among `Engine.infer`'s errors, and its message."""
 
     id: int
     kind: Annotated[int, Meta(ge=0, lt=len(_FAILURES))]

@@ -1,4 +1,4 @@
-"""An engine of another process, as web workers see it; `service.cluster.channel` draws how."""
+"""Lets a web worker use an engine of another process; `service.cluster.channel` draws how."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONNECTION_LOST = "the engine ended and is being started again"
 
 
 class RemoteEngine:
-    """An engine in a process of its own; see `service.engine.base.Engine`.
+    """Sends images to an engine in a process of its own; see `service.engine.base.Engine`.
 
     Belongs to one event loop.
 
@@ -46,7 +46,7 @@ class RemoteEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """How it is doing right now."""
+        """Return how the engine is doing right now."""
         last, index, counters = self._last_status, self._channel.index, self._channel.counters
         return EngineStatus(
             device=last.device if last else self._channel.device,
@@ -60,12 +60,12 @@ class RemoteEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes images."""
+        """Return whether the engine takes images."""
         return self._state == "ready"
 
     @property
     def outstanding(self) -> int:
-        """How many images of all workers together have no outcome yet."""
+        """Return how many images of all workers together have no outcome yet."""
         return int(self._channel.counters.outstanding[:, self._channel.index].sum())
 
     def start(self, on_change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures kept for GET /attention by all web workers of one service together.
+"""Keeps pictures for GET /attention, for all web workers of one service together.
 
 A ring in shared memory: cells of one size (a model's pictures all have the same), the oldest at `first`,
 the next one to write at `after`. Cells are read and written as a file and never mapped, so a worker's
@@ -27,11 +27,11 @@ _RING = struct.Struct("<QQQ")
 _CELL = struct.Struct("<16sQIII")
 _TOKEN_BYTES = 16
 _FREE_BYTES = 4 << 20
-"""The kernel frees this many in half a millisecond."""
+"""What one call frees at most, in about half a millisecond; one cell if that is more."""
 
 
 class SharedImageStore:
-    """Bounded memory of model-size pictures, oldest out first, each good for `ttl` seconds.
+    """A bounded store of model-size pictures, oldest out first, each valid for `ttl` seconds.
 
     Args:
         file: the ring's; used for nothing else.
@@ -103,10 +103,11 @@ class SharedImageStore:
             cell: bytes of a cell.
         """
         first, after, cell = _RING.unpack(self._file.read(0, _RING.size).ljust(_RING.size, b"\0"))
+        now = self._clock()
+        if first == after or self._expires(first, cell) > now:
+            return first, first, after, cell
         # All live equally long, so they expire in the order of their numbers.
-        live = first + bisect.bisect(range(first, after), self._clock(), key=lambda n: self._expires(n, cell))
-        if live == first:
-            return live, first, after, cell
+        live = first + bisect.bisect(range(first, after), now, key=lambda number: self._expires(number, cell))
         cells = self._max_bytes // cell
         # As many as lie side by side, up to the end of the ring.
         count = min(live - first, cells - first % cells, max(1, _FREE_BYTES // cell))

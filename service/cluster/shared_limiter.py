@@ -1,4 +1,4 @@
-"""The limiter of several web workers: the bound is over all of them, and the count lies in shared memory."""
+"""Limits the images of several web workers together; the count lies in shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from service.web.admission import Limiter
 
 
 class SharedLimiter(Limiter):
-    """A limiter whose permits are counted over all web workers.
+    """Counts its permits over all web workers.
 
     Args:
         counters: where the workers count.

@@ -1,4 +1,4 @@
-"""Memory that the processes of one service share: anonymous, sized from the settings, freed with its last user.
+"""Gives the processes of one service shared memory: anonymous, sized from the settings, freed with its last user.
 
 It is made before the processes are forked and inherited by them. It has no name (Python 3.11 unlinks
 named segments behind one's back) and does not lie in /dev/shm (64 MiB in a container).
@@ -16,8 +16,6 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +157,7 @@ class SharedCounters:
         self.outstanding = outstanding.reshape(workers, engines)
 
     def all_ready(self) -> bool:
-        """Whether all engines are loaded and all workers know of it."""
+        """Return whether all engines are loaded and all workers know of it."""
         return bool(self.engine_was_ready.all() and (self.worker_state == self.SERVING).all())
 
     def forget_engine(self, engine: int) -> None:
@@ -190,11 +188,3 @@ class SharedCounters:
     def close(self) -> None:
         """Close the lock's file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""What the processes of one service share; made before they are forked."""
+"""Makes what the processes of one service share, before they are forked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCK = "lock"
 
 
 class SharedResources:
-    """Sockets, memory and the metrics' folder, which every process of the service inherits.
+    """Holds the sockets, the memory and the metrics' folder that every process of the service inherits.
 
     Attributes:
         listeners: one a web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
@@ -46,7 +46,7 @@ class SharedResources:
 
     @property
     def port(self) -> int:
-        """The port that is listened on, which the system chose if the settings say 0."""
+        """Return the port that is listened on, which the system chose if the settings say 0."""
         port: int = self.listeners[0].getsockname()[1]
         return port
 

@@ -1,4 +1,4 @@
-"""The parent of a service's processes: starts them, starts them again, and ends them in order.
+"""Starts a service's processes, starts them again when they die, and ends them in order.
 
     supervisor -- forks --> engine 0 ... (one a device), worker 0 ... (web)
 

@@ -1,4 +1,4 @@
-"""What a web worker does: the same application as in one process, around engines in other processes.
+"""Runs a web worker: the same application as in one process, around engines in other processes.
 
 No torch: a worker starts fast and stays small.
 """

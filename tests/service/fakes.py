@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -220,7 +220,7 @@ async def running(
         rig.states.append(rig.engine.status.state)
 
     async with AsyncExitStack() as stack:
-        counters = stack.enter_context(SharedCounters(workers=1, engines=1, capacity=queue_size))
+        counters = stack.enter_context(closing(SharedCounters(workers=1, engines=1, capacity=queue_size)))
         engine = LocalEngine(
             load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
             device="auto",

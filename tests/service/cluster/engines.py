@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class Service:
 @asynccontextmanager
 async def service(engines: int = 1, slots: int = 8) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
-        counters = stack.enter_context(SharedCounters(workers=2, engines=engines, capacity=slots))
+        counters = stack.enter_context(closing(SharedCounters(workers=2, engines=engines, capacity=slots)))
         channels = [EngineChannel(index, "cuda", counters, slots=slots) for index in range(engines)]
         for channel in channels:
             stack.callback(channel.close)

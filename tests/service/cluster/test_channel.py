@@ -41,7 +41,7 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
 
 @pytest.fixture
 def channel() -> Iterator[EngineChannel]:
-    with SharedCounters(workers=1, engines=1, capacity=1) as counters:
+    with closing(SharedCounters(workers=1, engines=1, capacity=1)) as counters:
         channel = EngineChannel(0, "cpu", counters, slots=1)
         yield channel
         channel.close()
@@ -76,7 +76,7 @@ def test_more_connections_than_can_wait_are_refused_and_block_nobody(channel: En
 def test_every_worker_can_wait_for_the_engine() -> None:
     workers = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     with (
-        SharedCounters(workers=workers, engines=1, capacity=1) as counters,
+        closing(SharedCounters(workers=workers, engines=1, capacity=1)) as counters,
         closing(EngineChannel(0, "cpu", counters, slots=1)) as channel,
         ExitStack() as connections,
     ):

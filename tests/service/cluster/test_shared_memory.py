@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from tests.service.cluster.scripts import run
 
 
 def test_places_are_counted_over_all_workers() -> None:
-    with SharedCounters(workers=2, engines=1, capacity=3) as counters:
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
         one, two = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
         with one.reserve() as both, two.reserve():
             both.extend()
@@ -25,7 +27,7 @@ def test_places_are_counted_over_all_workers() -> None:
 
 
 def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
-    with SharedCounters(workers=2, engines=1, capacity=3) as counters:
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
         other, places = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
         with other.reserve():
             with pytest.raises(QueueFull), places.reserve() as permit:
@@ -35,7 +37,7 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
 
 
 def test_a_dead_workers_places_are_free_again() -> None:
-    with SharedCounters(workers=2, engines=2, capacity=2) as counters:
+    with closing(SharedCounters(workers=2, engines=2, capacity=2)) as counters:
         dead = SharedLimiter(counters, 0)
         dead.take()
         dead.take()
