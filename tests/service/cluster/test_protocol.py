@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import AttentionMap, MapRequest
+from model.prediction import AttentionMap, Head, MapRequest
 from service.cluster.protocol import (
     REPLY_LIMIT,
     REQUEST_LIMIT,
@@ -36,7 +36,7 @@ from tests.service.fakes import model_info
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
-HEADS = st.one_of(st.sampled_from(["mean", "max"]), st.integers(0, 255))
+HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
 
 def floats(shape: Any) -> st.SearchStrategy[Any]:

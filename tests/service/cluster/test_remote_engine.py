@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
 from model.prediction import MapRequest
+from service.cluster.protocol import Frame
 from service.engine.messages import InferenceRequest
 from service.errors import EngineUnavailable, QueueFull
 from tests.service.cluster.engines import ask, service, until
@@ -46,7 +48,12 @@ async def test_the_answers_of_a_batch_wake_a_worker_at_most_once(monkeypatch: py
         assert connection is not None
         wake_ups = []
         original = connection._reader.feed
-        monkeypatch.setattr(connection._reader, "feed", lambda data: wake_ups.append(len(data)) or original(data))
+
+        def feed(data: bytes) -> Iterator[Frame]:
+            wake_ups.append(len(data))
+            return original(data)
+
+        monkeypatch.setattr(connection._reader, "feed", feed)
         predictor.gate.set()
         await asyncio.gather(*tasks)
     assert [len(batch) for batch in predictor.launched] == [1, 4, 4]

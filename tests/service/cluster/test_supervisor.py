@@ -117,8 +117,12 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
 
 
 def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
+    def forget() -> list[int]:
+        service.running.remove("engine")
+        return []
+
     service.system.end_at(3, "engine")
-    service.system.at(4, lambda: service.running.remove("engine") or [])
+    service.system.at(4, forget)
     service.system.end_at(5, "engine")
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
