@@ -1,4 +1,4 @@
-"""Several engines, one a device, as one."""
+"""Distributes images over several engines, one a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.errors import EngineUnavailable
 
 
 class Balancer:
-    """Several engines as one: an image goes to the engine with the shortest queue, over all workers.
+    """Sends each image to the engine with the shortest queue, counted over all workers.
 
     It is ready as long as one of them is.
 
@@ -26,7 +26,7 @@ class Balancer:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Of the model, on all the devices that have it."""
+        """Return what the engines serve, with the devices of all that are loaded; None before the first one is."""
         infos = [engine.info for engine in self.engines if engine.info is not None]
         if not infos:
             return None
@@ -34,40 +34,40 @@ class Balancer:
 
     @property
     def status(self) -> EngineStatus:
-        """Of the best of them; the queues together."""
-        all_of_them = [engine.status for engine in self.engines]
-        best = next((status for status in all_of_them if status.state == "ready"), all_of_them[0])
+        """Return the status of the first ready engine, with the queue depths and restarts of all."""
+        statuses = [engine.status for engine in self.engines]
+        first = next((status for status in statuses if status.state == "ready"), statuses[0])
         return dataclasses.replace(
-            best,
-            device=",".join(status.device for status in all_of_them),
-            queue_depth=sum(status.queue_depth for status in all_of_them),
-            restarts=sum(status.restarts for status in all_of_them),
+            first,
+            device=",".join(status.device for status in statuses),
+            queue_depth=sum(status.queue_depth for status in statuses),
+            restarts=sum(status.restarts for status in statuses),
         )
 
     @property
     def ready(self) -> bool:
-        """Whether one of them takes images."""
+        """Return whether at least one engine takes images."""
         return any(engine.ready for engine in self.engines)
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Start all."""
+        """Start all engines."""
         for engine in self.engines:
             engine.start(on_change)
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        return await self._shortest().infer(request, timeout=timeout)
+        return await self._least_loaded().infer(request, timeout=timeout)
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    def _shortest(self) -> RemoteEngine:
-        """The ready engine with the fewest images; of equals, the next in turn."""
+    def _least_loaded(self) -> RemoteEngine:
+        """Return the ready engine with the fewest images; of equals, the next in turn."""
         count = len(self.engines)
         in_turn = [(self._last + 1 + step) % count for step in range(count)]
         ready = [index for index in in_turn if self.engines[index].ready]
         if not ready:
             raise EngineUnavailable(self.status.reason)
-        self._last = min(ready, key=lambda index: self.engines[index].load)
+        self._last = min(ready, key=lambda index: self.engines[index].outstanding)
         return self.engines[self._last]

@@ -1,11 +1,11 @@
-"""Where web workers and an engine process meet, and how they talk.
+"""Connects web workers to an engine process.
 
     web worker                                     engine process
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
       slot <- pixels                                 Submit -> Engine.infer(pixels in the slot)
       Submit          --- Unix socket, frames -->      (LocalEngine: the same queue for all workers)
-      future  <-- Result or Failure, --------------- answers of a batch leave in one write,
+      future  <-- Completed or Failed, ------------- answers of a batch leave in one write,
                   one wake-up a batch                so a worker wakes up once
 
 The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own requests
@@ -21,15 +21,15 @@ import secrets
 import socket
 from typing import cast
 
-from service.cluster.protocol import Decoder, Frame, FrameError, encode
-from service.cluster.shared_memory import SharedCounters, SharedFile
+from service.cluster.protocol import Frame, FrameError, FrameReader, encode
+from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile
 from service.engine.messages import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 
 class EngineChannel:
-    """Where one engine process and the workers meet; made before they are forked.
+    """Holds what connects one engine process and the workers; made before they are forked.
 
     Attributes:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
@@ -38,79 +38,88 @@ class EngineChannel:
         pixels: memory for images, sized by the engine when it knows their size.
     """
 
-    def __init__(self, index: int, device: str, board: SharedCounters, *, slots: int) -> None:
+    def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int) -> None:
         self.index = index
         self.device = device
-        self.board = board
+        self.counters = counters
         self.slots = slots
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("")  # the kernel finds a free abstract address
-        self.listener.listen(128)
+        # Twice the workers: the connections of some that died may still wait beside their successors'.
+        self.listener.listen(max(128, 2 * len(counters.worker_state)))
 
     def connect(self) -> socket.socket:
-        """A connection, accepted or waiting to be.
+        """Return a non-blocking connection, accepted or waiting to be.
 
         Raises:
+            BlockingIOError: too many connections wait to be accepted.
             OSError: nobody listens any more.
         """
         connection = socket.socket(self.listener.family, self.listener.type)
+        connection.setblocking(False)
         try:
-            connection.connect(self._address)
+            connection.connect(self.listener.getsockname())
         except OSError:
             connection.close()
             raise
-        connection.setblocking(False)
         return connection
 
-    @property
-    def _address(self) -> bytes:
-        return cast(bytes, self.listener.getsockname())
+    def grow_pixels(self, workers: int, info: ModelInfo) -> None:
+        """Make room for the images of all workers; only the engine's process may."""
+        self.pixels.grow(workers * ImageSlots.size(self.slots, _image_shape(info)))
+
+    def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
+        """Return a worker's slots, once there is room for them."""
+        return ImageSlots(self.pixels, worker, self.slots, _image_shape(info))
 
     def close(self) -> None:
-        """Let go of socket and memory."""
+        """Close the socket and the memory."""
         self.listener.close()
         self.pixels.close()
 
 
-def image_shape(info: ModelInfo) -> tuple[int, int, int]:
-    """(rows, columns, channels) of the images that a model takes."""
-    return (*info.preprocess.size, len(info.preprocess.mean))
+class FrameProtocol(asyncio.Protocol):
+    """Sends and receives frames; those sent within one turn of the event loop leave in one write.
 
+    Args:
+        limit: bytes of the longest frame that is read.
+    """
 
-class FramesProtocol(asyncio.Protocol):
-    """A connection as frames; what is sent within one turn of the event loop leaves in one write."""
-
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._decoder = Decoder()
+        self._reader = FrameReader(limit)
         self._outgoing: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Frames can be sent."""
+        """Keep the transport that frames are sent by."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """What is sent from now on is lost."""
+        """Drop the transport; what is sent from now on is lost."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Hand on the frames that are whole; what is no frame ends the connection."""
+        """Hand on the frames that are complete; what is no frame ends the connection."""
         try:
-            for frame in self._decoder.feed(data):
-                self.received(frame)
+            for frame in self._reader.feed(data):
+                self.frame_received(frame)
         except FrameError as error:
             logger.error("engine connection: %s", error)
             self.close()
 
-    def received(self, frame: Frame) -> None:
-        """For subclasses: one frame came. `FrameError` ends the connection."""
+    def frame_received(self, frame: Frame) -> None:
+        """Handle one frame.
+
+        Raises:
+            FrameError: the frame is out of order; the connection ends.
+        """
         raise NotImplementedError
 
     def send(self, frame: Frame) -> None:
-        """Send with all others of this turn."""
+        """Send a frame together with all others of this turn."""
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(encode(frame))
@@ -125,3 +134,8 @@ class FramesProtocol(asyncio.Protocol):
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
+
+
+def _image_shape(info: ModelInfo) -> tuple[int, int, int]:
+    """Return (rows, columns, channels) of the images that a model takes."""
+    return (*info.preprocess.size, len(info.preprocess.mean))

@@ -1,4 +1,4 @@
-"""Lets web workers of other processes use an engine of this one; `service.cluster.channel` has the picture."""
+"""Lets web workers of other processes use an engine of this one; `service.cluster.channel` draws how."""
 
 from __future__ import annotations
 
@@ -8,156 +8,144 @@ import hmac
 import logging
 from collections.abc import Callable
 
-from service.cluster.channel import EngineChannel, FramesProtocol, image_shape
-from service.cluster.protocol import Cancel, Cancelled, Failure, Frame, FrameError, Hello, Model, Result, Status, Submit
-from service.cluster.shared_memory import Pixels
+from service.cluster import protocol
+from service.cluster.channel import EngineChannel, FrameProtocol
+from service.cluster.shared_memory import ImageSlots
 from service.engine.base import Engine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
 
-_REFRESH_SECONDS = 1.0
-
 
 class EngineServer:
-    """Lets workers of other processes use an engine of this one.
+    """Serves an engine of this process to the workers of other processes.
 
     Args:
-        engine: whose requests these become.
-        link: where the workers are.
+        engine: what computes their requests.
+        channel: where the workers connect.
         workers: how many there are at most.
+        refresh_seconds: how often the status is looked at for changes that the engine does not report itself.
     """
 
-    def __init__(self, engine: Engine, link: EngineChannel, *, workers: int) -> None:
+    def __init__(self, engine: Engine, channel: EngineChannel, *, workers: int, refresh_seconds: float = 1.0) -> None:
         self._engine = engine
-        self._link = link
+        self._channel = channel
         self._workers = workers
+        self._refresh_seconds = refresh_seconds
         self._connections: set[_WorkerConnection] = set()
-        self._told: EngineStatus | None = None
+        self._last_status: EngineStatus | None = None
 
     async def start(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Start the engine and take connections; `on_change` as of `Engine.start`."""
+        """Start the engine and accept connections; `on_change` as of `Engine.start`."""
 
-        def changed() -> None:
+        def engine_changed() -> None:
             info = self._engine.info
             if info is not None:
-                self._link.pixels.grow(self._workers * Pixels.size(self._link.slots, image_shape(info)))
-            self._tell()
+                self._channel.grow_pixels(self._workers, info)
+            self._publish_status()
             on_change()
 
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _WorkerConnection(self._engine, self._connections, self._authorise), sock=self._link.listener
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: _WorkerConnection(self._engine, self._channel, self._workers, self._connections),
+            sock=self._channel.listener,
         )
-        self._engine.start(changed)
-        self._ticker = asyncio.create_task(self._refresh())
+        self._engine.start(engine_changed)
+        self._refresher = asyncio.create_task(self._refresh())
 
     async def close(self) -> None:
-        """Close the engine; what it had on board is answered before the connections end."""
-        self._ticker.cancel()
+        """Close the engine; the requests that it has are answered before the connections end."""
+        self._refresher.cancel()
         await self._engine.close()
-        self._tell()
+        self._publish_status()
         for connection in list(self._connections):
             await connection.finish()
         self._server.close()
 
-    def _authorise(self, hello: Hello) -> Callable[[], Pixels] | None:
-        """Where a worker's images lie, once their size is known; None for a stranger."""
-        if not hmac.compare_digest(hello.key, self._link.key) or hello.worker >= self._workers:
-            return None
-
-        def pixels() -> Pixels:
-            assert self._engine.info is not None, "images are sent to a loaded model"
-            return Pixels(self._link.pixels, hello.worker, self._link.slots, image_shape(self._engine.info))
-
-        return pixels
-
     async def _refresh(self) -> None:
-        """A model that is compiled beside its work changes without saying so."""
+        """Publish changes without an event of their own: a model that is compiled beside its work."""
         while True:
-            await asyncio.sleep(_REFRESH_SECONDS)
-            self._tell()
+            await asyncio.sleep(self._refresh_seconds)
+            self._publish_status()
 
-    def _tell(self) -> None:
+    def _publish_status(self) -> None:
         status = dataclasses.replace(self._engine.status, queue_depth=0)
-        if status != self._told:
-            self._told = status
+        if status != self._last_status:
+            self._last_status = status
             for connection in self._connections:
-                connection.tell()
+                connection.publish_status()
 
 
-class _WorkerConnection(FramesProtocol):
+class _WorkerConnection(FrameProtocol):
     """One worker's requests in the engine's process."""
 
     def __init__(
-        self,
-        engine: Engine,
-        connections: set[_WorkerConnection],
-        authorise: Callable[[Hello], Callable[[], Pixels] | None],
+        self, engine: Engine, channel: EngineChannel, workers: int, connections: set[_WorkerConnection]
     ) -> None:
-        super().__init__()
+        super().__init__(protocol.REQUEST_LIMIT)
         self._engine = engine
+        self._channel = channel
+        self._workers = workers
         self._connections = connections
-        self._authorise = authorise
-        self._pixels_of: Callable[[], Pixels] | None = None
-        self._pixels: Pixels | None = None
+        self._worker: int | None = None
+        self._slots: ImageSlots | None = None
         self._tasks: dict[int, asyncio.Task[InferenceResult]] = {}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The worker is gone: nobody waits for what it asked."""
+        """Cancel what the worker asked: nobody waits for it."""
         super().connection_lost(exc)
         self._connections.discard(self)
         for task in self._tasks.values():
             task.cancel()
 
-    def received(self, frame: Frame) -> None:
-        """Requests of a worker that has said who it is."""
-        if isinstance(frame, Hello) and self._pixels_of is None:
-            self._pixels_of = self._authorise(frame)
-            if self._pixels_of is None:
-                raise FrameError("a stranger")
+    def frame_received(self, frame: protocol.Frame) -> None:
+        """Handle a request; the first frame must say which worker it is from."""
+        if isinstance(frame, protocol.Hello) and self._worker is None:
+            if not hmac.compare_digest(frame.key, self._channel.key) or frame.worker >= self._workers:
+                raise protocol.FrameError("a stranger")
+            self._worker = frame.worker
             self._connections.add(self)
-            self.tell()
-        elif isinstance(frame, Submit) and self._pixels_of is not None:
+            self.publish_status()
+        elif isinstance(frame, protocol.Submit) and self._worker is not None:
             task = self._tasks[frame.id] = self._loop.create_task(self._infer(frame))
             task.add_done_callback(lambda done: self._answer(frame.id, done))
-        elif isinstance(frame, Cancel) and self._pixels_of is not None:
+        elif isinstance(frame, protocol.Cancel) and self._worker is not None:
             if frame.id in self._tasks:  # else its answer is on the way already
                 self._tasks[frame.id].cancel()
         else:
-            raise FrameError(f"{type(frame).__name__} out of order")
+            raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
-    def tell(self) -> None:
-        """Say how the engine is doing; the model first, so that whoever hears `ready` has it."""
-        if self._engine.info is not None and self._pixels is None and self._pixels_of is not None:
-            self._pixels = self._pixels_of()
-            self.send(Model(self._engine.info))
-        self.send(Status(self._engine.status))
+    def publish_status(self) -> None:
+        """Send the engine's status; the model first, so that whoever hears `ready` has it."""
+        info = self._engine.info
+        if info is not None and self._slots is None and self._worker is not None:
+            self._slots = self._channel.image_slots(self._worker, info)
+            self.send(protocol.ModelLoaded(info))
+        self.send(protocol.StatusChanged(self._engine.status))
 
     async def finish(self) -> None:
-        """Send what is left to say, and close."""
+        """Send the answers that are still owed, and close."""
         if self._tasks:
             await asyncio.wait(self._tasks.values())
         self.close()
 
-    async def _infer(self, frame: Submit) -> InferenceResult:
-        if self._pixels is None:
+    async def _infer(self, frame: protocol.Submit) -> InferenceResult:
+        if self._slots is None:
             raise EngineUnavailable(self._engine.status.reason)
-        request = InferenceRequest(self._pixels[frame.slot], frame.top_k, frame.map)
+        request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map)
         return await self._engine.infer(request, timeout=frame.timeout)
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
-        """One request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""
+        """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""
         del self._tasks[id_]
         if task.cancelled():
-            self.send(Failure(id_, Cancelled("cancelled")))
+            self.send(protocol.Failed.of(id_, protocol.Cancelled("cancelled")))
             return
         error = task.exception()
         if error is None:
-            self.send(Result(id_, task.result()))
+            self.send(protocol.Completed(id_, task.result()))
         elif isinstance(error, ServiceError):
-            self.send(Failure(id_, error))
+            self.send(protocol.Failed.of(id_, error))
         else:
             logger.error("a request failed", exc_info=error)
-            self.send(Failure(id_, InferenceFailed("the engine failed on this image")))
+            self.send(protocol.Failed.of(id_, InferenceFailed("the engine failed on this image")))

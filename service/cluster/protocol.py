@@ -1,202 +1,51 @@
-"""What web workers and engine processes say to one another, and its bytes: typed frames, no pickle.
+"""Defines the typed frames that web workers and engine processes exchange: msgspec structs, no pickle.
 
     web worker                                   engine process
     Hello(worker, key)                  -->
-                                        <--      Status(status)            on connection and on each change
-                                        <--      Model(info)               once it is loaded
+                                        <--      StatusChanged(status)     on connection and on each change
+                                        <--      ModelLoaded(info)         once it is loaded
     Submit(id, slot, ..., timeout)      -->                                pixels lie in the slot
     Cancel(id)                          -->
-                                        <--      Result(id, ...) or Failure(id, ...)
+                                        <--      Completed(id, ...) or Failed(id, ...)
 
-Every Submit gets exactly one Result or Failure, a cancelled one too: only then may its slot be used again.
+Every Submit gets exactly one Completed or Failed, a cancelled one too: only then may its slot be used again.
 
-A frame is a length (uint32, of what follows), a kind (uint8) and a payload. What every image needs is
-packed by `struct` and as raw arrays; what is rare (Status, Model) is JSON. Times are intervals in seconds.
-Both sides run the same code on one machine, so numbers are little-endian and there are no versions.
+A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
+Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times are intervals in seconds. Both
+sides run the same code on one machine, so there are no versions.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, Self, cast
 
+import msgspec
 import numpy as np
-from pydantic import TypeAdapter
+from msgspec import Meta
+from pydantic import BaseModel
 
-from model.prediction import AttentionMap, Head, MapRequest
+from model.prediction import MapRequest
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 
-_HEAD = struct.Struct("<IB")
+_LENGTH_BYTES = 4
 
-_NO_MAP = -1
-_HEADS: dict[Head, int] = {"mean": -1, "max": -2}
-_COMBINED: dict[int, Head] = {code: head for head, code in _HEADS.items()}
+REQUEST_LIMIT = 1 << 10
+"""Bytes of the longest frame that a worker sends; anybody may connect and claim to be one."""
+
+REPLY_LIMIT = 256 << 20
+"""Bytes of the longest frame that an engine sends: a model may have a million labels."""
+
+Natural = Annotated[int, Meta(ge=0)]
 
 
 class FrameError(Exception):
-    """Bytes that are no frame: the other side is not who it should be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first frame of a connection.
-
-    Attributes:
-        worker: whose part of the pixel memory this connection uses.
-        key: proof that it comes from the same service.
-    """
-
-    kind: ClassVar[int] = 1
-    worker: int
-    key: bytes
-
-    def pack(self) -> bytes:
-        """The payload."""
-        return struct.pack("<I", self.worker) + self.key
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Hello:
-        """From a payload."""
-        return cls(struct.unpack_from("<I", data)[0], data[4:])
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """One image for the queue.
-
-    Attributes:
-        id: unique on its connection among those that have no outcome yet.
-        slot: where its pixels lie.
-        top_k: how many classes to answer with.
-        map: the attention map wanted beside them, if any.
-        timeout: seconds from now within which it must be launched.
-    """
-
-    kind: ClassVar[int] = 2
-    form: ClassVar[struct.Struct] = struct.Struct("<QIIiid")
-    id: int
-    slot: int
-    top_k: int
-    map: MapRequest | None
-    timeout: float
-
-    def pack(self) -> bytes:
-        """The payload."""
-        layer, head = (_NO_MAP, 0) if self.map is None else (self.map.layer, _pack_head(self.map.head))
-        return self.form.pack(self.id, self.slot, self.top_k, layer, head, self.timeout)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Submit:
-        """From a payload."""
-        id_, slot, top_k, layer, head, timeout = cls.form.unpack(data)
-        wanted = None if layer == _NO_MAP else MapRequest(layer, _unpack_head(head))
-        return cls(id_, slot, top_k, wanted, timeout)
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody waits for this image any more."""
-
-    kind: ClassVar[int] = 3
-    id: int
-
-    def pack(self) -> bytes:
-        """The payload."""
-        return struct.pack("<Q", self.id)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Cancel:
-        """From a payload."""
-        return cls(*struct.unpack("<Q", data))
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How the engine is doing; its queue's depth stands in shared memory, where it is never old."""
-
-    kind: ClassVar[int] = 4
-    adapter: ClassVar[TypeAdapter[EngineStatus]] = TypeAdapter(EngineStatus)
-    status: EngineStatus
-
-    def pack(self) -> bytes:
-        """The payload."""
-        return self.adapter.dump_json(self.status)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Status:
-        """From a payload."""
-        return cls(cls.adapter.validate_json(data))
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is loaded. From now on images are taken."""
-
-    kind: ClassVar[int] = 5
-    adapter: ClassVar[TypeAdapter[ModelInfo]] = TypeAdapter(ModelInfo)
-    info: ModelInfo
-
-    def pack(self) -> bytes:
-        """The payload."""
-        return self.adapter.dump_json(self.info)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Model:
-        """From a payload."""
-        return cls(cls.adapter.validate_json(data))
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One image's answer."""
-
-    kind: ClassVar[int] = 6
-    form: ClassVar[struct.Struct] = struct.Struct("<QIIddiidII")
-    id: int
-    result: InferenceResult
-
-    def pack(self) -> bytes:
-        """The payload: the numbers, then scores, indices and the map's values."""
-        result, found = self.result, self.result.map
-        layer, head, kept_mass, shape = _NO_MAP, 0, 0.0, (0, 0)
-        if found is not None:
-            layer, head, kept_mass = found.layer, _pack_head(found.head), found.kept_mass
-            shape = (found.values.shape[0], found.values.shape[1])
-        numbers = self.form.pack(
-            self.id,
-            len(result.scores),
-            result.batch_size,
-            result.queue_seconds,
-            result.inference_seconds,
-            layer,
-            head,
-            kept_mass,
-            *shape,
-        )
-        arrays = [result.indices.astype("<i8", copy=False), result.scores.astype("<f4", copy=False)]
-        if found is not None:
-            arrays.append(found.values.astype("<f4", copy=False))
-        return b"".join((numbers, *(array.tobytes() for array in arrays)))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Result:
-        """From a payload; the arrays are read-only views of it."""
-        id_, top_k, batch_size, queue, inference, layer, head, kept_mass, rows, columns = cls.form.unpack_from(data)
-        at = cls.form.size
-        indices = np.frombuffer(data, "<i8", top_k, at)
-        scores = np.frombuffer(data, "<f4", top_k, at + 8 * top_k)
-        found = None
-        if layer != _NO_MAP:
-            values = np.frombuffer(data, "<f4", rows * columns, at + 12 * top_k).reshape(rows, columns)
-            found = AttentionMap(layer, _unpack_head(head), values, kept_mass)
-        return cls(id_, InferenceResult(scores, indices, found, batch_size, queue, inference))
+    """The peer sent bytes that are no frame, or a frame out of order."""
 
 
 class Cancelled(errors.ServiceError):
-    """The answer to a Cancel that came in time; nobody waits for it."""
+    """Answers a Cancel that came in time; nobody waits for it."""
 
 
 _FAILURES: tuple[type[errors.ServiceError], ...] = (
@@ -206,75 +55,147 @@ _FAILURES: tuple[type[errors.ServiceError], ...] = (
     errors.DeadlineExceeded,
     Cancelled,
 )
-"""The errors of `Engine.infer`, numbered by their place here."""
+"""The errors of `Engine.infer`; a frame carries an error's index."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One image's error."""
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Writes every frame as a MessagePack array that begins with its class's tag."""
 
-    kind: ClassVar[int] = 7
+
+class Hello(_Frame, frozen=True, tag=1):
+    """Opens a connection.
+
+    Attributes:
+        worker: whose part of the pixel memory this connection uses.
+        key: proof that it comes from the same service.
+    """
+
+    worker: Natural
+    key: bytes
+
+
+class Submit(_Frame, frozen=True, tag=2):
+    """Asks for one image to be computed.
+
+    Attributes:
+        id: unique on its connection among those that have no outcome yet.
+        slot: where its pixels lie.
+        top_k: how many classes to answer with.
+        map: the attention map wanted beside them, if any.
+        timeout: seconds from now within which it must be launched.
+    """
+
     id: int
-    error: errors.ServiceError
+    slot: Natural
+    top_k: int
+    map: MapRequest | None
+    timeout: float
 
-    def pack(self) -> bytes:
-        """The payload: the error's number and its message."""
-        return struct.pack("<QB", self.id, _FAILURES.index(type(self.error))) + str(self.error).encode()
+
+class Cancel(_Frame, frozen=True, tag=3):
+    """Says that nobody waits for this image any more."""
+
+    id: int
+
+
+class StatusChanged(_Frame, frozen=True, tag=4):
+    """Tells how the engine is doing; its queue's depth stands in shared memory, where it is never old."""
+
+    status: EngineStatus
+
+
+class ModelLoaded(_Frame, frozen=True, tag=5):
+    """Tells what is loaded; from now on images are taken."""
+
+    info: ModelInfo
+
+
+class Completed(_Frame, frozen=True, tag=6):
+    """Answers one image."""
+
+    id: int
+    result: InferenceResult
+
+
+class Failed(_Frame, frozen=True, tag=7):
+    """Answers one image with an error: its type's place among `Engine.infer`'s errors, and its message."""
+
+    id: int
+    kind: Annotated[int, Meta(ge=0, lt=len(_FAILURES))]
+    message: str
 
     @classmethod
-    def unpack(cls, data: bytes) -> Failure:
-        """From a payload."""
-        id_, number = struct.unpack_from("<QB", data)
-        return cls(id_, _FAILURES[number](data[9:].decode()))
+    def of(cls, id_: int, error: errors.ServiceError) -> Self:
+        """Return the frame that carries an error."""
+        return cls(id_, _FAILURES.index(type(error)), str(error))
+
+    def error(self) -> errors.ServiceError:
+        """Return the error."""
+        return _FAILURES[self.kind](self.message)
 
 
-Frame = Hello | Submit | Cancel | Status | Model | Result | Failure
+Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Failed
 
-_KINDS: dict[int, type[Frame]] = {
-    frame.kind: frame for frame in (Hello, Submit, Cancel, Status, Model, Result, Failure)
-}
+
+def _to_plain(value: Any) -> Any:
+    """Return what msgspec can write in place of an array or of a pydantic model."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    assert isinstance(value, BaseModel), type(value)
+    return value.model_dump()
+
+
+def _from_plain(kind: Any, value: Any) -> Any:
+    """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
+    if isinstance(kind, type):
+        return cast(type[BaseModel], kind).model_validate(value)
+    shape, data = value
+    dtype = kind.__args__[1].__args__[0]  # of NDArray[dtype]; `typing.get_args` takes a microsecond
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
 
 
 def encode(frame: Frame) -> bytes:
-    """A frame's bytes, its length first."""
-    payload = frame.pack()
-    return _HEAD.pack(1 + len(payload), frame.kind) + payload
+    """Return a frame's bytes, its length first."""
+    payload = _encoder.encode(frame)
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
-class Decoder:
-    """Cuts a stream of bytes, however it arrives, into frames."""
+class FrameReader:
+    """Cuts a stream of bytes, however it arrives, into frames.
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes of the longest frame; a longer one is refused as soon as its length is known.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete with these bytes.
+        """Yield the frames that are complete with these bytes.
 
         Raises:
             FrameError: this is not what `encode` makes.
         """
         self._buffer += data
-        at, end = 0, len(self._buffer)
+        start, end = 0, len(self._buffer)
         try:
-            while end - at >= _HEAD.size:
-                length, kind = _HEAD.unpack_from(self._buffer, at)
-                after = at + 4 + length
-                if end < after:
+            while end - start >= _LENGTH_BYTES:
+                payload = start + _LENGTH_BYTES
+                length = int.from_bytes(self._buffer[start:payload], "little")
+                if length > self._limit:
+                    raise FrameError(f"a frame of {length} bytes, where {self._limit} are allowed")
+                if end < payload + length:
                     break
-                payload = bytes(self._buffer[at + _HEAD.size : after])
-                at = after
+                start = payload + length
                 try:
-                    frame = _KINDS[kind].unpack(payload)
-                except (struct.error, LookupError, ValueError) as error:
-                    raise FrameError(f"not a frame: {type(error).__name__}: {error}") from error
+                    frame = _decoder.decode(self._buffer[payload:start])
+                except (msgspec.MsgspecError, ValueError) as error:
+                    raise FrameError(f"not a frame: {error}") from error
                 yield frame
         finally:
-            del self._buffer[:at]
-
-
-def _pack_head(head: Head) -> int:
-    return head if isinstance(head, int) else _HEADS[head]
-
-
-def _unpack_head(code: int) -> Head:
-    return code if code >= 0 else _COMBINED[code]
+            del self._buffer[:start]

@@ -1,14 +1,18 @@
-"""Pictures kept for GET /attention by all web workers of one service together.
+"""Keeps pictures for GET /attention, for all web workers of one service together.
 
 A ring in shared memory: cells of one size (a model's pictures all have the same), the oldest at `first`,
 the next one to write at `after`. Cells are read and written as a file and never mapped, so a worker's
 memory does not grow with what the others keep.
+
+An expired picture is never returned. Its memory is freed by the calls that follow, each no more than
+`_FREE_BYTES` of it: the lock is held on the event loops of all workers.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import bisect
 import math
 import secrets
 import struct
@@ -22,10 +26,12 @@ from service.cluster.shared_memory import SharedFile, whole_pages
 _RING = struct.Struct("<QQQ")
 _CELL = struct.Struct("<16sQIII")
 _TOKEN_BYTES = 16
+_FREE_BYTES = 4 << 20
+"""What one call frees at most, in about half a millisecond; one cell if that is more."""
 
 
 class SharedImageStore:
-    """Bounded memory of model-size pictures, oldest out first, each good for `ttl` seconds.
+    """A bounded store of model-size pictures, oldest out first, each valid for `ttl` seconds.
 
     Args:
         file: the ring's; used for nothing else.
@@ -51,7 +57,7 @@ class SharedImageStore:
             return None
         token = secrets.token_bytes(_TOKEN_BYTES)
         with self._file.locked():
-            first, after, cell = self._dropped_expired()
+            _, first, after, cell = self._look()
             if cell != cost:  # the first picture of all
                 first, cell = after, cost
             if after - first >= self._max_bytes // cell:
@@ -63,7 +69,7 @@ class SharedImageStore:
         return base64.urlsafe_b64encode(token + after.to_bytes(8, "big")).decode()
 
     def get(self, image_id: str) -> NDArray[np.uint8] | None:
-        """The picture, or None if it is unknown, expired or pushed out."""
+        """Return the picture, uint8 [H, W, C], or None if it is unknown, expired or pushed out."""
         try:
             given = base64.b64decode(image_id, b"-_", validate=True)
         except (binascii.Error, ValueError):
@@ -72,8 +78,8 @@ class SharedImageStore:
             return None
         number = int.from_bytes(given[_TOKEN_BYTES:], "big")
         with self._file.locked():
-            first, after, cell = self._dropped_expired()
-            if not first <= number < after:
+            live, _, after, cell = self._look()
+            if not live <= number < after:
                 return None
             data = self._file.read(self._at(number, cell), cell)
         token, _, *shape = _CELL.unpack_from(data)
@@ -82,30 +88,41 @@ class SharedImageStore:
         return np.frombuffer(data, np.uint8, math.prod(shape), _CELL.size).reshape(shape)
 
     def usage(self) -> tuple[int, int]:
-        """(pictures, bytes) kept now."""
+        """Return (pictures, bytes) kept now."""
         with self._file.locked():
-            first, after, cell = self._dropped_expired()
-        return after - first, (after - first) * cell
+            live, _, after, cell = self._look()
+        return after - live, (after - live) * cell
 
-    def _dropped_expired(self) -> tuple[int, int, int]:
-        """(first, after, bytes of a cell), the expired ones overwritten."""
-        found: tuple[int, int, int] = _RING.unpack(self._file.read(0, _RING.size).ljust(_RING.size, b"\0"))
-        first, after, cell = found
+    def _look(self) -> tuple[int, int, int, int]:
+        """Free some of what has expired.
+
+        Returns:
+            live: the oldest picture that has not expired.
+            first: the oldest whose cell is not freed.
+            after: the next one to write.
+            cell: bytes of a cell.
+        """
+        first, after, cell = _RING.unpack(self._file.read(0, _RING.size).ljust(_RING.size, b"\0"))
         now = self._clock()
-        while first < after:
-            # All live equally long, so the oldest expires first.
-            _, expires, *_ = _CELL.unpack(self._file.read(self._at(first, cell), _CELL.size))
-            if expires > now:
-                break
-            self._file.write(self._at(first, cell), bytes(cell))
-            first += 1
-        if first != found[0]:
-            self._write_ring(first, after, cell)
-        return first, after, cell
+        if first == after or self._expires(first, cell) > now:
+            return first, first, after, cell
+        # All live equally long, so they expire in the order of their numbers.
+        live = first + bisect.bisect(range(first, after), now, key=lambda number: self._expires(number, cell))
+        cells = self._max_bytes // cell
+        # As many as lie side by side, up to the end of the ring.
+        count = min(live - first, cells - first % cells, max(1, _FREE_BYTES // cell))
+        self._file.free(self._at(first, cell), count * cell)
+        self._write_ring(first + count, after, cell)
+        return live, first + count, after, cell
+
+    def _expires(self, number: int, cell: int) -> int:
+        """Return the second from which a picture is expired."""
+        _, expires, *_ = _CELL.unpack(self._file.read(self._at(number, cell), _CELL.size))
+        return int(expires)
 
     def _write_ring(self, first: int, after: int, cell: int) -> None:
         self._file.write(0, _RING.pack(first, after, cell))
 
     def _at(self, number: int, cell: int) -> int:
-        """Where a cell begins; the ring's own numbers have the first page."""
+        """Return where a cell begins; the ring's own numbers have the first page."""
         return whole_pages(_RING.size) + number % (self._max_bytes // cell) * cell

@@ -1,4 +1,4 @@
-"""Memory that the processes of one service share: anonymous, sized from the settings, gone with its last user.
+"""Gives the processes of one service shared memory: anonymous, sized from the settings, freed with its last user.
 
 It is made before the processes are forked and inherited by them. It has no name (Python 3.11 unlinks
 named segments behind one's back) and does not lie in /dev/shm (64 MiB in a container).
@@ -10,18 +10,21 @@ the kernel takes back when its holder dies.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import QueueFull
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 class SharedFile:
@@ -37,25 +40,35 @@ class SharedFile:
         self._descriptor = os.memfd_create(f"vitserve-{name}", os.MFD_CLOEXEC)
 
     def grow(self, size: int) -> None:
-        """At least `size` bytes, new ones zero; one process only may grow it. It never shrinks: others map it."""
+        """Make it at least `size` bytes, new ones zero; one process only may. It never shrinks: others map it."""
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
 
     def map(self, size: int, offset: int = 0) -> mmap.mmap:
-        """A view of `size` bytes from `offset`, a multiple of the page size."""
+        """Return a view of `size` bytes from `offset`, a multiple of the page size."""
         return mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=offset)
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, fewer at the end."""
+        """Return `size` bytes from `offset`, fewer at the end."""
         return os.pread(self._descriptor, size, offset)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Bytes to `offset`; the file grows as needed."""
+        """Write bytes at `offset`; the file grows as needed."""
         os.pwrite(self._descriptor, data, offset)
+
+    def free(self, offset: int, size: int) -> None:
+        """Give whole pages back to the system; they read as zeros from now on.
+
+        Raises:
+            OSError: the kernel cannot.
+        """
+        if _libc.fallocate(self._descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, offset, size):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude other processes; the kernel ends it with the process. Does not exclude threads of this one."""
+        """Hold a lock against other processes, not threads of this one; the kernel ends it with the process."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -63,16 +76,16 @@ class SharedFile:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of it; maps stay good."""
+        """Close the descriptor; maps stay valid."""
         os.close(self._descriptor)
 
 
 def whole_pages(size: int) -> int:
-    """`size` rounded up to pages."""
+    """Return `size` rounded up to pages."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Pixels:
+class ImageSlots:
     """Slots for images between one web worker and one engine.
 
     The worker writes a slot before it submits it and leaves it alone until the engine has answered. A
@@ -92,15 +105,15 @@ class Pixels:
         image_bytes = int(np.prod(shape))
         flat = np.frombuffer(memory, np.uint8)[: slots * image_bytes]
         self._images: NDArray[np.uint8] = flat.reshape(slots, *shape)
-        self.slots = slots
+        self.count = slots
 
     @staticmethod
     def size(slots: int, shape: tuple[int, int, int]) -> int:
-        """Bytes of one worker's part."""
+        """Return the bytes of one worker's part."""
         return whole_pages(slots * int(np.prod(shape)))
 
     def __getitem__(self, slot: int) -> NDArray[np.uint8]:
-        """The image in a slot, uint8 [H, W, C]: a view.
+        """Return the image in a slot, uint8 [H, W, C], as a view.
 
         Raises:
             IndexError: there is no such slot.
@@ -114,11 +127,11 @@ class SharedCounters:
 
     Args:
         workers, engines: how many there are.
-        places: images in the service at once, over all workers.
+        capacity: images in the service at once, over all workers.
 
     Attributes:
-        places_taken: uint32 [workers]; written by the worker.
-        images_out: uint32 [workers, engines], images without an outcome yet; written by the worker.
+        permits_taken: uint32 [workers]; written by the worker.
+        outstanding: uint32 [workers, engines], images without an outcome yet; written by the worker.
         worker_state: uint32 [workers], see `LISTENING` and `SERVING`; written by the worker.
         engine_was_ready: uint32 [engines]; written by the engine, once.
         queue_depth: uint32 [engines]; written by the engine.
@@ -129,9 +142,9 @@ class SharedCounters:
     LISTENING = 1
     SERVING = 2
 
-    def __init__(self, *, workers: int, engines: int, places: int) -> None:
-        self.capacity = places
-        self._file = SharedFile("board")
+    def __init__(self, *, workers: int, engines: int, capacity: int) -> None:
+        self.capacity = capacity
+        self._file = SharedFile("counters")
         counts = (workers, workers * engines, workers, engines, engines, engines)
         size = whole_pages(8 + 4 * sum(counts))
         self._file.grow(size)
@@ -139,46 +152,39 @@ class SharedCounters:
         self.seconds: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, 1)
         words = np.frombuffer(memory, np.uint32, sum(counts), 8)
         parts: list[NDArray[np.uint32]] = np.split(words, np.cumsum(counts)[:-1])
-        self.places_taken, images_out, self.worker_state, self.engine_was_ready, self.queue_depth, self.restarts = parts
-        self.images_out = images_out.reshape(workers, engines)
+        self.permits_taken, outstanding, self.worker_state = parts[:3]
+        self.engine_was_ready, self.queue_depth, self.restarts = parts[3:]
+        self.outstanding = outstanding.reshape(workers, engines)
 
-    def everything_is_ready(self) -> bool:
-        """Whether all engines are loaded and all workers know of it."""
+    def all_ready(self) -> bool:
+        """Return whether all engines are loaded and all workers know of it."""
         return bool(self.engine_was_ready.all() and (self.worker_state == self.SERVING).all())
 
     def forget_engine(self, engine: int) -> None:
-        """An engine is gone, and its queue with it."""
+        """Clear what an engine that ended had written; that it was ready once stays."""
         self.queue_depth[engine] = 0
 
     def count_restart(self, engine: int) -> None:
-        """An engine is started again."""
+        """Count one more start of an engine."""
         self.restarts[engine] += 1
 
     def forget_worker(self, worker: int) -> None:
-        """A worker is gone: what it held is free."""
-        self.places_taken[worker] = 0
-        self.images_out[worker] = 0
+        """Clear what a worker that ended had written, so that its permits are free."""
+        self.permits_taken[worker] = 0
+        self.outstanding[worker] = 0
         self.worker_state[worker] = 0
 
-    def take_place(self, worker: int) -> None:
-        """One place of the service for a worker.
+    def acquire_permit(self, worker: int) -> None:
+        """Take one of the service's permits for a worker.
 
         Raises:
-            QueueFull: none is free in any worker.
+            QueueFull: all are taken, over all workers.
         """
-        with self._file.locked():  # others can only give back meanwhile
-            if int(self.places_taken.sum()) >= self.capacity:
+        with self._file.locked():  # others can only release meanwhile
+            if int(self.permits_taken.sum()) >= self.capacity:
                 raise QueueFull(f"all {self.capacity} places in the service are taken")
-            self.places_taken[worker] += 1
+            self.permits_taken[worker] += 1
 
     def close(self) -> None:
-        """Let go of the lock's file."""
+        """Close the lock's file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""What the processes of one service are made to share, before they are forked."""
+"""Makes what the processes of one service share, before they are forked."""
 
 from __future__ import annotations
 
@@ -19,50 +19,54 @@ _PREFIX = "vitserve-metrics-"
 _LOCK = "lock"
 
 
-class Shared:
-    """Sockets, memory and the folder of counters; inherited by every process of the service.
+class SharedResources:
+    """Holds the sockets, the memory and the metrics' folder that every process of the service inherits.
 
     Attributes:
         listeners: one a web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
             by their addresses, where workers that share one socket would take whole bursts each. This process
             keeps them open, so that connections that wait for a worker that dies are its successor's.
-        links: one a device.
+        channels: one a device.
+        image_file: memory for the pictures that are kept for GET /attention.
+        metrics_folder: where each process counts in files of its own.
     """
 
     def __init__(self, settings: Settings) -> None:
         devices = settings.devices
         self.supervisor = os.getpid()
         self.listeners = listen(settings.host, settings.port, settings.workers)
-        self.board = SharedCounters(workers=settings.workers, engines=len(devices), places=settings.queue_size)
-        # Twice the places: a cancelled image's slot is free only when the engine has said so.
+        self.counters = SharedCounters(workers=settings.workers, engines=len(devices), capacity=settings.queue_size)
+        # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
-        self.links = [EngineChannel(index, device, self.board, slots=slots) for index, device in enumerate(devices)]
-        self.recent = SharedFile("recent")
-        self.counters = _private_folder()
+        self.channels = [
+            EngineChannel(index, device, self.counters, slots=slots) for index, device in enumerate(devices)
+        ]
+        self.image_file = SharedFile("images")
+        self.metrics_folder = _private_folder()
 
     @property
     def port(self) -> int:
-        """The port that is listened on; of use when 0 was asked for."""
+        """Return the port that is listened on, which the system chose if the settings say 0."""
         port: int = self.listeners[0].getsockname()[1]
         return port
 
     def stop_listening(self) -> None:
-        """Let go of the listeners; the workers still have theirs."""
+        """Close this process's listeners; the workers still have theirs."""
         for listener in self.listeners:
             listener.close()
 
     def close(self) -> None:
         """Remove what would stay behind."""
         self.stop_listening()
-        for link in self.links:
-            link.close()
-        self.recent.close()
-        self.board.close()
-        shutil.rmtree(self.counters, ignore_errors=True)
+        for channel in self.channels:
+            channel.close()
+        self.image_file.close()
+        self.counters.close()
+        shutil.rmtree(self.metrics_folder, ignore_errors=True)
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """`count` listening sockets on one address.
+    """Return `count` listening sockets on one address.
 
     Raises:
         OSError: the address cannot be had.
@@ -76,7 +80,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def _private_folder() -> Path:
-    """A folder of this service's own for the files that its processes count in.
+    """Return a new folder for the files that this service's processes count in.
 
     It is locked as long as the service lives; those whose services were killed are removed here.
 

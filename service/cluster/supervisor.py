@@ -1,4 +1,4 @@
-"""The parent of a service's processes: starts them, starts them again, and ends them in order.
+"""Starts a service's processes, starts them again when they die, and ends them in order.
 
     supervisor -- forks --> engine 0 ... (one a device), worker 0 ... (web)
 
@@ -15,26 +15,19 @@ it that can fail.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
-import os
-import select
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-from service.web.server import exit_now
+from service.cluster.processes import OperatingSystem
 
 logger = logging.getLogger("vitserve")
 
 _MAX_DELAY = 30.0
 _LONG_LIFE = 60.0
 _GRACE = 5.0
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1}
-_PR_SET_PDEATHSIG = 1
+_LONGEST_WAIT = 1.0
 
 
 @dataclass(eq=False)
@@ -48,6 +41,7 @@ class Child:
         is_running: whether the process does its work, by what it has written.
         on_death: what to do about what the process left behind.
         on_restart: called before it is started again.
+        start_at: when it is to be started; None while it runs or is not to be started any more.
     """
 
     name: str
@@ -64,10 +58,11 @@ class Child:
 
 
 class Supervisor:
-    """See the module.
+    """Runs a service's processes; the module's text says how.
 
     Args:
         workers, engines: what to run.
+        system: the clock, signals and processes.
         drain_timeout: seconds after which workers have ended by themselves.
         on_tick: called at least every second, and when a child has something to say.
         on_drain: called when no worker is to be started any more.
@@ -77,6 +72,7 @@ class Supervisor:
         self,
         workers: Sequence[Child],
         engines: Sequence[Child],
+        system: OperatingSystem,
         *,
         drain_timeout: float,
         on_tick: Callable[[], None],
@@ -85,69 +81,44 @@ class Supervisor:
         self._workers = workers
         self._engines = engines
         self._children = (*engines, *workers)
+        self._system = system
         self._drain_timeout = drain_timeout
         self._on_tick = on_tick
         self._on_drain = on_drain
         self._kill_at: float | None = None
         self._exit_code = 0
-        self._signals_in, self._signals_out = os.pipe()
 
     def run(self) -> int:
-        """Until every child has ended.
+        """Run until every child has ended.
 
         Returns:
             The exit code of the service.
         """
-        # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have some of their own.
-        os.set_blocking(self._signals_out, False)
-        signal.set_wakeup_fd(self._signals_out, warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            signal.signal(number, _no_handler)
-        gc.freeze()  # else the collector would write to pages that the children share, and copy them
         while True:
             self._start_due()
-            for received in self._received():
+            for received in self._system.wait_for_signals(self._seconds_to_wait()):
                 if received in (signal.SIGTERM, signal.SIGINT):
                     self._on_signal(signal.Signals(received))
-            self._reap()
+            for pid, code in self._system.reap():
+                for child in self._children:
+                    if child.pid == pid:
+                        self._on_end(child, code)
             self._on_tick()
-            if self._kill_at is not None and self._end():
+            if self._kill_at is not None and self._has_ended():
                 return self._exit_code
 
-    def _received(self) -> bytes:
-        """The numbers of the signals that came, as soon as some did or there is something else to do."""
-        readable, _, _ = select.select([self._signals_in], [], [], self._patience())
-        return os.read(self._signals_in, 1024) if readable else b""
-
-    def _patience(self) -> float:
-        """Seconds to sleep: until the next child is to be started, at most one."""
-        now = time.monotonic()
+    def _seconds_to_wait(self) -> float:
+        """Return the seconds until the next child is to be started, at most `_LONGEST_WAIT`."""
+        now = self._system.now()
         due = (child.start_at - now for child in self._children if child.start_at is not None)
-        return min(1.0, max(0.0, min(due, default=1.0)))
+        return min(_LONGEST_WAIT, max(0.0, min(due, default=_LONGEST_WAIT)))
 
     def _start_due(self) -> None:
         for child in self._children:
-            if child.start_at is not None and child.start_at <= time.monotonic() and self._kill_at is None:
-                self._start(child)
-
-    def _start(self, child: Child) -> None:
-        parent = os.getpid()
-        child.started, child.start_at = time.monotonic(), None
-        # Until the child has handlers of its own it must not write into this pipe.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        child.pid = os.fork()
-        if child.pid == 0:
-            _become(child, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def _reap(self) -> None:
-        while any(child.pid is not None for child in self._children):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            for child in self._children:
-                if child.pid == pid:
-                    self._on_end(child, os.waitstatus_to_exitcode(status))
+            now = self._system.now()
+            if child.start_at is not None and child.start_at <= now:
+                child.started, child.start_at = now, None
+                child.pid = self._system.spawn(child.name, child.main)
 
     def _on_end(self, child: Child, code: int) -> None:
         child.ever_ran |= child.is_running()
@@ -160,7 +131,7 @@ class Supervisor:
             logger.critical("%s ended with %s before it was ready", child.name, how)
             self._drain(exit_code=1)
             return
-        now = time.monotonic()
+        now = self._system.now()
         if now - child.started > _LONG_LIFE:
             child.delay = 0.0
         logger.error("%s ended with %s: starting it again in %g s", child.name, how, child.delay)
@@ -171,7 +142,7 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._kill_at is not None:
             logger.warning("%s again: ending at once", number.name)
-            self._exit_code, self._kill_at = 128 + number, time.monotonic()
+            self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._kill(self._children)
             return
         logger.info("%s: draining", number.name)
@@ -179,13 +150,15 @@ class Supervisor:
 
     def _drain(self, exit_code: int) -> None:
         self._exit_code = exit_code
-        self._kill_at = time.monotonic() + self._drain_timeout + _GRACE
+        self._kill_at = self._system.now() + self._drain_timeout + _GRACE
+        for child in self._children:
+            child.start_at = None
         self._on_drain()
-        self._signal(self._workers)
+        self._stop(self._workers)
 
-    def _end(self) -> bool:
-        """Engines after workers; whoever does not end in time is killed. Whether all have ended."""
-        now = time.monotonic()
+    def _has_ended(self) -> bool:
+        """Stop the engines after the workers, kill who does not end in time, and return whether all have ended."""
+        now = self._system.now()
         assert self._kill_at is not None
         if any(child.pid is not None for child in self._workers):
             if now > self._kill_at:
@@ -195,40 +168,17 @@ class Supervisor:
             if self._kill_at <= now:
                 self._kill(self._engines)
             else:
-                self._signal(self._engines)
+                self._stop(self._engines)
                 self._kill_at = min(self._kill_at, now + _GRACE)
             return False
         return True
 
-    @staticmethod
-    def _signal(children: Sequence[Child]) -> None:
+    def _stop(self, children: Sequence[Child]) -> None:
         for child in children:
             if child.pid is not None:
-                os.kill(child.pid, child.stop)
+                self._system.kill(child.pid, child.stop)
 
-    @staticmethod
-    def _kill(children: Sequence[Child]) -> None:
+    def _kill(self, children: Sequence[Child]) -> None:
         for child in children:
             if child.pid is not None:
-                os.kill(child.pid, signal.SIGKILL)
-
-
-def _become(child: Child, parent: int) -> NoReturn:
-    """The forked process's whole life."""
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it died before the kernel knew
-            signal.set_wakeup_fd(-1)
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            code = child.main()
-    except Exception:
-        logger.exception("%s failed", child.name)
-    finally:
-        exit_now(code)
-
-
-def _no_handler(number: int, frame: object) -> None:
-    """The byte in the pipe says it all."""
+                self._system.kill(child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a web worker does: the same application as in one process, around engines in other processes.
+"""Runs a web worker: the same application as in one process, around engines in other processes.
 
 No torch: a worker starts fast and stays small.
 """
@@ -13,7 +13,7 @@ from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_limiter import SharedLimiter
 from service.cluster.shared_memory import SharedCounters
-from service.cluster.shared_resources import Shared
+from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
@@ -22,30 +22,30 @@ from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
 
 CHANGED = signal.SIGUSR1
-"""Tells the supervisor to look at the board."""
+"""Tells the supervisor to look at the counters."""
 
 
 class WorkerServer(Server):
-    """A server that drains when its supervisor says so; a signal that comes twice says nothing new."""
+    """A server that drains when its supervisor sends a signal, and ignores those that follow."""
 
     def _on_signal(self, number: signal.Signals) -> None:
         self.drain()
 
 
-def run_web(settings: Settings, shared: Shared, worker: int, metrics: Metrics) -> int:
-    """Be one web worker, until a signal.
+def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
+    """Run one web worker until a signal ends it.
 
     Returns:
         The exit code.
     """
-    board, listener = shared.board, shared.listeners[worker]
-    engines = [RemoteEngine(link, worker) for link in shared.links]
+    counters = shared.counters
+    engines = [RemoteEngine(channel, worker) for channel in shared.channels]
     engine: Engine = engines[0] if len(engines) == 1 else Balancer(engines)
     lifecycle = Lifecycle()
 
     def engine_changed() -> None:
         serving = engine.status.state == "ready"
-        board.worker_state[worker] = SharedCounters.SERVING if serving else SharedCounters.LISTENING
+        counters.worker_state[worker] = SharedCounters.SERVING if serving else SharedCounters.LISTENING
         if serving and worker == 0 and engine.info is not None:
             log_model(engine.status, engine.info)
         if serving:
@@ -58,15 +58,15 @@ def run_web(settings: Settings, shared: Shared, worker: int, metrics: Metrics) -
         metrics,
         lifecycle,
         engine_changed,
-        SharedLimiter(board, worker),
+        SharedLimiter(counters, worker),
         SharedImageStore(
-            shared.recent,
+            shared.image_file,
             ttl=settings.recent_ttl,
             max_bytes=settings.recent_bytes,
-            clock=lambda: int(board.seconds[0]),
+            clock=lambda: int(counters.seconds[0]),
         ),
     )
     server = WorkerServer(app, settings, lifecycle)
-    board.worker_state[worker] = SharedCounters.LISTENING
-    server.run(sockets=[listener])
+    counters.worker_state[worker] = SharedCounters.LISTENING
+    server.run(sockets=[shared.listeners[worker]])
     return lifecycle.exit_code

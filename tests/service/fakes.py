@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -220,20 +220,20 @@ async def running(
         rig.states.append(rig.engine.status.state)
 
     async with AsyncExitStack() as stack:
-        board = stack.enter_context(SharedCounters(workers=1, engines=1, places=queue_size))
+        counters = stack.enter_context(closing(SharedCounters(workers=1, engines=1, capacity=queue_size)))
         engine = LocalEngine(
             load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
             device="auto",
             queue_size=queue_size,
             max_delay=max_delay,
             on_batch=on_batch,
-            on_queue=lambda depth: board.queue_depth.__setitem__(0, depth),
+            on_queue=lambda depth: counters.queue_depth.__setitem__(0, depth),
         )
         if remote:
-            link = EngineChannel(0, "auto", board, slots=2 * queue_size)
-            stack.callback(link.close)
-            server = EngineServer(engine, link, workers=1)
-            rig = Rig(RemoteEngine(link, 0), server.close, predictor)
+            channel = EngineChannel(0, "auto", counters, slots=2 * queue_size)
+            stack.callback(channel.close)
+            server = EngineServer(engine, channel, workers=1)
+            rig = Rig(RemoteEngine(channel, 0), server.close, predictor)
             await server.start()
             stack.push_async_callback(rig.engine.close)
         else:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import AttentionMap, MapRequest
+from model.prediction import AttentionMap, Head, MapRequest
 from service.cluster.protocol import (
+    REPLY_LIMIT,
+    REQUEST_LIMIT,
     Cancel,
     Cancelled,
-    Decoder,
-    Failure,
+    Completed,
+    Failed,
     Frame,
     FrameError,
+    FrameReader,
     Hello,
-    Model,
-    Result,
-    Status,
+    ModelLoaded,
+    StatusChanged,
     Submit,
     encode,
 )
@@ -33,7 +36,7 @@ from tests.service.fakes import model_info
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
-HEADS = st.one_of(st.sampled_from(["mean", "max"]), st.integers(0, 255))
+HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
 
 def floats(shape: Any) -> st.SearchStrategy[Any]:
@@ -56,7 +59,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Submit, IDS, SMALL, SMALL, st.none() | st.builds(MapRequest, st.integers(0, 255), HEADS), SECONDS),
     st.builds(Cancel, IDS),
     st.builds(
-        Status,
+        StatusChanged,
         st.builds(
             EngineStatus,
             st.text(),
@@ -68,10 +71,10 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
             SMALL,
         ),
     ),
-    st.builds(Model, st.builds(model_info, name=st.text(), labels=st.lists(st.text(), min_size=1).map(tuple))),
-    st.builds(Result, IDS, results()),
+    st.builds(ModelLoaded, st.builds(model_info, name=st.text(), labels=st.lists(st.text(), min_size=1).map(tuple))),
+    st.builds(Completed, IDS, results()),
     st.builds(
-        Failure,
+        Failed.of,
         IDS,
         st.builds(
             lambda kind, text: kind(text),
@@ -88,6 +91,10 @@ def plain(value: Any) -> Any:
         return (value.dtype, value.shape, value.tolist())
     if isinstance(value, Exception):
         return (type(value), str(value))
+    if isinstance(value, Completed):
+        return (value.id, plain(value.result))
+    if isinstance(value, Failed):
+        return (value.id, plain(value.error()))
     if dataclasses.is_dataclass(value):
         return (type(value), [plain(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return value
@@ -97,30 +104,76 @@ def plain(value: Any) -> Any:
 def test_whatever_is_sent_is_what_arrives_however_the_stream_is_cut(frames: list[Frame], cuts: list[int]) -> None:
     stream = b"".join(map(encode, frames))
     ends = [*sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    decoder = Decoder()
+    reader = FrameReader(REPLY_LIMIT)
     received: list[Frame] = []
     for start, end in zip([0, *ends], ends, strict=False):
-        received += decoder.feed(stream[start:end])
+        received += reader.feed(stream[start:end])
     assert [plain(frame) for frame in received] == [plain(frame) for frame in frames]
+
+
+def is_refused(data: bytes, limit: int = REPLY_LIMIT) -> bool:
+    try:
+        list(FrameReader(limit).feed(data))
+    except FrameError as error:
+        assert "\n" not in str(error)[:40]
+        return True
+    return False
 
 
 @given(st.binary(max_size=200))
 def test_other_bytes_are_a_frame_an_error_or_wait_for_more(data: bytes) -> None:
-    try:
-        list(Decoder().feed(data))
-    except FrameError as error:
-        assert "\n" not in str(error)[:40]
+    is_refused(data)
+    is_refused(len(data).to_bytes(4, "little") + data)
+
+
+@given(FRAMES, st.data())
+def test_a_frame_with_wrong_bytes_is_a_frame_or_an_error(frame: Frame, data: st.DataObject) -> None:
+    changed = bytearray(encode(frame))
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(4, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    is_refused(bytes(changed))
 
 
 @pytest.mark.parametrize(
-    "data",
+    "payload",
     [
-        b"\x01\x00\x00\x00\xff",
-        b"\x03\x00\x00\x00\x03ab",
-        b"\x01\x00\x00\x00\x06",
-        b"\x04\x00\x00\x00\x04{}!",
+        b"",
+        b"\xff",
+        b"\x90",
+        msgspec.msgpack.encode([99]),
+        msgspec.msgpack.encode([3]),
+        msgspec.msgpack.encode([3, "one"]),
+        msgspec.msgpack.encode([3, 1, 1]),
+        msgspec.msgpack.encode([1, -1, bytes(32)]),
+        msgspec.msgpack.encode([7, 1, 5, "no such error"]),
+        msgspec.msgpack.encode([7, 1, 0, "text"]).replace(b"text", b"\xff\xff\xff\xff"),
     ],
+    ids=["empty", "no array", "no tag", "kind", "too short", "type", "too long", "negative", "error", "utf-8"],
 )
-def test_a_kind_or_a_payload_that_does_not_exist_is_an_error(data: bytes) -> None:
-    with pytest.raises(FrameError):
-        list(Decoder().feed(data))
+def test_a_kind_or_a_payload_that_does_not_exist_is_an_error(payload: bytes) -> None:
+    assert is_refused(len(payload).to_bytes(4, "little") + payload)
+
+
+@pytest.mark.parametrize("more", [b"", bytes(1000)])
+def test_a_frame_that_is_too_long_is_refused_as_soon_as_its_length_is_known(more: bytes) -> None:
+    reader = FrameReader(100)
+    assert list(reader.feed(b"\xff\xff\xff")) == []
+    with pytest.raises(FrameError, match="4294967295 bytes"):
+        list(reader.feed(b"\xff" + more))
+    for length, refused in ((100, False), (101, True)):
+        assert is_refused(length.to_bytes(4, "little") + bytes(50), limit=100) == refused
+
+
+@given(FRAMES.filter(lambda frame: isinstance(frame, Hello | Submit | Cancel)))
+def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
+    assert not is_refused(encode(frame), REQUEST_LIMIT)
+
+
+@pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])
+def test_an_array_whose_shape_contradicts_its_bytes_is_an_error(shape: Any) -> None:
+    found = AttentionMap(0, "mean", np.ones((2, 2), np.float32), 1.0)
+    result = InferenceResult(np.ones(1, np.float32), np.ones(1, np.int64), found, 1, 0.1, 0.1)
+    tag, id_, fields = msgspec.msgpack.decode(encode(Completed(1, result))[4:])
+    fields["map"]["values"][0] = shape
+    payload = msgspec.msgpack.encode([tag, id_, fields])
+    assert is_refused(len(payload).to_bytes(4, "little") + payload)

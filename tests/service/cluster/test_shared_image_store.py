@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from service.cluster.shared_memory import SharedFile
 
 CELL = 4096
 """A small picture takes one page."""
+MIB = 1 << 20
 
 
 class Kept:
@@ -93,6 +96,53 @@ def test_an_expired_picture_is_overwritten(file: SharedFile) -> None:
     kept.now += 60
     kept.two.usage()
     assert bytes([77] * 100) not in file.read(0, 10 * CELL)
+
+
+class CountingFile(SharedFile):
+    """Counts the bytes that change while the lock is held."""
+
+    changed = 0
+
+    def write(self, offset: int, data: bytes) -> None:
+        super().write(offset, data)
+        self.changed += len(data)
+
+    def free(self, offset: int, size: int) -> None:
+        super().free(offset, size)
+        self.changed += size
+
+
+@pytest.mark.parametrize("call", ["put", "get", "usage"])
+def test_however_many_pictures_expire_a_call_frees_few_and_none_is_returned(call: str) -> None:
+    with closing(CountingFile("many")) as file:
+        kept = Kept(file, ttl=60, max_bytes=64 * MIB)
+        ids = [put(kept.one, large(value)) for value in range(70)]  # the ring has begun anew
+        kept.now += 59
+        young = put(kept.one, large(70))
+        kept.now += 1
+        for _ in range(20):
+            file.changed = 0
+            if call == "put":
+                young = put(kept.two, large(71))
+            elif call == "get":
+                assert kept.two.get(ids[-1]) is None
+            else:
+                assert kept.two.usage() == (1, MIB)
+            assert file.changed <= 6 * MIB
+        assert all(kept.one.get(image_id) is None for image_id in ids)
+        assert kept.one.get(young) is not None
+        count, size = kept.one.usage()
+        assert count == (21 if call == "put" else 1)
+        assert size <= memory_of(file) < size + MIB  # the system has back what the others took
+
+
+def large(value: int) -> NDArray[np.uint8]:
+    """A picture whose cell is a MiB."""
+    return np.full((1, 1020, 1024), value, np.uint8)
+
+
+def memory_of(file: SharedFile) -> int:
+    return os.fstat(file._descriptor).st_blocks * 512
 
 
 def test_ids_are_random_and_fit_for_a_url(kept: Kept) -> None:

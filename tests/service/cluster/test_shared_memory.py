@@ -2,63 +2,51 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from service.cluster.shared_limiter import SharedLimiter
-from service.cluster.shared_memory import Pixels, SharedCounters, SharedFile, whole_pages
+from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, whole_pages
 from service.errors import QueueFull
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def run(script: str) -> str:
-    """A script in a process of its own, which may fork: this one has threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from tests.service.cluster.scripts import run
 
 
 def test_places_are_counted_over_all_workers() -> None:
-    with SharedCounters(workers=2, engines=1, places=3) as board:
-        one, two = SharedLimiter(board, 0), SharedLimiter(board, 1)
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
+        one, two = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
         with one.reserve() as both, two.reserve():
             both.extend()
             for places in (one, two):
                 with pytest.raises(QueueFull, match="all 3 places"):
                     places.reserve()
-            assert board.places_taken.tolist() == [2, 1]
+            assert counters.permits_taken.tolist() == [2, 1]
         with two.reserve():
-            assert board.places_taken.tolist() == [0, 1]
+            assert counters.permits_taken.tolist() == [0, 1]
 
 
 def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
-    with SharedCounters(workers=2, engines=1, places=3) as board:
-        other, places = SharedLimiter(board, 0), SharedLimiter(board, 1)
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
+        other, places = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
         with other.reserve():
             with pytest.raises(QueueFull), places.reserve() as permit:
                 permit.extend()
                 permit.extend()
-            assert board.places_taken.tolist() == [1, 0]
+            assert counters.permits_taken.tolist() == [1, 0]
 
 
 def test_a_dead_workers_places_are_free_again() -> None:
-    with SharedCounters(workers=2, engines=2, places=2) as board:
-        dead = SharedLimiter(board, 0)
+    with closing(SharedCounters(workers=2, engines=2, capacity=2)) as counters:
+        dead = SharedLimiter(counters, 0)
         dead.take()
         dead.take()
-        board.images_out[0] = (1, 1)
-        board.worker_state[0] = SharedCounters.SERVING
-        board.forget_worker(0)
-        assert not board.images_out.any()
-        assert not board.worker_state.any()
-        with SharedLimiter(board, 1).reserve() as permit:
+        counters.outstanding[0] = (1, 1)
+        counters.worker_state[0] = SharedCounters.SERVING
+        counters.forget_worker(0)
+        assert not counters.outstanding.any()
+        assert not counters.worker_state.any()
+        with SharedLimiter(counters, 1).reserve() as permit:
             permit.extend()
 
 
@@ -70,10 +58,10 @@ from service.cluster.shared_limiter import SharedLimiter
 from service.errors import QueueFull
 from service.cluster.shared_memory import SharedCounters
 
-board = SharedCounters(workers=3, engines=1, places=2)
+counters = SharedCounters(workers=3, engines=1, capacity=2)
 for worker in range(3):
     if os.fork() == 0:
-        places, refused, taken = SharedLimiter(board, worker), 0, 0
+        places, refused, taken = SharedLimiter(counters, worker), 0, 0
         while taken < 3000:
             try:
                 places.take()
@@ -81,11 +69,11 @@ for worker in range(3):
                 refused += 1
                 continue
             taken += 1
-            assert board.places_taken.sum() <= 2
+            assert counters.permits_taken.sum() <= 2
             places.give_back(1)
         os._exit(0)
 codes = [os.wait()[1] for _ in range(3)]
-print(codes, board.places_taken.tolist())
+print(codes, counters.permits_taken.tolist())
 """
     assert run(script) == "[0, 0, 0] [0, 0, 0]"
 
@@ -114,9 +102,9 @@ with file.locked():
 def test_each_workers_pixels_are_its_own_and_the_engine_sees_all() -> None:
     shape, slots = (8, 6, 3), 5
     file = SharedFile("test")
-    file.grow(2 * Pixels.size(slots, shape))
-    seen_by_engine = [Pixels(file, worker, slots, shape) for worker in (0, 1)]
-    seen_by_workers = [Pixels(file, worker, slots, shape) for worker in (0, 1)]
+    file.grow(2 * ImageSlots.size(slots, shape))
+    seen_by_engine = [ImageSlots(file, worker, slots, shape) for worker in (0, 1)]
+    seen_by_workers = [ImageSlots(file, worker, slots, shape) for worker in (0, 1)]
     for worker, pixels in enumerate(seen_by_workers):
         for slot in range(slots):
             pixels[slot][...] = 10 * worker + slot

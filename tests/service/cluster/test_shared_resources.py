@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.shared_resources import Shared, listen
+from service.cluster.shared_resources import SharedResources, listen
 from service.errors import SettingsError
 from service.settings import load_settings
 
@@ -21,8 +21,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def shared(temporary: Path) -> Iterator[Shared]:
-    shared = Shared(load_settings({"workers": 3, "port": 0, "device": "cuda:0,cuda:1"}))
+def shared(temporary: Path) -> Iterator[SharedResources]:
+    shared = SharedResources(load_settings({"workers": 3, "port": 0, "device": "cuda:0,cuda:1"}))
     yield shared
     shared.close()
 
@@ -36,7 +36,7 @@ def test_a_listener_each_on_one_port() -> None:
         listener.close()
 
 
-def test_connections_that_wait_for_a_worker_survive_it(shared: Shared) -> None:
+def test_connections_that_wait_for_a_worker_survive_it(shared: SharedResources) -> None:
     """A worker's end closes its own descriptor, not the socket."""
     of_a_worker = shared.listeners[0].dup()
     callers = [socket.create_connection(("127.0.0.1", shared.port)) for _ in range(20)]
@@ -55,22 +55,24 @@ def test_connections_that_wait_for_a_worker_survive_it(shared: Shared) -> None:
         caller.close()
 
 
-def test_an_engine_a_device_and_room_for_every_place_even_while_cancelled_ones_are_given_back(shared: Shared) -> None:
-    assert [link.device for link in shared.links] == ["cuda:0", "cuda:1"]
-    assert [link.slots for link in shared.links] == [512, 512]
-    assert shared.board.capacity == 256
+def test_an_engine_a_device_and_room_for_every_permit_even_while_cancelled_ones_are_given_back(
+    shared: SharedResources,
+) -> None:
+    assert [channel.device for channel in shared.channels] == ["cuda:0", "cuda:1"]
+    assert [channel.slots for channel in shared.channels] == [512, 512]
+    assert shared.counters.capacity == 256
 
 
 def test_nothing_is_left_behind(temporary: Path) -> None:
-    shared = Shared(load_settings({"workers": 2, "port": 0}))
-    assert shared.counters.is_dir()
-    assert shared.counters.stat().st_mode & 0o077 == 0
+    shared = SharedResources(load_settings({"workers": 2, "port": 0}))
+    assert shared.metrics_folder.is_dir()
+    assert shared.metrics_folder.stat().st_mode & 0o077 == 0
     shared.close()
     assert list(temporary.iterdir()) == []
 
 
 def test_counters_of_a_service_that_was_killed_are_removed_and_those_of_one_that_runs_are_not(
-    shared: Shared, temporary: Path
+    shared: SharedResources, temporary: Path
 ) -> None:
     killed = temporary / "vitserve-metrics-killed"
     killed.mkdir()
@@ -78,10 +80,10 @@ def test_counters_of_a_service_that_was_killed_are_removed_and_those_of_one_that
     (killed / "counter_worker-0.db").touch()
     foreign = temporary / "vitserve-metrics-without-a-lock"
     foreign.mkdir()
-    other = Shared(load_settings({"workers": 2, "port": 0}))
+    other = SharedResources(load_settings({"workers": 2, "port": 0}))
     assert not killed.exists()
     assert foreign.exists()
-    assert shared.counters.is_dir()
+    assert shared.metrics_folder.is_dir()
     other.close()
 
 
@@ -91,4 +93,4 @@ def test_a_machine_without_temporary_files_is_one_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
     with pytest.raises(SettingsError, match="TMPDIR"):
-        Shared(load_settings({"workers": 2, "port": 0}))
+        SharedResources(load_settings({"workers": 2, "port": 0}))

@@ -1,0 +1,93 @@
+"""Wraps what a supervisor needs of the operating system: a clock, signals, and processes by fork."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from service.web.server import exit_now
+
+logger = logging.getLogger("vitserve")
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1}
+_PR_SET_PDEATHSIG = 1
+
+
+class OperatingSystem:
+    """Gives the time, signals and child processes; takes over the signal handlers, so only the main thread may."""
+
+    def __init__(self) -> None:
+        # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have some of their own.
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _ignore)
+
+    def now(self) -> float:
+        """Return monotonic seconds."""
+        return time.monotonic()
+
+    def spawn(self, name: str, main: Callable[[], int]) -> int:
+        """Start a process, which the kernel kills when this one dies.
+
+        Args:
+            name: for the log.
+            main: what the process does; its result is the exit code.
+
+        Returns:
+            The pid.
+        """
+        parent = os.getpid()
+        # Until the child has handlers of its own it must not write into this pipe.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            _live(name, main, parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return pid
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process."""
+        os.kill(pid, number)
+
+    def wait_for_signals(self, seconds: float) -> list[int]:
+        """Return the signals that arrived, as soon as there are any, at the latest after `seconds`."""
+        readable, _, _ = select.select([self._read_end], [], [], seconds)
+        return list(os.read(self._read_end, 1024)) if readable else []
+
+    def reap(self) -> list[tuple[int, int]]:
+        """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
+        ended: list[tuple[int, int]] = []
+        with contextlib.suppress(ChildProcessError):  # there are none left
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+        return ended
+
+
+def _live(name: str, main: Callable[[], int], parent: int) -> NoReturn:
+    """Run the forked process, from its first moment to its end."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # else it died before the kernel knew
+            signal.set_wakeup_fd(-1)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            code = main()
+    except Exception:
+        logger.exception("%s failed", name)
+    finally:
+        exit_now(code)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing: that the signal has a handler puts its byte into the pipe."""

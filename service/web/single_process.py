@@ -1,0 +1,79 @@
+"""Runs a service of one process: web worker and engine share it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from service.engine.base import ModelRunner
+from service.engine.local import LocalEngine
+from service.engine.messages import ModelInfo
+from service.metrics.metrics import Metrics
+from service.settings import Settings
+from service.web.app import create_app, log_model
+from service.web.lifecycle import Lifecycle, settle
+from service.web.server import Server
+
+logger = logging.getLogger("vitserve")
+
+Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
+"""Loads the model that the settings name onto their device."""
+
+
+def run_single_process(settings: Settings, load: Loader) -> int:
+    """Run the service until a signal ends it.
+
+    Args:
+        settings: see `service.settings`.
+        load: called on the engine's thread.
+
+    Returns:
+        The exit code.
+    """
+    lifecycle, metrics = Lifecycle(), Metrics()
+    engine = LocalEngine(
+        lambda: load(settings),
+        device=settings.device,
+        queue_size=settings.queue_size,
+        max_delay=settings.max_delay_ms / 1000,
+        on_batch=metrics.observe_batch,
+    )
+
+    def engine_changed() -> None:
+        if engine.status.state == "failed":
+            server.stop(exit_code=1)
+        elif engine.status.state == "ready":
+            _announce(engine, settings, server)
+
+    app = create_app(settings, engine, metrics, lifecycle, engine_changed)
+    server = Server(app, settings, lifecycle)
+    server.run()
+    return lifecycle.exit_code
+
+
+def log_address(settings: Settings, port: int) -> None:
+    """Log where the service answers and what to try."""
+    base = f"http://{_reachable(settings.host)}:{port}"
+    logger.info("ready: %s (API: %s/docs). Try:", base, base)
+    logger.info("  curl -F file=@examples/dog.jpg '%s/classify'", base)
+
+
+def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
+    """Log what is served and where, once the server listens."""
+    info = engine.info
+    if info is None or server.should_exit:  # stopped while it was loading
+        return
+    if not server.started:  # a model that loads before the listener is up
+        asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
+        return
+    settle()
+    log_model(engine.status, info)
+    log_address(settings, server.port)
+
+
+def _reachable(host: str) -> str:
+    """Return an address that a browser on this machine can open."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

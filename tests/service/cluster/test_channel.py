@@ -1,0 +1,130 @@
+"""How workers and engines meet: strangers, many at once, and what is left of lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from service.cluster.channel import EngineChannel
+from service.cluster.protocol import Hello, Submit, encode
+from service.cluster.shared_memory import SharedCounters
+from tests.service.cluster.engines import ask, service, until
+from tests.service.fakes import expected_indices, on_a_loop
+
+
+@on_a_loop
+@pytest.mark.parametrize("stranger", ["wrong key", "no such worker", "no hello", "garbage", "endless frame"])
+async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
+    async with service() as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        channel = running.channels[0]
+        says = {
+            "wrong key": encode(Hello(0, bytes(32))),
+            "no such worker": encode(Hello(2, channel.key)),
+            "no hello": encode(Submit(1, 0, 1, None, 1.0)),
+            "garbage": b"\x02\x00\x00\x00\x63xx",
+            "endless frame": b"\xff\xff\xff\xff",
+        }[stranger]
+        reader, writer = await asyncio.open_unix_connection(sock=channel.connect())
+        writer.write(says)
+        assert await reader.read() == b""
+        writer.close()
+        assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+
+
+@pytest.fixture
+def channel() -> Iterator[EngineChannel]:
+    with closing(SharedCounters(workers=1, engines=1, capacity=1)) as counters:
+        channel = EngineChannel(0, "cpu", counters, slots=1)
+        yield channel
+        channel.close()
+
+
+def test_the_address_is_no_file(channel: EngineChannel) -> None:
+    assert channel.listener.getsockname().startswith(b"\0")
+    with channel.connect() as connection:
+        assert connection.family == socket.AF_UNIX
+    channel.listener.close()
+    with pytest.raises(OSError):
+        channel.connect()
+
+
+def fill(channel: EngineChannel, connections: ExitStack) -> int:
+    """Connect until there is no room for one more to wait; how many wait."""
+    for count in range(100_000):
+        try:
+            connections.enter_context(channel.connect())
+        except BlockingIOError:
+            return count
+    raise AssertionError("it never fills")
+
+
+@pytest.mark.timeout(30)
+def test_more_connections_than_can_wait_are_refused_and_block_nobody(channel: EngineChannel) -> None:
+    with ExitStack() as connections:
+        assert fill(channel, connections) >= 128
+
+
+@pytest.mark.timeout(30)
+def test_every_worker_can_wait_for_the_engine() -> None:
+    workers = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+    with (
+        closing(SharedCounters(workers=workers, engines=1, capacity=1)) as counters,
+        closing(EngineChannel(0, "cpu", counters, slots=1)) as channel,
+        ExitStack() as connections,
+    ):
+        for _ in range(workers):
+            connections.enter_context(channel.connect())
+
+
+@on_a_loop
+async def test_a_worker_for_whom_there_is_no_room_to_wait_connects_when_there_is() -> None:
+    async with service() as running:
+        with ExitStack() as connections:
+            fill(running.channels[0], connections)
+            worker = await running.worker(retry_seconds=0.001)
+            await asyncio.sleep(0)
+            assert worker.status.state == "loading"
+        await running.start_engine()
+        await until(lambda: worker.ready)
+        assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
+async def test_a_status_that_changes_without_an_event_reaches_the_workers() -> None:
+    async with service() as running:
+        predictor = await running.start_engine(refresh_seconds=0.001)
+        worker = await running.ready_worker()
+        assert worker.status.compiled == predictor.compiled
+        predictor.compiled = "compiled meanwhile"
+        await until(lambda: worker.status.compiled == "compiled meanwhile")
+
+
+def test_lost_connections_leave_no_descriptor_behind() -> None:
+    def open_now() -> int:
+        gc.collect()  # maps of memory go with their last view
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    @on_a_loop
+    async def lose_an_engine() -> None:
+        async with service() as running:
+            await running.start_engine()
+            worker = await running.ready_worker()
+            await ask(worker, 1)
+            running.lose_connections(running.servers[0])
+            await until(lambda: not worker.ready)
+            await running.start_engine()
+            await until(lambda: worker.ready)
+            await ask(worker, 2)
+
+    lose_an_engine()
+    before = open_now()
+    lose_an_engine()
+    assert open_now() == before

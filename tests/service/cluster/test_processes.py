@@ -1,0 +1,73 @@
+"""Real processes and signals, in a process of their own: this one has threads, and handlers of its own."""
+
+from __future__ import annotations
+
+from tests.service.cluster.scripts import run
+
+PROLOGUE = """
+import os, signal
+from service.cluster.processes import OperatingSystem
+
+system = OperatingSystem()
+
+def until_ended():
+    while not (ended := system.reap()):
+        system.wait_for_signals(60)
+    [(pid, code)] = ended
+    return pid, code
+"""
+
+
+def test_a_process_ends_with_what_its_work_returns_or_with_one() -> None:
+    script = """
+def fail():
+    raise RuntimeError("it does not work")
+
+for main in (lambda: 7, fail):
+    pid = system.spawn("child", main)
+    ended, code = until_ended()
+    assert ended == pid
+    print(code)
+assert system.reap() == []
+"""
+    assert run(PROLOGUE + script) == "7\n1"
+
+
+def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:
+    script = """
+for number in (signal.SIGTERM, signal.SIGKILL):
+    pid = system.spawn("child", lambda: signal.pause() or 0)
+    system.kill(pid, number)
+    print(until_ended() == (pid, -number))
+"""
+    assert run(PROLOGUE + script) == "True\nTrue"
+
+
+def test_signals_are_received_and_nothing_else_ends_the_wait() -> None:
+    script = """
+assert system.wait_for_signals(0) == []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+print(system.wait_for_signals(60) == [signal.SIGTERM, signal.SIGUSR1])
+"""
+    assert run(PROLOGUE + script) == "True"
+
+
+def test_no_process_outlives_the_one_that_started_it() -> None:
+    script = """
+read_end, write_end = os.pipe()
+parent = os.fork()
+if parent == 0:
+    os.close(read_end)
+    def live():
+        os.write(write_end, b"x")
+        signal.pause()
+        return 0
+    OperatingSystem().spawn("child", live)
+    signal.pause()
+os.close(write_end)
+os.read(read_end, 1)  # the child lives
+os.kill(parent, signal.SIGKILL)
+print(os.read(read_end, 1) == b"")  # and so does nobody any more
+"""
+    assert run(PROLOGUE + script) == "True"

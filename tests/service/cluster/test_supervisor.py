@@ -1,0 +1,183 @@
+"""Starting, restarting and ending processes, without processes and without waiting."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+
+from service.cluster.supervisor import Child, Supervisor
+from tests.service.cluster.fake_system import FakeSystem
+
+STOP = signal.SIGUSR1
+DRAIN_TIMEOUT = 20
+GRACE = 5
+
+
+@dataclass
+class Service:
+    """Two workers and an engine under a supervisor, with what it told them."""
+
+    system: FakeSystem = field(default_factory=FakeSystem)
+    running: set[str] = field(default_factory=lambda: {"engine", "worker 0", "worker 1"})
+    told: list[str] = field(default_factory=list)
+    ticks: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine = self._child("engine", STOP)
+        self.workers = [self._child(f"worker {index}", signal.SIGTERM) for index in (0, 1)]
+
+    def _child(self, name: str, stop: signal.Signals) -> Child:
+        return Child(
+            name,
+            main=lambda: 0,
+            stop=stop,
+            is_running=lambda: name in self.running,
+            on_death=lambda: self.told.append(f"{name} died"),
+            on_restart=lambda: self.told.append(f"{name} restarts"),
+        )
+
+    def _tick(self) -> None:
+        self.ticks += 1
+
+    def run(self) -> int:
+        supervisor = Supervisor(
+            self.workers,
+            [self.engine],
+            self.system,
+            drain_timeout=DRAIN_TIMEOUT,
+            on_tick=self._tick,
+            on_drain=lambda: self.told.append("drain"),
+        )
+        code = supervisor.run()
+        assert self.system.alive == {}
+        return code
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+def test_all_are_started_at_once_and_it_looks_at_them_every_second(service: Service) -> None:
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.spawned == [(0, "engine"), (0, "worker 0"), (0, "worker 1")]
+    assert 60 <= service.ticks <= 70
+
+
+def test_a_signal_that_a_child_sends_makes_it_look_at_once(service: Service) -> None:
+    for hundredth in range(50):
+        service.system.signal_at(hundredth / 100, signal.SIGUSR1)
+    service.system.signal_at(0.5, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.ticks >= 50
+
+
+# Started again
+
+
+def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_grow(service: Service) -> None:
+    died = [10, 11, 13, 16, 21, 30, 47, 78, 109]
+    for seconds in died:
+        service.system.end_at(seconds, "worker 1", -9)
+    service.system.signal_at(150, signal.SIGTERM)
+    assert service.run() == 0
+    starts = service.system.starts_of(service.workers[1])
+    assert [start - end for start, end in zip(starts[1:], died, strict=True)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert len(service.system.starts_of(service.workers[0])) == 1
+
+
+def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) -> None:
+    for seconds in (10, 11, 13, 80, 81):
+        service.system.end_at(seconds, "engine")
+    service.system.signal_at(100, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 10, 12, 15, 80, 82]
+
+
+def test_what_a_dead_child_left_behind_is_seen_to_before_its_successor_starts(service: Service) -> None:
+    service.system.end_at(10, "engine", -11)
+    service.system.signal_at(20, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.told[:3] == ["engine died", "engine restarts", "drain"]
+    assert sorted(service.told[3:]) == ["engine died", "worker 0 died", "worker 1 died"]
+
+
+@pytest.mark.parametrize("name", ["engine", "worker 0"])
+def test_a_child_that_never_ran_ends_the_service_with_one(
+    name: str, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.running.remove(name)
+    service.system.end_at(3, name, 1)
+    assert service.run() == 1
+    assert len(service.system.spawned) == 3
+    assert f"{name} ended with code 1 before it was ready" in caplog.text
+
+
+def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
+    def forget() -> list[int]:
+        service.running.remove("engine")
+        return []
+
+    service.system.end_at(3, "engine")
+    service.system.at(4, forget)
+    service.system.end_at(5, "engine")
+    service.system.signal_at(10, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 3, 6]
+
+
+# Ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_workers_drain_and_then_the_engines_end(number: signal.Signals, service: Service) -> None:
+    service.system.stubborn = {"worker 0"}
+    service.system.signal_at(10, number)
+    service.system.end_at(18, "worker 0", 0)
+    assert service.run() == 0
+    assert service.system.sent_to("worker 0") == service.system.sent_to("worker 1") == [(10, signal.SIGTERM)]
+    assert service.system.sent_to("engine") == [(18, STOP)]
+    assert service.told.count("drain") == 1
+
+
+def test_workers_that_do_not_drain_in_time_are_killed_and_the_engine_with_them(service: Service) -> None:
+    service.system.stubborn = {"worker 0"}
+    service.system.signal_at(10, signal.SIGTERM)
+    assert service.run() == 0
+    [(_, first), (killed, second)] = service.system.sent_to("worker 0")
+    assert (first, second) == (signal.SIGTERM, signal.SIGKILL)
+    assert 10 + DRAIN_TIMEOUT + GRACE <= killed <= 10 + DRAIN_TIMEOUT + GRACE + 1
+    assert service.system.sent_to("engine") == [(killed, signal.SIGKILL)]
+
+
+def test_an_engine_that_does_not_end_is_killed(service: Service) -> None:
+    service.system.stubborn = {"engine"}
+    service.system.signal_at(10, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.sent_to("engine") == [(10, STOP), (10 + GRACE, signal.SIGKILL)]
+
+
+def test_a_second_signal_kills_all_at_once(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    service.system.stubborn = {"engine", "worker 0", "worker 1"}
+    service.system.signal_at(10, signal.SIGTERM)
+    service.system.signal_at(12, signal.SIGINT)
+    assert service.run() == 128 + signal.SIGINT
+    for name in service.system.stubborn:
+        assert service.system.sent_to(name)[-1] == (12, signal.SIGKILL)
+    assert service.system.time < 1012.1
+    assert "SIGINT again: ending at once" in caplog.text
+
+
+def test_nothing_is_started_and_nothing_spins_while_it_drains(service: Service) -> None:
+    """A child that awaits its restart is due all the time, and is not to be started any more."""
+    for seconds in (1, 2, 4):
+        service.system.end_at(seconds, "worker 1")
+    service.system.stubborn = {"worker 0"}
+    service.system.signal_at(5, signal.SIGTERM)
+    service.system.end_at(20, "worker 0", 0)
+    assert service.run() == 0
+    assert service.system.starts_of(service.workers[1]) == [0, 1, 3]
+    assert service.system.turns <= 35
