@@ -74,9 +74,7 @@ class DecodedImage:
 
 
 def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None = None) -> DecodedImage:
-    """Decode the first picture in a file, all of it.
-
-    Thread-safe.
+    """Return the first picture in a file, all of it decoded. Thread-safe.
 
     Args:
         data: the whole file.

@@ -69,8 +69,8 @@ def preprocess(
 ) -> NDArray[np.uint8]:
     """Return the picture in an uploaded file as the model sees it.
 
-    Thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. Needs at most about 7 bytes
-    of memory for each pixel allowed, beside the upload itself.
+    It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. It needs at most about
+    7 bytes of memory for each pixel allowed, beside the upload itself.
 
     Args:
         data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
@@ -141,13 +141,7 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
 
 @dataclass(frozen=True)
 class _Span:
-    """The part of one axis of the upright picture that is resized.
-
-    Attributes:
-        low, high: where it begins and ends, in pixels of the picture.
-        size: pixels that it is resized to.
-        skip: how many of those are cut off before the model's.
-    """
+    """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
 
     low: float
     high: float
@@ -156,10 +150,7 @@ class _Span:
 
 
 def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
-    """Return the part of `source` pixels, resized to `resized`, that holds the middle `wanted`.
-
-    It may be a little larger where `exact` positions need that.
-    """
+    """Return the part of `source` pixels that, resized, holds the middle `wanted`; with more where `exact`."""
     # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
     first = (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
     last = first + wanted

@@ -22,16 +22,7 @@ from model.images.formats.webp import WebP
 
 __all__ = ["FORMATS", "SUPPORTED_FORMATS", "EncodedImage", "MinSize", "unpack"]
 
-FORMATS: tuple[type[EncodedImage], ...] = (
-    Jpeg,
-    Png,
-    WebP,
-    Gif,
-    Tiff,
-    Avif,
-    Heif,
-    Bmp,
-)
+FORMATS: tuple[type[EncodedImage], ...] = (Jpeg, Png, WebP, Gif, Tiff, Avif, Heif, Bmp)
 """The first that matches a file reads it; the most usual formats stand first."""
 
 SUPPORTED_FORMATS: tuple[str, ...] = tuple(each.name for each in FORMATS if each.reader is not None)
