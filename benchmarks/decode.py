@@ -32,7 +32,7 @@ from benchmarks.checkpoints import shared_folder
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
 from model.images.decode import decode
-from model.images.preprocess import preprocess, smallest_decoded
+from model.images.preprocess import min_decoded_size, preprocess
 from model.runtime.predictor import Predictor
 
 CONFIGS = {
@@ -188,7 +188,7 @@ def measure(name: str, files: list[File], side: str, rounds: int) -> dict[str, A
 
 def scale_of(data: bytes, config: PreprocessConfig) -> int:
     """1, 2, 4 or 8: what `preprocess` decodes a file at."""
-    return decode(data, max_pixels=10**9, smallest=smallest_decoded(config)).scale
+    return decode(data, max_pixels=10**9, min_size=min_decoded_size(config)).scale
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: architecture and preprocessing, frozen and validated.
+"""A model's architecture and its preprocessing, as its checkpoint states them: frozen and validated.
 
-Both configs travel with the weights; nothing here has a default that could silently stand in for a
-missing statistic (mean, std, size, interpolation have none).
+Both configs travel with the weights. Mean, std, size and interpolation have no defaults, which could silently
+stand in for a missing statistic.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class _Frozen(BaseModel):
 
 
 class ResNetStem(_Frozen):
-    """The hybrid of the ViT paper: a ResNetV2 before the Transformer instead of raw patches.
+    """The stem of the ViT paper's hybrid: a ResNetV2 before the Transformer instead of raw patches.
 
     Standardised convolutions and group normalisation (Kolesnikov et al. 2019, BiT); each stage after
     the first halves the resolution, and the root halves it twice.
     """
 
     layers: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=4)]
-    """Bottleneck blocks a stage; none at all is the root alone."""
+    """Bottleneck blocks of each stage; none at all is the root alone."""
     same_padding: bool = True
     """TensorFlow's padding, which is asymmetric where the stride does not divide the size."""
 
     @property
     def channels(self) -> int:
-        """Channels of its output."""
+        """Channels of the output."""
         return 64 if not self.layers else 256 * 2 ** (len(self.layers) - 1)
 
     @property
     def stride(self) -> int:
-        """Input pixels an output pixel stands for."""
+        """Input pixels along each axis for one output pixel."""
         return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
@@ -68,22 +68,22 @@ class ViTConfig(_Frozen):
     depth: Annotated[int, Field(ge=1, le=256)]
     heads: Annotated[int, Field(ge=1, le=256)]
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
-    """Hidden dimension of the MLP; 4 x width in the paper. Of SwiGLU: the dimension after gating."""
+    """Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating."""
     num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     drop_remainder: bool = False
-    """Rows and columns at the bottom and right that fill no patch are not looked at (SigLIP, 384 px by 14)."""
+    """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
 
     stem: ResNetStem | None = None
     patch_embedding: Literal["convolution", "linear"] = "convolution"
-    """How patches become tokens: two ways to compute the same map."""
+    """How patches become tokens; both compute the same map."""
     patch_bias: bool = True
     position_embedding: Literal["learned", "sincos2d", "none"] = "learned"
     """sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580)."""
     position_prefix: bool = True
     """The position embedding has entries for the prefix tokens too (timm: not `no_embed_class`)."""
     relative_position_bias: bool = False
-    """Each block adds a learned bias a head and offset to its attention scores (BEiT)."""
+    """Each block adds a learned bias for each head and offset to its attention scores (BEiT)."""
 
     class_token: bool = True
     distillation_token: bool = False
@@ -92,28 +92,28 @@ class ViTConfig(_Frozen):
     """Tokens that belong to no patch and no class (Darcet et al. 2023)."""
 
     norm_before_blocks: bool = False
-    """A LayerNorm between the embedding and the first block (CLIP)."""
+    """A LayerNorm stands between the embedding and the first block (CLIP)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     qkv_bias: bool = True
     projection_bias: bool = True
-    """Of the attention's output projection and of the MLP."""
+    """The attention's output projection and the MLP have biases."""
     qk_norm: bool = False
-    """A LayerNorm a head over queries and keys (Dehghani et al. 2023)."""
+    """Each head has a LayerNorm over queries and keys (Dehghani et al. 2023)."""
     mlp: Literal["plain", "swiglu"] = "plain"
     """swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first."""
     activation: Activation = "gelu"
     layer_scale: bool = False
-    """A learned factor a channel on both residual branches (Touvron et al. 2021, CaiT)."""
+    """Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT)."""
 
     pool: Pool = "cls"
     """mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head)."""
     pool_prefix: bool = False
-    """Mean, max and attention pooling look at the prefix tokens too."""
+    """Mean, max and attention pooling include the prefix tokens."""
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
     distillation_head: bool = False
-    """A second linear head on the distillation token; the logits of both are averaged."""
+    """The distillation token has a linear head of its own; the logits of both are averaged."""
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -134,7 +134,7 @@ class ViTConfig(_Frozen):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        """Refused here, before anything of these sizes is allocated, even without storage."""
+        """Refuse absurd sizes before anything of them is allocated, even without storage."""
         if self.tokens > _MAX_TOKENS:
             raise ValueError(f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed")
         if self.depth * self.width * (4 * self.width + 2 * self.mlp_width) > _MAX_PARAMETERS:
@@ -170,12 +170,12 @@ class ViTConfig(_Frozen):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the patches: those an attention map has no place for."""
+        """Tokens before the patches, which an attention map leaves out."""
         return int(self.class_token) + int(self.distillation_token) + self.registers
 
     @property
     def tokens(self) -> int:
-        """Sequence length N: prefix tokens and patches."""
+        """Sequence length N: the prefix tokens and the patches."""
         return self.prefix_tokens + math.prod(self.grid)
 
     @property
@@ -185,10 +185,10 @@ class ViTConfig(_Frozen):
 
     @property
     def attention_source(self) -> AttentionSource:
-        """Whose attention a map of the last layer shows.
+        """The query whose attention a map of the last layer shows.
 
-        The CLS query's; without one that the head reads, the mean over all patch queries; with
-        attention pooling the pooling query's (earlier layers then show the mean over patch queries).
+        It is the CLS token's where the head reads that, else the mean over all patch queries; with
+        attention pooling it is the pooling query's (earlier layers then show the mean over patch queries).
         """
         if self.pool in ("cls", "cls_mean"):
             return "cls"
@@ -196,7 +196,7 @@ class ViTConfig(_Frozen):
 
 
 class PreprocessConfig(_Frozen):
-    """From an upright RGB picture of any size to the model's input.
+    """How an upright RGB picture of any size becomes the model's input.
 
     The picture is resized to `resize_size` and its centre of `size` is cut out:
 
@@ -216,9 +216,9 @@ class PreprocessConfig(_Frozen):
     """(rows, columns) before the centre crop; each at least `size`."""
     interpolation: Interpolation
     crop_rounding: Literal["half_even", "down"] = "half_even"
-    """Where the crop starts if the margin is odd: as torchvision's `center_crop`, or as transformers'."""
+    """How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers."""
     mean: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=4)]
-    """Per channel, of pixels scaled to 0...1."""
+    """Mean of each channel, of pixels scaled to 0...1."""
     std: Annotated[tuple[Annotated[Finite, Field(gt=0)], ...], Field(min_length=1, max_length=4)]
 
     @model_validator(mode="after")
@@ -237,4 +237,4 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
     "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
 }
-"""Tiny (Touvron et al. 2020), Small, Base, Large and Huge (Dosovitskiy et al. 2020, table 1)."""
+"""The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020)."""

@@ -1,26 +1,27 @@
-"""Everything that can go wrong below the server, as types.
-
-The tree:
+"""What can go wrong below the server, as types. They know neither HTTP nor exit codes.
 
     VitError
-      ImageError                 this picture cannot be used; its sender's fault
-        UnsupportedImageFormat     not the magic of an allowed format
-        ImageTooLarge              more pixels than the limit allows
-        InvalidImage               an allowed format that does not decode
-      CheckpointError            a checkpoint that cannot be read exactly as it was written
-      DeviceError                a device or dtype that this machine does not have
-      FigureError                a picture of numbers that cannot be drawn or written
-      InputError                 a parameter outside what the model offers (layer, head, method)
-      TrainingError              data or a recipe that cannot be trained on
-        DatasetError
+      ImageError                the picture cannot be used: its sender's fault
+        UnsupportedImageFormat    not the magic of an allowed format
+        ImageTooLarge             more pixels than the limit allows
+        InvalidImage              an allowed format that does not decode
+      CheckpointError           not readable exactly as it was written
+      DeviceError               a device or dtype that this machine does not have
+      FigureError               a figure that cannot be drawn or written
+      InputError                a parameter that the model does not offer: a layer, head or method
+      TrainingError             a recipe that cannot be run
+        DatasetError              data that cannot be used, in training or evaluation
 
-Errors know neither HTTP nor exit codes: `service.web.app` and `service.__main__` map them.
-Each message is one line that names the thing and, where there is one, the way out.
+`service.web.problems` maps them to HTTP statuses and `service.__main__` to exit codes. Each message is one line that
+names the thing and, where there is one, the way out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class VitError(Exception):
@@ -28,7 +29,7 @@ class VitError(Exception):
 
 
 class ImageError(VitError):
-    """A picture that cannot be classified. Costs its sender an error, nobody else anything."""
+    """The picture cannot be used. Nobody but its sender is affected."""
 
 
 class UnsupportedImageFormat(ImageError):
@@ -40,15 +41,15 @@ class ImageTooLarge(ImageError):
 
 
 class InvalidImage(ImageError):
-    """An allowed format whose data are truncated, corrupt or empty."""
+    """The picture is of an allowed format, but truncated, corrupt or empty."""
 
 
 class CheckpointError(VitError):
-    """A checkpoint that is missing, incomplete, or not what its config says. Names file and thing."""
+    """The checkpoint is missing, incomplete, or not what its config says. The message names the file."""
 
 
 class DeviceError(VitError):
-    """The asked-for device or dtype is not available here."""
+    """The requested device or dtype is not available here."""
 
 
 class FigureError(VitError):
@@ -56,7 +57,7 @@ class FigureError(VitError):
 
 
 class InputError(VitError):
-    """A parameter outside what the loaded model offers.
+    """A parameter is outside what the loaded model offers.
 
     Attributes:
         parameter: name of the offending parameter, as the caller spells it.
@@ -68,16 +69,16 @@ class InputError(VitError):
 
 
 class TrainingError(VitError):
-    """A recipe that cannot be run as written."""
+    """The recipe cannot be run as written."""
 
 
 class DatasetError(TrainingError):
-    """Training or evaluation data that are missing, unreadable or degenerate."""
+    """The training or evaluation data are missing, unreadable or degenerate."""
 
 
-def first_problem(error: Any) -> str:
-    """One line from a pydantic ValidationError: where and what."""
+def first_problem(error: ValidationError) -> str:
+    """Return one line on the first problem of a pydantic error: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ").replace("\n", " ")
+    message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
     return f"{where}: {message}" if where else message

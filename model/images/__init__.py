@@ -1,1 +1,4 @@
-"""Bytes to uint8 pixels, and attention maps to pictures. PIL and numpy, never torch."""
+"""Bytes become uint8 pixels (`preprocess`), attention maps become PNGs (`heatmap`). PIL and numpy, never torch.
+
+To add an image format, see `formats`.
+"""

@@ -5,7 +5,7 @@ library is needed to serve. Where they come from:
 
 * viridis, plasma, inferno, magma: Nathaniel J. Smith, Stefan van der Walt and Eric Firing, 2015, CC0
   (https://bids.github.io/colormap/). Perceptually uniform.
-* cividis: Nunez, Anderton and Renslow, 2018 (https://doi.org/10.1371/journal.pone.0199239). The same for readers
+* cividis: Nunez, Anderton and Renslow, 2018 (https://doi.org/10.1371/journal.pone.0199239). Looks alike to readers
   with and without colour blindness.
 * turbo: Anton Mikhailov, Google, 2019, Apache-2.0.
 * jet, hot, bone, gray: piecewise linear functions of old, as matplotlib computes them.
@@ -146,12 +146,12 @@ _BASE64 = {
 """uint8 [256, 3] RGB of each table, row by row."""
 
 COLORMAPS: tuple[str, ...] = tuple(_BASE64)
-"""The names on offer."""
+"""Names of the colormaps."""
 
 
 @cache
 def colour_table(name: str) -> NDArray[np.uint8]:
-    """The colours of a map, lowest value first.
+    """Return the colours of a map, lowest value first.
 
     Returns:
         uint8 [256, 3] RGB, read-only.

@@ -1,4 +1,4 @@
-"""Any Pillow mode to RGB or greyscale, a piece of the picture at a time."""
+"""Conversion of any Pillow mode to RGB or greyscale, a piece of the picture at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Converter = Callable[[Image.Image], Image.Image]
 
 _GREY = ("1", "L", "LA", "La")
 _ROUTES: dict[str, tuple[str, ...]] = {"La": ("LA",), "LAB": ("RGB",)}
-"""Modes that Pillow converts to grey only by way of others."""
+"""Modes that Pillow converts to grey or RGB only by way of others."""
 
 _PIECE_PIXELS = 1_000_000
 """Pixels looked at together when a picture's range is measured."""
 
 
 def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None:
-    """How to convert `image`, or any piece cropped from it, to what `convert(mode)` of the whole would give.
+    """Return the function that converts any piece of `image` to what `convert(mode)` of the whole would give.
 
     Alpha is dropped, not blended, and ICC profiles are ignored. Two modes Pillow would clip are scaled:
 
@@ -36,7 +36,7 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
             resized in a third of the time.
 
     Returns:
-        The function, or None where there is nothing to convert.
+        None where there is nothing to convert.
     """
     image.info.pop("transparency", None)
     stored = image.mode
@@ -62,11 +62,13 @@ def _high_byte(piece: Image.Image) -> Image.Image:
 
 
 def _scaler(low: float, high: float) -> Converter:
+    """Return the function that maps low...high to 0...255."""
     factor = 255.0 / (high - low) if high > low else 0.0
 
     def scale(piece: Image.Image) -> Image.Image:
         # Doubles: the span of the numbers may be wider than a 32-bit integer or float can say.
-        values = np.asarray(piece).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            values = np.asarray(piece).astype(np.float64)
         values[~np.isfinite(values)] = low
         values -= low
         values *= factor
@@ -77,6 +79,7 @@ def _scaler(low: float, high: float) -> Converter:
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
+    """Return the (lowest, highest) value of the range that the pixels are likely meant to have."""
     low, high = math.inf, -math.inf
     for values in _pieces(image):
         finite = values[np.isfinite(values)]

@@ -1,4 +1,4 @@
-"""Which way up: the orientation from Exif or XMP, read without trusting either.
+"""The orientation from Exif or XMP, and the TIFF directory that Exif shares, read without trusting either.
 
 Only what is needed is read. A general Exif reader builds a table of every tag, and a few kilobytes of
 overlapping tags can make such a table take hundreds of megabytes.
@@ -21,108 +21,115 @@ _MAX_ENTRIES = 65_535
 _TYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 """Bytes of one value by field type (TIFF 6.0, BigTIFF)."""
 
-_INTEGER_CODES = {1: "B", 3: "H", 4: "L"}
-"""How `struct` reads the unsigned integer field types."""
+_UNSIGNED_FORMATS = {1: "B", 3: "H", 4: "L"}
+"""Format characters of `struct` for the unsigned integer field types."""
+
+Data = bytes | bytearray | memoryview
 
 
 class Field(NamedTuple):
     """One entry of a directory.
 
     Attributes:
-        tag: what it says.
-        kind: field type, a key of `_TYPE_SIZES`.
-        number: how many values.
         entry: the entry itself: 12 bytes, or 20 in BigTIFF.
+        tag: what the field states, such as 256 for the image's width.
+        field_type: a key of `_TYPE_SIZES`.
+        value_count: how many values it has.
     """
 
-    tag: int
-    kind: int
-    number: int
     entry: bytes
+    tag: int
+    field_type: int
+    value_count: int
 
     @property
     def value_size(self) -> int:
         """Bytes of one value."""
-        return _TYPE_SIZES.get(self.kind, 1)
+        return _TYPE_SIZES.get(self.field_type, 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all values."""
+        return self.value_size * self.value_count
 
 
 @dataclass(frozen=True)
 class Directory:
-    """The first image file directory of a TIFF structure (TIFF 6.0, section 2), as Exif has one too.
+    """The first image file directory (IFD) of a TIFF file or an Exif block (TIFF 6.0, section 2).
 
     Attributes:
-        order: `<` or `>`: the byte order as `struct` names it.
-        big: 64-bit counts and offsets (BigTIFF).
-        offset: where it begins.
+        byte_order: `<` or `>`, as `struct` names it.
+        bigtiff: counts and offsets have 64 bits (BigTIFF).
+        offset: byte at which the directory begins.
         fields: in the file's order.
     """
 
-    order: str
-    big: bool
+    byte_order: str
+    bigtiff: bool
     offset: int
     fields: tuple[Field, ...]
 
+    @property
+    def entry_format(self) -> str:
+        """How `struct` reads an entry: tag, field type, count, and the value or its offset."""
+        return self.byte_order + ("HHQ8s" if self.bigtiff else "HHL4s")
+
     def find(self, tag: int) -> Field | None:
-        """The first field with this tag."""
+        """Return the first field with this tag."""
         return next((field for field in self.fields if field.tag == tag), None)
 
     def inline(self, field: Field) -> bytes:
-        """The last 4 (BigTIFF: 8) bytes of an entry: a short value, or where the value stands."""
-        return field.entry[12:] if self.big else field.entry[8:]
+        """Return the last 4 (BigTIFF: 8) bytes of an entry: a short value, or the offset of a longer one."""
+        return field.entry[12:] if self.bigtiff else field.entry[8:]
 
-    def value(self, field: Field, data: bytes) -> bytes:
-        """A field's value as bytes, cut where the file ends."""
-        size = field.value_size * field.number
+    def value_offset(self, field: Field) -> int | None:
+        """Return the byte at which a field's value begins; None where the value stands in the entry."""
         inline = self.inline(field)
-        if size <= len(inline):
-            return inline[:size]
-        (offset,) = struct.unpack(self.order + ("Q" if self.big else "L"), inline)
-        return data[offset : offset + size]
+        if field.size <= len(inline):
+            return None
+        (offset,) = struct.unpack(self.byte_order + ("Q" if self.bigtiff else "L"), inline)
+        return int(offset)
+
+    def value(self, field: Field, data: Data) -> bytes:
+        """Return a field's value, cut where the file ends."""
+        offset = self.value_offset(field)
+        return self.inline(field)[: field.size] if offset is None else bytes(data[offset : offset + field.size])
 
 
-def read_directory(data: bytes | memoryview) -> Directory | None:
-    """The first directory of a TIFF file or Exif block; None where there is none that can be read."""
+def read_directory(data: Data) -> Directory | None:
+    """Return the first directory of a TIFF file or Exif block; None where there is none that can be read."""
     order = {b"II": "<", b"MM": ">"}.get(bytes(data[:2]))
     if order is None:
         return None
     try:
         (version,) = struct.unpack_from(order + "H", data, 2)
-        big = version == 43
-        (offset,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
-        (count,) = struct.unpack_from(order + ("Q" if big else "H"), data, offset)
-        entry, first = struct.Struct(order + ("HHQ8s" if big else "HHL4s")), offset + (8 if big else 2)
-        if count > min(_MAX_ENTRIES, (len(data) - first) // entry.size):
-            return None
-        table = bytes(data[first : first + count * entry.size])
+        bigtiff = version == 43
+        (offset,) = struct.unpack_from(order + ("Q" if bigtiff else "L"), data, 8 if bigtiff else 4)
+        (count,) = struct.unpack_from(order + ("Q" if bigtiff else "H"), data, offset)
     except (struct.error, OverflowError):
         return None
-    return Directory(
-        order,
-        big,
-        offset,
-        tuple(
-            Field(tag, kind, number, table[start : start + entry.size])
-            for start, (tag, kind, number, _) in zip(
-                range(0, len(table), entry.size), entry.iter_unpack(table), strict=True
-            )
-        ),
-    )
+    first, size = (offset + 8, 20) if bigtiff else (offset + 2, 12)
+    if count > min(_MAX_ENTRIES, (len(data) - first) // size):
+        return None
+    entries = (bytes(data[start : start + size]) for start in range(first, first + count * size, size))
+    head = struct.Struct(order + ("HHQ" if bigtiff else "HHL"))
+    return Directory(order, bigtiff, offset, tuple(Field(entry, *head.unpack_from(entry)) for entry in entries))
 
 
 def directory_orientation(directory: Directory) -> int | None:
-    """What the orientation tag says; 1 where it says nonsense, None where there is no such tag."""
+    """Return what the orientation tag says; 1 where it says nonsense, None where there is no such tag."""
     field = directory.find(_ORIENTATION_TAG)
     if field is None:
         return None
-    code = _INTEGER_CODES.get(field.kind)
-    if code is None or field.number < 1:
+    code = _UNSIGNED_FORMATS.get(field.field_type)
+    if code is None or field.value_count < 1:
         return UPRIGHT
-    (value,) = struct.unpack_from(directory.order + code, directory.inline(field))
+    (value,) = struct.unpack_from(directory.byte_order + code, directory.inline(field))
     return _valid(int(value))
 
 
-def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
-    """Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none is stated or none can be read.
+def read_orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
+    """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
 
     As in `PIL.ImageOps.exif_transpose`, XMP counts only where Exif has no such tag.
 

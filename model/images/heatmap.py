@@ -1,4 +1,4 @@
-"""An attention map as a picture: coloured, smooth, over what the model saw. PIL and numpy, never torch."""
+"""Heat maps: an attention map in colour over the picture that the model saw. PIL and numpy, never torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["COLORMAPS", "MAX_SIZE", "render_heatmap"]
 MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
 
-_DEFAULT_SIZE = 384
-"""Longer side where the picture is smaller than this and nothing is asked for: patches stay visible."""
+_MIN_DEFAULT_SIZE = 384
+"""Longer side in pixels, at least, where no size is asked for: patches stay visible on small pictures."""
 
-_COMPRESSION = 4
-"""Of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+_COMPRESS_LEVEL = 4
+"""One of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
 
 def render_heatmap(
@@ -31,7 +31,7 @@ def render_heatmap(
     alpha: float = 0.6,
     size: int | None = None,
 ) -> bytes:
-    """Draw a map as a PNG.
+    """Return an attention map drawn as a PNG.
 
     The map is scaled from its own minimum and maximum to the whole colour table (a constant map gets the lowest
     colour) and enlarged by bicubic interpolation; each value stands in the middle of its patch.
@@ -57,7 +57,7 @@ def render_heatmap(
     colours = colour_table(colormap)
 
     rows, columns = values.shape if picture is None else picture.shape[:2]
-    longer = min(max(rows, columns, _DEFAULT_SIZE), MAX_SIZE) if size is None else size
+    longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
     width = max(1, round(columns * longer / max(rows, columns)))
     height = max(1, round(rows * longer / max(rows, columns)))
 
@@ -69,12 +69,12 @@ def render_heatmap(
         seen = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         drawing = Image.blend(seen.resize((width, height), Image.Resampling.BICUBIC), drawing, alpha)
     encoded = io.BytesIO()
-    drawing.save(encoded, "PNG", compress_level=_COMPRESSION)
+    drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
     return encoded.getvalue()
 
 
 def _scaled(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 of the same shape, 0...255."""
+    """Return the map scaled to 0...255, float32 of the same shape."""
     finite = np.isfinite(values)
     if not finite.any():
         return np.zeros(values.shape, np.float32)

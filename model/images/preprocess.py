@@ -1,4 +1,4 @@
-"""From the bytes of an upload to the uint8 picture that a model sees. PIL and numpy, never torch.
+"""The bytes of an upload become the uint8 picture that a model sees, by PIL and numpy, never torch.
 
     bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright -> uint8 array
 
@@ -10,7 +10,6 @@ resized, and the picture is turned when it is small.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,10 +20,11 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.colour import converter
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Picture, decode
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, decode
+from model.images.formats import MinSize
 from model.images.resize import passes_rows_first, resize
 
-__all__ = ["DEFAULT_MAX_PIXELS", "preprocess", "resized_size", "smallest_decoded"]
+__all__ = ["DEFAULT_MAX_PIXELS", "min_decoded_size", "preprocess", "resized_size"]
 
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -35,17 +35,17 @@ _RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 
-_SHARP = (Image.Resampling.NEAREST, Image.Resampling.BOX)
-"""Filters with edges: they take another pixel if a position is off by the least bit."""
+_STEP_FILTERS = (Image.Resampling.NEAREST, Image.Resampling.BOX)
+"""Filters that take another pixel if a position is off by the least bit."""
 
-_WHOLE = 4096
+_MAX_WHOLE_SIDE = 4096
 """Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
-_SPARE = 1.1
+_MAX_SURPLUS = 1.1
 """How many times the wanted pixels are made, along one axis, for the sake of exact positions. 1.5 would leave one
 value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
 
-_ENOUGH = 2
+_MIN_DECODED_FACTOR = 2
 """How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
 
 _TRANSPOSE = {
@@ -57,7 +57,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns a picture of this Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
+"""Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
 
 
 def preprocess(
@@ -67,10 +67,10 @@ def preprocess(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> NDArray[np.uint8]:
-    """Decode one upload into the picture that the model sees.
+    """Return the picture in an uploaded file as the model sees it.
 
-    Thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. Needs at most about 7 bytes
-    of memory for each pixel allowed, beside the upload itself.
+    It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. It needs at most about
+    7 bytes of memory for each pixel allowed, beside the upload itself.
 
     Args:
         data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
@@ -96,13 +96,13 @@ def preprocess(
     if channels not in (1, 3):
         raise ValueError(f"mean has {channels} channels: pictures have 3 (RGB) or 1 (greyscale)")
 
-    picture = decode(
+    decoded = decode(
         bytes(data) if isinstance(data, memoryview) else data,
         max_pixels=max_pixels,
-        smallest=smallest_decoded(config) if scaled_decode else None,
+        min_size=min_decoded_size(config) if scaled_decode else None,
     )
     try:
-        pixels = np.asarray(_fit(picture, config, "RGB" if channels == 3 else "L"))
+        pixels = np.asarray(_resize_and_crop(decoded, config, "RGB" if channels == 3 else "L"))
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
     if pixels.ndim == 2:
@@ -110,18 +110,18 @@ def preprocess(
     return pixels.copy()  # Pillow's own array is read-only
 
 
-def smallest_decoded(config: PreprocessConfig) -> Callable[[int, int], tuple[int, int]]:
-    """Of an upright (width, height), the smallest size that `preprocess` lets a JPEG be decoded at, in pixels."""
+def min_decoded_size(config: PreprocessConfig) -> MinSize:
+    """Return the function from an upright size to the smallest that `preprocess` lets a JPEG be decoded at."""
 
-    def smallest(width: int, height: int) -> tuple[int, int]:
+    def min_size(width: int, height: int) -> tuple[int, int]:
         new_width, new_height = resized_size(width, height, config)
-        return _ENOUGH * new_width, _ENOUGH * new_height
+        return _MIN_DECODED_FACTOR * new_width, _MIN_DECODED_FACTOR * new_height
 
-    return smallest
+    return min_size
 
 
 def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:
-    """(width, height) of an upright picture after the resize and before the centre crop, in pixels.
+    """Return (width, height) of an upright picture after the resize and before the centre crop, in pixels.
 
     A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's `ResizeKeepRatio`.
     """
@@ -150,7 +150,7 @@ class _Span:
 
 
 def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
-    """What of `source` pixels, resized to `resized`, ends up in the middle `wanted`; `exact` is worth some more."""
+    """Return the part of `source` pixels that, resized, holds the middle `wanted`; with more where `exact`."""
     # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
     first = (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
     last = first + wanted
@@ -160,50 +160,49 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
     # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
     step = resized // math.gcd(source, resized)
     step //= step & -step
-    spare = wanted * _SPARE
+    limit = wanted * _MAX_SURPLUS
     # Enlarged, a position that is off counts for more, and the whole costs little.
-    if resample in _SHARP or source < resized:
-        step, spare = resized, _WHOLE
+    if resample in _STEP_FILTERS or source < resized:
+        step, limit = resized, _MAX_WHOLE_SIDE
     even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
-    if even_last - even_first <= spare:
-        return _Span(
-            even_first * source / resized, even_last * source / resized, even_last - even_first, first - even_first
-        )
-    return _Span(first * source / resized, last * source / resized, wanted, 0)
+    if even_last - even_first > limit:
+        even_first, even_last = first, last
+    size, skip = even_last - even_first, first - even_first
+    return _Span(even_first * source / resized, even_last * source / resized, size, skip)
 
 
-def _fit(picture: Picture, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
+def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
     """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
     resample = _RESAMPLING[config.interpolation]
-    swapped = picture.orientation >= 5
-    width, height = picture.size[::-1] if swapped else picture.size
+    swapped = decoded.orientation >= 5
+    width, height = decoded.size[::-1] if swapped else decoded.size
     new_width, new_height = resized_size(width, height, config)
     # Less than the model's size only with a border, which is added last.
     rows, columns = min(config.size[0], new_height), min(config.size[1], new_width)
     # The pixels of a picture that was scaled as it was decoded are others in any case.
-    exact = picture.scale == 1
+    exact = decoded.scale == 1
     across = _span(width, new_width, columns, resample, config.crop_rounding, exact=exact)
     down = _span(height, new_height, rows, resample, config.crop_rounding, exact=exact)
 
-    # The order that the passes would have in a resize of the whole upright picture.
+    # The order that the passes would have in a resize of the whole upright decoded.
     rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if exact else None
     small = resize(
-        picture.image,
+        decoded.image,
         (down.size, across.size) if swapped else (across.size, down.size),
-        _as_stored(across, down, picture),
+        _stored_box(across, down, decoded),
         resample,
-        convert=converter(picture.image, mode),
+        convert=converter(decoded.image, mode),
         rows_first=rows_first,
     )
-    if picture.orientation in _TRANSPOSE:
-        small = small.transpose(_TRANSPOSE[picture.orientation])
+    if decoded.orientation in _TRANSPOSE:
+        small = small.transpose(_TRANSPOSE[decoded.orientation])
     if small.size != (columns, rows):
         small = small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
-    return small if (rows, columns) == config.size else _bordered(small, config)
+    return small if (rows, columns) == config.size else _pad(small, config)
 
 
-def _bordered(small: Image.Image, config: PreprocessConfig) -> Image.Image:
-    """The picture in the middle of one of the model's size, filled with the mean colour; an odd pixel goes after."""
+def _pad(small: Image.Image, config: PreprocessConfig) -> Image.Image:
+    """Return the picture in the middle of one of the model's size and mean colour; an odd pixel goes after it."""
     rows, columns = config.size
     fill = tuple(round(255 * mean) for mean in config.mean)
     whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
@@ -211,15 +210,15 @@ def _bordered(small: Image.Image, config: PreprocessConfig) -> Image.Image:
     return whole
 
 
-def _as_stored(across: _Span, down: _Span, picture: Picture) -> tuple[float, float, float, float]:
-    """The spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
-    width, height = picture.size
+def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[float, float, float, float]:
+    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
+    width, height = decoded.size
     left, right, top, bottom = across.low, across.high, down.low, down.high
-    if picture.orientation >= 5:
+    if decoded.orientation >= 5:
         left, right, top, bottom = top, bottom, left, right
-    if picture.orientation in (2, 3, 7, 8):
+    if decoded.orientation in (2, 3, 7, 8):
         left, right = width - right, width - left
-    if picture.orientation in (3, 4, 6, 7):
+    if decoded.orientation in (3, 4, 6, 7):
         top, bottom = height - bottom, height - top
-    scale = picture.scale
+    scale = decoded.scale
     return left / scale, top / scale, right / scale, bottom / scale

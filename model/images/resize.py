@@ -1,4 +1,4 @@
-"""Resize a part of a picture, of any mode and size, in bounded memory.
+"""Resizing of a part of a picture, of any mode and size, in bounded memory.
 
 The result is what Pillow gives for the whole picture, converted, resized and then cropped: the same pixels, or
 one level beside them where a value falls between two (Pillow takes the box in 32-bit floats).
@@ -31,16 +31,16 @@ _SUPPORT = {
 _STRIP_PIXELS = 4_000_000
 """Pixels that are cut out and converted at once: bounds what that adds to a picture's memory."""
 
-_INTERMEDIATE_PIXELS = 16_000_000
+_MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Beyond this many pixels between the two passes, the order that leaves fewer is taken."""
 
-_PRECISE_SIDE = 32_768
-"""Up to here a box in 32-bit floats is good to 1/512 pixel. Longer pictures are cut first: that makes its numbers
-small."""
+_MAX_PRECISE_SIDE = 32_768
+"""Up to this many pixels a box in 32-bit floats is good to 1/512 pixel. Longer pictures are cut first, which makes
+its numbers small."""
 
 
 def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
-    """Whether Pillow resizes `source` (width, height) to `target` vertically first, then horizontally.
+    """Return whether Pillow resizes `source` (width, height) to `target` vertically first, then horizontally.
 
     Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels where
     neighbouring pixels differ most.
@@ -54,7 +54,7 @@ def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
 
 
 def _order_by_shrinkage() -> bool:
-    """Whether this Pillow orders the passes by how much each removes (13) or only by the shape (before)."""
+    """Return whether this Pillow orders the passes by how much each removes (13) or only by the shape (before)."""
     image = Image.frombytes("L", (10, 30), bytes(255 * (pixel * pixel // 7 % 2) for pixel in range(300)))
     bicubic = Image.Resampling.BICUBIC
     rows_first = image.resize((10, 10), bicubic).resize((9, 10), bicubic)
@@ -75,24 +75,24 @@ def resize(
     convert: Converter | None = None,
     rows_first: bool | None = None,
 ) -> Image.Image:
-    """Convert and resize a part of a picture.
+    """Return a part of a picture, converted and resized.
 
     Args:
         image: loaded.
         size: (width, height) of the result in pixels.
-        box: the part.
-        resample: filter.
+        box: the part, in pixels of the picture.
+        resample: Pillow's filter.
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
         rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between
             the passes would be huge.
     """
-    at_once = passes_rows_first(image.size, size)
+    pillow_rows_first = passes_rows_first(image.size, size)
     if rows_first is None:
-        rows_first = at_once
+        rows_first = pillow_rows_first
     # Between the passes stands a picture as wide as the one and as high as the other.
-    if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > _INTERMEDIATE_PIXELS:
+    if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > _MAX_INTERMEDIATE_PIXELS:
         rows_first = size[1] * (box[2] - box[0]) < size[0] * (box[3] - box[1])
-    if convert is None and rows_first == at_once and max(image.size) <= _PRECISE_SIDE:
+    if convert is None and rows_first == pillow_rows_first and max(image.size) <= _MAX_PRECISE_SIDE:
         return image.resize(size, resample, _within(box, image.size))
 
     margin = [_margin(box[axis + 2] - box[axis], size[axis], resample) for axis in (0, 1)]
@@ -127,10 +127,10 @@ def _piece(image: Image.Image, box: tuple[int, int, int, int], convert: Converte
 
 
 def _margin(source: float, target: int, resample: Image.Resampling) -> int:
-    """Pixels beyond a part of the picture that a filter looks at."""
+    """Return how many pixels beyond a part of the picture a filter looks at."""
     return math.ceil(_SUPPORT[resample] * max(1.0, source / target)) + 1
 
 
 def _within(box: Box, size: tuple[int, int]) -> Box:
-    """Rounding may leave a corner a hair outside the picture, which Pillow refuses."""
+    """Return the box within the picture: rounding may leave a corner a hair outside, which Pillow refuses."""
     return max(0.0, box[0]), max(0.0, box[1]), min(float(size[0]), box[2]), min(float(size[1]), box[3])

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from model.images.decode import SUPPORTED_FORMATS
+from model.images.formats import SUPPORTED_FORMATS
 from tests.acceptance.server import ServerProcess
 
 SIDE = 32

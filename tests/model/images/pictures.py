@@ -11,8 +11,10 @@ import numpy as np
 from PIL import Image
 
 from model.config import PreprocessConfig
+from model.images.preprocess import preprocess
 
 ORIENTATION = 274
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 
 
 def config(
@@ -98,3 +100,8 @@ def difference(left: np.ndarray, right: np.ndarray) -> int:
     """The largest, in levels of 0...255."""
     assert left.shape == right.shape
     return int(np.abs(left.astype(int) - right.astype(int)).max())
+
+
+def seen(data: bytes, image: Image.Image, channels: int = 3) -> np.ndarray:
+    """The decoded pixels at the size of `image`."""
+    return preprocess(data, as_is(image, channels), scaled_decode=False)

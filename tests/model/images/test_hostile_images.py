@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ from PIL import Image
 from model.errors import ImageError
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import config, encode, noise, scene
-
-# The package silences these when it is imported, which pytest undoes.
-pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:PIL\.TiffImagePlugin")
 
 MAGICS = [
     b"\xff\xd8\xff",
@@ -72,14 +70,16 @@ def valid_files() -> list[bytes]:
 
 def answer(data: bytes, **options: bool) -> None:
     start = time.thread_time()
-    try:
-        pixels = preprocess(data, config((16, 24), (20, 28)), **options)
-    except ImageError as error:
-        message = str(error)
-        assert message and "\n" not in message and len(message) < 300
-    else:
-        assert pixels.shape == (16, 24, 3)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        try:
+            pixels = preprocess(data, config((16, 24), (20, 28)), **options)
+        except ImageError as error:
+            message = str(error)
+            assert message and "\n" not in message and len(message) < 300
+        else:
+            assert pixels.shape == (16, 24, 3)
     assert time.thread_time() - start < 2
+    assert not [str(warning.message) for warning in warned]
 
 
 @settings(max_examples=300, deadline=None)
@@ -139,13 +139,11 @@ def test_the_files_that_are_damaged_here_are_valid():
         assert preprocess(data, config()).shape == (32, 32, 3)
 
 
-def test_nothing_is_said_beside_the_answer(capfd, recwarn):
+def test_nothing_is_said_beside_the_answer(capfd):
     for data in valid_files():
-        if data.startswith(b"II"):
-            continue  # libtiff prints its errors, and how to stop it is not offered
         for length in range(20, len(data), max(1, len(data) // 7)):
             answer(data[:length])
             answer(data[:length] + b"\xff" * 40 + data[length + 40 :])
-
-    assert capfd.readouterr() == ("", "")
-    assert not [str(warning.message) for warning in recwarn]
+        printed = capfd.readouterr()
+        # libtiff prints its errors, and how to stop it is not offered.
+        assert printed == ("", "") or data.startswith(b"II")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.images.decode import SUPPORTED_FORMATS
+from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import config
 

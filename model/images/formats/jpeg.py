@@ -1,0 +1,217 @@
+"""JPEG (ITU-T T.81, annex B). A multi-picture MPO begins with a whole JPEG and is read as one."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from PIL import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+
+from model.images.exif import UPRIGHT, read_orientation
+from model.images.formats.base import MAX_PARTS, EncodedImage, MinSize, bounded_parts, pixel_bytes
+
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
+"""Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
+
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE = {0xC2, 0xCA}
+_HUFFMAN_PROGRESSIVE = 0xC2
+_DCT = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+"""Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+
+_SOS = 0xDA
+_SCAN, _HUFFMAN_TABLES, _RESTART_INTERVAL, _END_OF_IMAGE = b"\xff\xda", b"\xff\xc4", b"\xff\xdd", b"\xff\xd9"
+_NO_SCAN_DATA = re.compile(rb"\xff[^\x00]")
+"""What cannot stand in the data of a scan without restarts: all but stuffed bytes."""
+
+_APP1 = 0xE1
+_METADATA = {*range(0xE0, 0xF0), 0xFE}
+_COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
+"""The application segments that say which colours the components are."""
+
+_EXIF_PREFIX, _XMP_PREFIX = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+
+_SEARCH_BYTES = 1_048_576
+"""Bytes searched at a time; a few times as many are held meanwhile."""
+
+
+@dataclass(frozen=True)
+class Jpeg(EncodedImage):
+    """A JPEG file without application segments, comments and what follows the picture.
+
+    Attributes:
+        buffered: the decoder holds all coefficients before it makes the first pixel.
+        scalable: the decoder can make the picture at 1/2, 1/4 and 1/8.
+        first_scan: progressive JPEG, Huffman codes: where in `data` the header of the first scan begins.
+    """
+
+    name = "JPEG"
+    magic = re.compile(rb"\xff\xd8\xff")
+    reader = JpegImageFile
+
+    buffered: bool = False
+    scalable: bool = False
+    first_scan: int | None = None
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Self:
+        """Keep the segments of the picture; read the orientation from the others."""
+        view = memoryview(data)
+        kept = [view[:2]]
+        exif = xmp = None
+        frame, components = 0, 0
+        position = 2
+        scans, buffered, first_scan = 1, False, None
+        for _ in bounded_parts():
+            # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
+            found = _MARKER.search(data, position)
+            if found is None:
+                break
+            begin, marker, start = found.start(), found[0][1], found.end()
+            if marker in _STANDALONE:
+                kept.append(view[begin:start])
+                position = start
+                continue
+            length = int.from_bytes(data[start : start + 2], "big")
+            position = start + max(2, length)
+            if marker == _SOS:
+                if frame == _HUFFMAN_PROGRESSIVE:
+                    first_scan = sum(map(len, kept))
+                kept.append(view[begin:])
+                buffered = frame in _PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
+                scans = _count_scans(data, start) + 1 if buffered else 1
+                break
+            if marker in _METADATA and not data.startswith(_COLOUR_SEGMENTS, start + 2):
+                if marker == _APP1:
+                    segment = bytes(view[start + 2 : position])
+                    if exif is None and segment.startswith(_EXIF_PREFIX):
+                        exif = segment
+                    elif xmp is None and segment.startswith(_XMP_PREFIX):
+                        xmp = segment
+            else:
+                kept.append(view[begin:position])
+            if marker in _FRAMES:
+                frame, components = marker, (data[start + 7 : start + 8] or b"\0")[0]
+        return cls(
+            b"".join(kept),
+            orientation=read_orientation(exif, xmp),
+            scans=scans,
+            buffered=buffered,
+            scalable=frame in _DCT,
+            first_scan=first_scan,
+        )
+
+    def open(self) -> ImageFile.ImageFile:
+        """Return Pillow's image with its header read and its pixels not yet decoded."""
+        image = super().open()
+        # The whole file at once: no copies, and the interpreter's lock is let go of once, not for every 64 KiB.
+        image.decodermaxblock = len(self.data)
+        return image
+
+    def draft(self, image: ImageFile.ImageFile, min_size: MinSize) -> int:
+        """Let the decoder scale down as far as `min_size` allows, and leave out what then does not show."""
+        if not self.scalable:
+            return 1
+        width, height = image.size
+        swapped = (self.orientation or UPRIGHT) >= 5
+        min_width, min_height = min_size(height, width)[::-1] if swapped else min_size(width, height)
+        for scale in (8, 4, 2):
+            if width >= scale * min_width and height >= scale * min_height:
+                # Pillow takes the largest scale that leaves at least this size: the one that was just found.
+                image.draft(None, (width // scale, height // scale))
+                shorter = self.without_fine_scans(scale, _not_subsampled(image))
+                if shorter is not None:
+                    image.fp = io.BytesIO(shorter)
+                return scale
+        return 1
+
+    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
+        """Return the bytes of the scaled picture and of the coefficients that the decoder holds."""
+        coefficients = 0.0
+        if self.buffered:
+            # 16 bits each; a component has as many as its share of the most finely sampled one.
+            factors = [(rows, columns) for _, rows, columns, _ in _layers(image)]
+            full = max(rows for rows, _ in factors) * max(columns for _, columns in factors)
+            coefficients = 2.0 * sum(rows * columns for rows, columns in factors) / full
+        return pixel_bytes(image) / scale**2 + coefficients
+
+    def without_fine_scans(self, scale: int, components: Set[int]) -> bytes | None:
+        """Return a progressive JPEG's data without what some scans say, which does not show at 1/4 or 1/8.
+
+        * At 1/8 libjpeg makes one sample of a block, from its mean (the DC coefficient): the other frequencies (AC)
+          of components that are not subsampled change nothing. They are most of the file.
+        * At 1/4 those components' lowest AC bit is left out: with most encoders a third of the file.
+
+        Whether the file is valid is not touched. All scan headers and tables stay, and are judged by the decoder, for
+        which nothing between two markers of a scan's data is an error; that the data of every scan ends with a
+        marker, and that the last is the end of the picture, is judged here.
+
+        Args:
+            scale: the picture will be decoded at 1/scale.
+            components: identifiers of those that are not subsampled.
+
+        Returns:
+            None where there is nothing to leave out, or anything unusual.
+        """
+        data, position = self.data, self.first_scan
+        if scale < 4 or position is None or _RESTART_INTERVAL in data[:position]:
+            return None
+        view = memoryview(data)
+        kept: list[memoryview] = []
+        done = 0
+        for _ in range(MAX_PARTS):
+            marker = data[position : position + 2]
+            end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+            if marker == _END_OF_IMAGE:
+                break
+            if marker == _SCAN:
+                found = _NO_SCAN_DATA.search(data, end)
+                if found is None:
+                    return None
+                header = data[position + 4 : end]
+                # The components' number, of each its identifier and tables; first and last frequency, bits before
+                # and now.
+                one_component = len(header) == 6 and header[0] == 1 and header[1] in components
+                if one_component and header[3] > 0 and (scale == 8 or header[5] == 0x10):
+                    kept.append(view[done:end])
+                    done = found.start()
+                end = found.start()
+            elif marker != _HUFFMAN_TABLES:
+                return None
+            position = end
+        else:
+            return None
+        return b"".join((*kept, view[done : position + 2])) if kept else None
+
+
+def _layers(image: ImageFile.ImageFile) -> list[tuple[int, int, int, int]]:
+    """Return (identifier, horizontal and vertical sampling factor, quantisation table) of each component."""
+    assert isinstance(image, JpegImageFile)
+    return image.layer
+
+
+def _not_subsampled(image: ImageFile.ImageFile) -> set[int]:
+    """Return the identifiers of the components that have as many samples as the most finely sampled one."""
+    layers = _layers(image)
+    finest = max(columns for _, columns, _, _ in layers), max(rows for _, _, rows, _ in layers)
+    coarse = {name for name, columns, rows, _ in layers if (columns, rows) != finest}
+    return {name for name, *_ in layers} - coarse
+
+
+def _count_scans(data: bytes | bytearray, start: int) -> int:
+    """Return how often the marker that begins a scan stands in `data` from `start` on.
+
+    As `bytes.count`, which takes 8 times as long on a megabyte and holds the interpreter's lock meanwhile.
+    """
+    searched = np.frombuffer(data, np.uint8)[start:]
+    count = 0
+    for first in range(0, len(searched), _SEARCH_BYTES):
+        piece = searched[first : first + _SEARCH_BYTES + 1]
+        count += int(np.count_nonzero((piece[:-1] == 0xFF) & (piece[1:] == _SOS)))
+    return count

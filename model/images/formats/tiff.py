@@ -1,0 +1,105 @@
+"""TIFF (TIFF 6.0, BigTIFF)."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Self
+
+from PIL import ImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, ROWSPERSTRIP, TILELENGTH, TILEWIDTH, TiffImageFile
+
+from model.errors import InvalidImage
+from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
+from model.images.formats.base import EncodedImage, pixel_bytes
+
+_XMP = 700
+_PICTURE_TAGS = {
+    *(256, 257, 258, 259, 262, 266, 273, 277, 278, 279, 284),  # size, samples, compression, strips
+    *(292, 293, 317, 320, 322, 323, 324, 325, 332, 338, 339, 347),  # fax, predictor, colours, tiles, JPEG tables
+    *(512, 513, 514, 515, 517, 518, 519, 520, 521, 529, 530, 531, 532),  # JPEG of old, YCbCr
+}
+_SINGLE_VALUE_TAGS = {256, 257, 259, 266, 277, 278, 284, 322, 323}
+"""Tags whose second value Pillow leaves out with a warning."""
+
+_MAX_VALUES = 65_536
+"""Values of one field, such as the places of the strips."""
+
+
+class _TiffReader(TiffImageFile):
+    """Pillow's reader without its pixel limit, which is one of the whole process; `decode` checks the size."""
+
+    load_prepare = ImageFile.ImageFile.load_prepare
+
+
+class Tiff(EncodedImage):
+    """A TIFF file with a directory of the first picture's own fields."""
+
+    name = "TIFF"
+    magic = re.compile(rb"II[*+]\0|II\0\*|MM\0[*+]|MM\*\0")
+    reader = _TiffReader
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Self:
+        """Put a directory of the picture's own fields in the place of the first, which it fits.
+
+        It is the last directory, so that metadata and other pictures cannot be reached from it.
+        """
+        directory = read_directory(data)
+        if directory is None:
+            raise InvalidImage("the TIFF file's first directory cannot be read")
+        fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _PICTURE_TAGS}
+        if sum(field.size for field in fields.values()) > len(data):
+            raise InvalidImage("the TIFF file's directory claims more data than the file has")
+        if any(field.value_size > 1 and field.value_count > _MAX_VALUES for field in fields.values()):
+            raise InvalidImage(f"the TIFF file has more than {_MAX_VALUES} strips, tiles or colours")
+        orientation = directory_orientation(directory)
+        if orientation is None:
+            xmp = directory.find(_XMP)
+            orientation = read_orientation(None, directory.value(xmp, data) if xmp else None)
+
+        # Pillow ignores fields whose values stand outside the file, and warns of them.
+        entries = [
+            _entry(field, directory, data)
+            for _, field in sorted(fields.items())
+            if (directory.value_offset(field) or 0) + field.size <= len(data)
+        ]
+        count = struct.pack(directory.byte_order + ("Q" if directory.bigtiff else "H"), len(entries))
+        no_next = bytes(8 if directory.bigtiff else 4)
+        rewritten = b"".join((count, *entries, no_next))
+        view = memoryview(data)
+        end = directory.offset + len(rewritten)
+        return cls(b"".join((view[: directory.offset], rewritten, view[end:])), orientation=orientation)
+
+    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
+        """Return the bytes of Pillow's picture and of the largest strip or tile, which libtiff holds unpacked."""
+        pixel = pixel_bytes(image)
+        if image.info.get("compression") == "raw":
+            return float(pixel)
+        assert isinstance(image, TiffImageFile)
+        return pixel + _block_bytes(image) / (image.width * image.height)
+
+
+def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes:
+    """Return the entry of a field in the directory, with the first value alone where there should be one."""
+    if field.tag not in _SINGLE_VALUE_TAGS or field.value_count < 2:
+        return field.entry
+    value, inline = directory.value(field, data)[: field.value_size], directory.inline(field)
+    # A value that is too long for the entry stays where it is.
+    return struct.pack(
+        directory.entry_format, field.tag, field.field_type, 1, value if len(value) <= len(inline) else inline
+    )
+
+
+def _block_bytes(image: TiffImageFile) -> float:
+    """Return the bytes of the largest strip or tile."""
+    tags = image.tag_v2
+    width, rows = tags.get(TILEWIDTH), tags.get(TILELENGTH)
+    if width is None or rows is None:
+        width, rows = image.width, min(image.height, tags.get(ROWSPERSTRIP, image.height))
+    if not isinstance(width, int) or not isinstance(rows, int):
+        raise InvalidImage("the TIFF picture's tiles have no valid size")
+    # Pixels are unpacked to at least 32 bits where libtiff converts colours.
+    sample_bits = tags.get(BITSPERSAMPLE, (8,))
+    bits = sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits
+    return width * rows * max(bits / 8, 4.0 if image.mode == "RGB" else 0.0)

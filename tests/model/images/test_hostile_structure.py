@@ -1,0 +1,182 @@
+"""Files built to cost time or memory by their structure: parts, metadata, fields and scans without end."""
+
+from __future__ import annotations
+
+import struct
+import time
+import tracemalloc
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from model.errors import ImageTooLarge, InvalidImage
+from model.images.preprocess import preprocess
+from tests.model.images.pictures import (
+    config,
+    encode,
+    insert_after_ihdr,
+    insert_after_soi,
+    jpeg_segment,
+    noise,
+    png_chunk,
+    scene,
+    seen,
+)
+
+
+def overlapping_directory(entries: int, size: int) -> bytes:
+    """An Exif block whose fields all claim the same bytes: `entries` x `size` if a reader copies each."""
+    fields = b"".join(struct.pack("<HHLL", 40_000 + tag, 7, size, 8) for tag in range(entries))
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", entries) + fields + b"\0" * 4
+
+
+@pytest.mark.parametrize("place", ["JPEG", "PNG", "WEBP", "AVIF"])
+def test_overlapping_exif_takes_no_memory(place):
+    image = noise(64, 48)
+    exif = overlapping_directory(5000, 60_000)
+    with warnings.catch_warnings(action="ignore"):  # Pillow's AVIF writer looks into it
+        data = encode(image, place, exif=exif)
+
+    tracemalloc.start()
+    try:
+        preprocess(data, config())
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+
+    assert peak < 10_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        insert_after_soi(encode(noise(8, 8), "JPEG"), jpeg_segment(0xFE, b"") * 1_000_000),
+        insert_after_soi(encode(noise(8, 8), "JPEG"), jpeg_segment(0xE1, b"Exif\0\0") * 1_000_000),
+        insert_after_soi(encode(noise(8, 8), "JPEG"), jpeg_segment(0xDB, b"") * 1_000_000),
+        insert_after_ihdr(encode(noise(8, 8), "PNG"), png_chunk(b"teXt", b"") * 500_000),
+        insert_after_ihdr(encode(noise(8, 8), "PNG"), png_chunk(b"IDAT", b"") * 500_000),
+    ],
+    ids=["comments", "exif", "tables", "texts", "pixels"],
+)
+def test_files_of_very_many_parts_are_refused_soon(data):
+    start = time.process_time()
+
+    with pytest.raises(InvalidImage, match="parts"):
+        preprocess(data, config())
+
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"])
+def test_what_stands_between_the_segments_of_a_jpeg_is_skipped_soon(filler):
+    image = noise(64, 48)
+    plain = encode(image, "JPEG")
+    start = time.process_time()
+
+    pixels = seen(insert_after_soi(plain, filler), image)
+
+    assert time.process_time() - start < 0.5
+    assert np.array_equal(pixels, seen(plain, image))
+
+
+def test_gif_comments_without_end_are_skipped_soon():
+    data = encode(noise(8, 8), "GIF")
+    header = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
+    data = data[:header] + b"!\xfe" + b"\1x" * 1_000_000 + b"\0" + data[header:]
+    start = time.process_time()
+
+    with pytest.raises(InvalidImage):
+        preprocess(data, config())
+
+    assert time.process_time() - start < 0.5
+
+
+def test_compressed_text_of_a_png_is_never_unpacked():
+    image = noise(64, 48)
+    text = png_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 50_000_000, 9))
+    profile = png_chunk(b"iCCP", b"a\0\0" + zlib.compress(b"x" * 50_000_000, 9))
+    hidden = png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(b"0" * 50_000_000, 9))
+    data = insert_after_ihdr(encode(image, "PNG"), text, profile, hidden)
+    tracemalloc.start()
+    try:
+        assert np.array_equal(seen(data, image), np.asarray(image))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def tiff(*fields: tuple[int, int, int, int], size: int = 4096) -> bytes:
+    entries = b"".join(struct.pack("<HHLL", *field) for field in sorted(fields))
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + b"\0" * size
+
+
+GREY = [
+    (256, 3, 1, 32),
+    (257, 3, 1, 32),
+    (258, 3, 1, 8),
+    (259, 3, 1, 1),
+    (262, 3, 1, 1),
+    (273, 4, 1, 8),
+    (279, 4, 1, 1024),
+]
+
+
+def test_a_small_tiff_by_hand_decodes():
+    assert preprocess(tiff(*GREY), config()).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_bigtiff_is_read_like_tiff(orientation):
+    wanted = config()
+    small, big = (encode(scene(), "TIFF", orientation, big_tiff=big) for big in (False, True))
+
+    assert big[2] == 43
+    assert np.array_equal(preprocess(big, wanted), preprocess(small, wanted))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [*GREY[:5], (273, 4, 500_000, 8), GREY[6]],
+        [*GREY[:2], (258, 3, 1_500_000, 8), *GREY[3:]],
+        [*GREY, (320, 3, 800_000, 8)],
+    ],
+    ids=["strips", "bits", "colours"],
+)
+def test_tiff_fields_of_very_many_values_are_refused(fields):
+    with pytest.raises(InvalidImage):
+        preprocess(tiff(*fields, size=4_000_000), config())
+
+
+def test_a_tiff_tile_larger_than_the_picture_is_bounded():
+    fields = [
+        *GREY[:3],
+        (259, 3, 1, 8),
+        GREY[4],
+        (322, 4, 1, 40_000),
+        (323, 4, 1, 40_000),
+        (324, 4, 1, 8),
+        (325, 4, 1, 9),
+    ]
+
+    with pytest.raises(ImageTooLarge):
+        preprocess(tiff(*fields), config())
+
+
+def test_a_progressive_jpeg_of_very_many_scans_is_refused():
+    data = encode(noise(64, 48), "JPEG", progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+
+    with pytest.raises(InvalidImage, match="scans"):
+        preprocess(data[:-2] + scan * 2_000 + data[-2:], config())
+
+
+def test_a_large_run_length_bmp_is_refused():
+    data = bytearray(encode(Image.new("P", (64, 64)), "BMP") + b"\0" * 3_000_000)
+    data[30] = 1
+
+    with pytest.raises(InvalidImage, match="run-length"):
+        preprocess(bytes(data), config())

@@ -1,0 +1,127 @@
+"""A picture is refused before it takes more pixels or memory than is allowed."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import pytest
+from PIL import Image
+
+from model.errors import ImageTooLarge
+from model.images.preprocess import preprocess
+from tests.model.images.pictures import (
+    FORMATS,
+    black_png,
+    config,
+    encode,
+    noise,
+    png_chunk,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_pixel_limit_is_exact(name):
+    data = encode(Image.new("RGB", (64, 50)), name)
+
+    allowed = 64 * 50 * (3 if name in ("WEBP", "AVIF") else 1)  # their decoders hold several copies
+    assert preprocess(data, config(), max_pixels=allowed).shape == (32, 32, 3)
+    with pytest.raises(ImageTooLarge, match=r"64 x 50"):
+        preprocess(data, config(), max_pixels=64 * 50 - 1)
+
+
+def bomb(name: str) -> bytes:
+    """A small file that claims 60,000 x 60,000 pixels, or the most that its format can."""
+    data = bytearray(encode(noise(64, 48), name))
+    if name == "JPEG":
+        start = data.index(b"\xff\xc0") + 5
+        data[start : start + 4] = struct.pack(">HH", 60_000, 60_000)
+    elif name == "PNG":
+        header = struct.pack(">II", 60_000, 60_000) + data[24:29]
+        data[8:33] = png_chunk(b"IHDR", header)
+    elif name == "GIF":
+        data[6:10] = struct.pack("<HH", 60_000, 60_000)
+    elif name == "BMP":
+        data[18:26] = struct.pack("<ii", 60_000, 60_000)
+    elif name == "WEBP":
+        data[26:30] = struct.pack("<HH", 16_383, 16_383)
+    elif name == "TIFF":
+        for tag in (256, 257):
+            at = data.index(struct.pack("<HHL", tag, 4, 1)) + 8
+            data[at : at + 4] = struct.pack("<L", 60_000)
+    elif name == "AVIF":
+        at = data.index(b"ispe") + 8
+        data[at : at + 8] = struct.pack(">II", 16_000, 16_000)  # libavif refuses more by itself
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_claimed_size_is_refused_before_anything_is_allocated(name):
+    data = bomb(name)
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(ImageTooLarge):
+            preprocess(data, config())
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("place", ["canvas", "first frame", "second frame"])
+def test_a_gif_is_as_large_as_all_its_frames_need(place):
+    data = bytearray(encode(noise(40, 30), "GIF", save_all=True, append_images=[noise(40, 30, seed=1)]))
+    if place == "canvas":
+        data[6:10] = struct.pack("<HH", 60_000, 60_000)
+    else:
+        frames = [at for at in range(len(data)) if data[at : at + 9] == b",\0\0\0\0" + struct.pack("<HH", 40, 30)]
+        at = frames[0 if place == "first frame" else 1]
+        data[at + 1 : at + 5] = b"\xff\xff\xff\xff"
+
+    with pytest.raises(ImageTooLarge):
+        preprocess(bytes(data), config())
+
+
+def test_a_side_of_millions_of_pixels_is_refused():
+    with pytest.raises(ImageTooLarge, match="side"):
+        preprocess(black_png(2_000_000, 1), config())
+
+
+def test_an_operator_may_allow_more_than_pillow_would():
+    data = black_png(13_500, 13_500, bits=1)  # Pillow refuses above 178,956,970
+
+    assert preprocess(data, config(), max_pixels=200_000_000).max() == 0
+
+
+def test_formats_that_need_more_memory_a_pixel_have_a_lower_limit():
+    data = encode(Image.new("RGB", (1000, 1000)), "WEBP")
+
+    with pytest.raises(ImageTooLarge, match="MB"):
+        preprocess(data, config(), max_pixels=1_100_000)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from model.config import PreprocessConfig
+from model.images.preprocess import preprocess
+data = sys.stdin.buffer.read()
+config = PreprocessConfig(size=(32, 32), resize="shortest_edge", resize_size=(32, 32), interpolation="bicubic",
+                          mean=(0.5,) * 3, std=(0.5,) * 3)
+preprocess(data, config)
+# Not getrusage: its peak begins with that of the process that started this one.
+print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.parametrize("colour_type", [2, 6], ids=["RGB", "RGBA"])
+def test_the_largest_picture_takes_less_than_500_megabytes(colour_type):
+    data = black_png(8000, 8000, colour_type=colour_type)
+
+    done = subprocess.run([sys.executable, "-c", PEAK], input=data, capture_output=True, check=True)
+
+    assert int(done.stdout) / 1e3 < 500

@@ -1,0 +1,218 @@
+"""Large JPEGs are decoded at 1/2, 1/4 or 1/8: the same picture, and the same verdict on a damaged file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Set
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from model.errors import ImageError
+from model.images.decode import decode
+from model.images.formats import unpack
+from model.images.formats.jpeg import Jpeg
+from model.images.preprocess import min_decoded_size, preprocess, resized_size
+from tests.model.images.pictures import config, difference, encode, noise, scene
+
+
+@functools.cache
+def damageable(kind: str) -> bytes:
+    """A JPEG that is decoded at 1/8 for a model of 16 pixels."""
+    image = noise(400, 300).resize((100, 75)).resize((400, 300))  # some detail, a few kilobytes
+    if kind in ("grey", "cmyk"):
+        return encode(image.convert("L" if kind == "grey" else "CMYK"), "JPEG")
+    restarts = {"restart_marker_rows": 2} if "restarts" in kind else {}
+    return encode(image, "JPEG", progressive="progressive" in kind, **restarts)
+
+
+def verdict(data: bytes | bytearray, *, scaled_decode: bool) -> str:
+    try:
+        preprocess(data, config((16, 16)), scaled_decode=scaled_decode)
+    except ImageError as error:
+        return type(error).__name__
+    return "ok"
+
+
+class TestScaledDecode:
+    def decoded(self, data: bytes, min_size: tuple[int, int]) -> Image.Image:
+        return decode(data, max_pixels=10**7, min_size=lambda width, height: min_size).image
+
+    @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+    @pytest.mark.parametrize(
+        ("min_size", "size"),
+        [
+            ((100, 75), (100, 75)),
+            ((101, 75), (200, 150)),
+            ((100, 76), (200, 150)),
+            ((200, 150), (200, 150)),
+            ((201, 150), (400, 300)),
+            ((400, 300), (400, 300)),
+            ((401, 300), (800, 600)),
+            ((1, 1), (100, 75)),
+        ],
+    )
+    def test_the_largest_scale_that_leaves_enough_is_taken(self, min_size, size, options):
+        data = encode(scene(800, 600), "JPEG", **options)
+
+        assert self.decoded(data, min_size).size == size
+
+    def test_what_is_enough_is_asked_of_the_upright_picture(self):
+        data = encode(scene(800, 600), "JPEG", orientation=6)
+        asked = []
+
+        def min_size(width: int, height: int) -> tuple[int, int]:
+            asked.append((width, height))
+            return 150, 101
+
+        assert decode(data, max_pixels=10**7, min_size=min_size).image.size == (200, 150)
+        assert asked == [(600, 800)]
+
+    @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+    @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+    @pytest.mark.parametrize("size", [(803, 605), (1600, 333)])
+    def test_the_picture_stays_the_same_and_in_place(self, size, mode, orientation):
+        data = encode(scene(*size).convert(mode), "JPEG", orientation, quality=95)
+        wanted = config((32, 32), (36, 36))
+
+        scaled, full = preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False)
+
+        assert difference(scaled, full) <= 6
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8),
+           st.sampled_from(("squash", "shortest_edge", "border")), st.sampled_from((1, 6)), st.booleans())  # fmt: skip
+    @example(512, 512, 32, 32, 0, "squash", 1, False)
+    @example(511, 512, 32, 32, 0, "squash", 1, False)
+    @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
+    def test_twice_the_target_is_left_and_the_next_scale_would_leave_less(
+        self, width, height, rows, columns, more, resize, orientation, progressive
+    ):
+        wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
+        data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
+        picture = decode(data, max_pixels=10**6, min_size=min_decoded_size(wanted))
+
+        upright = (height, width) if orientation == 6 else (width, height)
+        enough = [2 * side for side in resized_size(*upright, wanted)][:: -1 if orientation == 6 else 1]
+        assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
+        if picture.scale > 1:
+            assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
+        if picture.scale < 8:
+            assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")))
+    def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
+        data = bytearray(damageable(kind))
+        for place in draw.draw(st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"):
+            data[place] = draw.draw(st.sampled_from((0, 0xFF, 0xD9, 0xDA)) | st.integers(0, 255), label="to")
+        del data[draw.draw(st.integers(2, len(data)), label="cut") :]
+
+        assert verdict(data, scaled_decode=True) == verdict(data, scaled_decode=False)
+
+    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"])
+    def test_a_file_that_lacks_its_end_is_refused(self, kind):
+        data = damageable(kind)
+
+        assert verdict(data, scaled_decode=True) == "ok"
+        for length in (len(data) // 2, len(data) - 40):
+            assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
+
+    @pytest.mark.parametrize("subsampling", [0, 1, 2])
+    def test_what_is_left_out_of_a_progressive_jpeg_at_an_eighth_changes_no_pixel(self, subsampling, monkeypatch):
+        data = encode(noise(400, 300), "JPEG", progressive=True, subsampling=subsampling)
+        lengths = []
+
+        def recorded(jpeg: Jpeg, scale: int, components: Set[int]) -> bytes | None:
+            shorter = without_fine_scans(jpeg, scale, components)
+            lengths.append(len(shorter or jpeg.data))
+            return shorter
+
+        without_fine_scans = Jpeg.without_fine_scans
+        monkeypatch.setattr(Jpeg, "without_fine_scans", recorded)
+        pixels = preprocess(data, config((16, 16)))
+        monkeypatch.setattr(Jpeg, "without_fine_scans", lambda *_: None)
+
+        assert lengths[0] < len(data) / 2
+        assert np.array_equal(pixels, preprocess(data, config((16, 16))))
+
+    @pytest.mark.parametrize("quality", [50, 75, 95])
+    def test_what_is_left_out_at_a_quarter_is_less_than_scaling_changes(self, quality, monkeypatch):
+        data = encode(
+            noise(100, 75).resize((400, 300), Image.Resampling.BICUBIC), "JPEG", progressive=True, quality=quality
+        )
+        wanted = config((32, 32))
+        pixels = preprocess(data, wanted)
+        monkeypatch.setattr(Jpeg, "without_fine_scans", lambda *_: None)
+        whole = preprocess(data, wanted)
+
+        assert not np.array_equal(pixels, whole)
+        assert np.abs(pixels.astype(int) - whole).mean() < 1
+
+    def test_at_half_the_size_nothing_is_left_out(self):
+        def shorter(data: bytes, scale: int, components: Set[int]) -> bytes | None:
+            return Jpeg.parse(data).without_fine_scans(scale, components)
+
+        data = damageable("progressive")
+
+        assert shorter(data, 2, {1, 2, 3}) is None
+        assert shorter(data, 4, {1}) is not None
+        assert shorter(data, 4, set()) is None
+        assert shorter(data[:-2], 4, {1}) is None
+        assert shorter(damageable("progressive restarts"), 4, {1}) is None
+        assert shorter(damageable("baseline"), 4, {1}) is None
+
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_the_last_scan_of_a_progressive_jpeg_is_judged_though_its_data_is_left_out(self, scaled_decode):
+        data = damageable("progressive")
+        header = data.rindex(b"\xff\xda")
+        tables = data.rindex(b"\xff\xc4", 0, header)
+        for place, value in [(header + 5, 99), (header + 8, 64), (tables + 5, 255)]:  # component, frequency, code
+            broken = bytearray(data)
+            broken[place] = value
+
+            assert verdict(broken, scaled_decode=scaled_decode) == "InvalidImage"
+
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):
+        data = damageable("baseline")
+
+        preprocess(data, config((16, 16)), max_pixels=400 * 300, scaled_decode=scaled_decode)
+        with pytest.raises(ImageError, match="400 x 300"):
+            preprocess(data, config((16, 16)), max_pixels=400 * 300 - 1, scaled_decode=scaled_decode)
+
+    @pytest.mark.shared
+    def test_photographs_stay_close_to_their_full_decodes(self, shared):
+        files = sorted((shared / "data" / "imagenet-samples").glob("*.JPEG"))[::7]
+        wanted = config((32, 32))
+
+        for file in files:
+            data = file.read_bytes()
+            levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
+            assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())
+
+    def test_fine_detail_shows_that_it_is_in_use(self):
+        data = encode(noise(640, 480), "JPEG", quality=95)
+        wanted = config((32, 32))
+
+        assert not np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))
+
+    def test_a_picture_less_than_four_times_as_large_is_never_scaled(self):
+        data = encode(noise(255, 127), "JPEG", quality=95)
+        wanted = config((32, 32))
+
+        assert np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from((b"\xff", b"\xda", b"\0", b"\xff\xda")), max_size=40), st.integers(1, 9))
+def test_every_scan_of_a_progressive_jpeg_is_counted(parts, at_once):
+    data = encode(scene(), "JPEG", progressive=True)
+    data = data[: data.index(b"\xff\xda") + 2] + b"".join(parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.images.formats.jpeg._SEARCH_BYTES", at_once)
+        assert unpack(data).scans == data.count(b"\xff\xda")
