@@ -43,7 +43,7 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class BatchPrediction:
     """One batch's answers, in the order of the images.
 
     Attributes:

@@ -25,7 +25,7 @@ from model.network.layers.attention import Attention
 from model.network.layers.attention_kernels import chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
-from model.prediction import AttentionMap, MapRequest, Prediction
+from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, DeviceOps
 from model.runtime.cuda_ops import CudaOps
 from model.runtime.device import choose_device, choose_dtype
@@ -188,7 +188,9 @@ class Predictor:
                 raise DeviceError(f"{self.device}: warm-up gave scores that are not finite in {self.dtype}")
 
     @torch.inference_mode()
-    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+    def predict(
+        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+    ) -> BatchPrediction:
         """Classify a batch.
 
         Args:
@@ -221,7 +223,7 @@ class Predictor:
         top_k: int,
         maps: Sequence[MapRequest | None],
         alone: bool,
-    ) -> Prediction:
+    ) -> BatchPrediction:
         count = len(images)
         output = self._forward(images, layers, alone)
         scores, finite = self._scores(output.logits[:count])
@@ -229,7 +231,7 @@ class Predictor:
         found: list[AttentionMap | None] = [None] * count
         if output.attention is not None:
             self._fill_maps(found, output.attention, layers, maps)
-        return Prediction(top.values.cpu().numpy(), top.indices.cpu().numpy(), finite.cpu().numpy(), found)
+        return BatchPrediction(top.values.cpu().numpy(), top.indices.cpu().numpy(), finite.cpu().numpy(), found)
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [B, num_classes], and bool [B]: whether all of a row is finite."""
@@ -246,7 +248,7 @@ class Predictor:
         layers: tuple[int, ...],
         top_k: int,
         maps: Sequence[MapRequest | None],
-    ) -> Prediction:
+    ) -> BatchPrediction:
         """The same as `_predict`; all of the answer comes from the device in one piece."""
         size = self.launch_size(len(images))
         packed, packed_k = launcher.run(images, size=size, layers=layers, top_k=top_k)
@@ -254,7 +256,7 @@ class Predictor:
         found: list[AttentionMap | None] = [None] * len(images)
         if answer.attention is not None:
             self._fill_maps(found, torch.from_numpy(answer.attention), layers, maps)
-        return Prediction(answer.scores[:, :top_k], answer.indices[:, :top_k], answer.finite, found)
+        return BatchPrediction(answer.scores[:, :top_k], answer.indices[:, :top_k], answer.finite, found)
 
     def _answer(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
         """uint8 [B, H, W, C] on the device -> `model.runtime.packing`'s int32 [B, width] there."""

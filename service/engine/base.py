@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model.prediction import MapRequest, Prediction
+from model.prediction import BatchPrediction, MapRequest
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 
@@ -38,7 +38,9 @@ class ModelRunner(Protocol):
         """Images launched for a batch of `count`."""
         ...
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+    def predict(
+        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+    ) -> BatchPrediction:
         """See `model.runtime.predictor.Predictor.predict`."""
         ...
 

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from model.errors import VitError
-from model.prediction import Prediction
+from model.prediction import BatchPrediction
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import (
@@ -313,7 +313,7 @@ class LocalEngine:
         return outcomes
 
     @staticmethod
-    def _predict(predictor: ModelRunner, batch: list[Entry[_Pending]]) -> Prediction:
+    def _predict(predictor: ModelRunner, batch: list[Entry[_Pending]]) -> BatchPrediction:
         requests = [entry.item.request for entry in batch]
         maps = [request.map for request in requests]
         return predictor.predict(
@@ -324,7 +324,7 @@ class LocalEngine:
 
     @staticmethod
     def _outcome(
-        entry: Entry[_Pending], prediction: Prediction, row: int, size: int, launched: float, seconds: float
+        entry: Entry[_Pending], prediction: BatchPrediction, row: int, size: int, launched: float, seconds: float
     ) -> Outcome:
         if not prediction.finite[row]:
             return InferenceFailed("the model gave no finite score for this image")

@@ -10,7 +10,7 @@ import torch
 
 from model.errors import DeviceError
 from model.network.layers.patch_embed import PatchEmbed
-from model.prediction import MapRequest, Prediction
+from model.prediction import BatchPrediction, MapRequest
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -18,7 +18,7 @@ from tests.model.runtime.test_predictor import make_checkpoint, make_images
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def same(found: Prediction, expected: Prediction, *, atol: float = 1e-5) -> None:
+def same(found: BatchPrediction, expected: BatchPrediction, *, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(found.scores, expected.scores, atol=atol)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_array_equal(found.finite, expected.finite)
