@@ -171,7 +171,7 @@ class BatchLauncher:
         return graph
 
     @torch.inference_mode()
-    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[NDArray[np.int32], int]:
+    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
         """Compute one batch; callable by several threads at once.
 
         Args:
@@ -181,7 +181,7 @@ class BatchLauncher:
             top_k: classes wanted.
 
         Returns:
-            int32 [B, width] as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
+            int32 [B, width] on the host as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -201,7 +201,7 @@ class BatchLauncher:
 
     def _run(
         self, slot: _Slot, graph: _Graph | None, images: NDArray[np.uint8], size: int, layers: Layers, top_k: int
-    ) -> NDArray[np.int32]:
+    ) -> Tensor:
         ops, count = self._ops, len(images)
         np.copyto(slot.pinned[:count].numpy(), images)
         with ops.on(slot.copies):
@@ -218,5 +218,4 @@ class BatchLauncher:
             host = ops.download(packed[:count])
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        found: NDArray[np.int32] = host.numpy()
-        return found
+        return host

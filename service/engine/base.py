@@ -15,11 +15,19 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 class ModelRunner(Protocol):
     """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch."""
 
-    batch_sizes: tuple[int, ...] | None
-    compiled: str
     max_batch: int
     streams: int
     """Threads that may be inside `predict` at the same time."""
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...] | None:
+        """The only sizes launched; None when any up to `max_batch` is."""
+        ...
+
+    @property
+    def compiled(self) -> str:
+        """`compiled`, `compiling`, or why not."""
+        ...
 
     @property
     def device(self) -> str:

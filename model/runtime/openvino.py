@@ -12,6 +12,7 @@ import logging
 import queue
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,8 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
+from model.runtime.normalise import Normalise
+from model.runtime.postprocess import TopKOutput
+from model.runtime.torch_cpu import TorchCpu
 
 if TYPE_CHECKING:
     import openvino
@@ -53,32 +58,73 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
+class OpenVino:
+    """OpenVINO for logits and the last layer's attention row; torch for rows of other layers.
+
+    Args:
+        network: the network in OpenVINO.
+        fallback: the same network in torch, uncompiled.
+    """
+
+    def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
+        self.name = f"openvino {network.version}"
+        self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
+        self._network = network
+        self._torch = fallback
+
+    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """See `Backend.predict`."""
+        if layers and layers != self._network.layers:
+            return self._torch.predict(images, layers=layers, top_k=top_k)
+        with self._torch.threads as alone:
+            return self._torch.postprocess(self._network(images, alone=alone), top_k)
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """See `Backend.logits`."""
+        return self._network(images, alone=True).logits
+
+    def exercise(self, sizes: Sequence[int]) -> None:
+        """See `Backend.exercise`; torch is exercised as well."""
+        self._torch.exercise(sizes)
+        for size in sizes:
+            self._torch.require_finite(self.logits(self._torch.blank_images(size).numpy()))
+
+    def compile(self) -> None:
+        """Do nothing: OpenVINO compiles its graphs when they are made."""
+
+
 class OpenVinoNetwork:
     """uint8 images in, logits and the last layer's attention row out; any batch size, several callers at once.
 
     Args:
         model: float32, on the CPU; read, not kept.
-        scale, shift: float32 [1, C, 1, 1]; pixels are normalised to `pixels * scale + shift`.
+        preprocess: says how pixels are normalised.
         dtype: what to compute in, of `PRECISIONS`.
         threads: for a batch that is alone.
         streams: batches that compute at the same time, beside each other, on a share of the threads each.
 
     Attributes:
-        has_row: whether the attention row is computed with the logits.
+        layers: the layer whose attention row is computed with the logits, or none.
+        version: of OpenVINO.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch.
     """
 
     def __init__(
-        self, model: VisionTransformer, scale: Tensor, shift: Tensor, *, dtype: torch.dtype, threads: int, streams: int
+        self,
+        model: VisionTransformer,
+        preprocess: PreprocessConfig,
+        *,
+        dtype: torch.dtype,
+        threads: int,
+        streams: int,
     ) -> None:
         config = model.config
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        self.has_row = config.attention_source != "patch_mean"
+        self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
         self.version = importlib.metadata.version("openvino")
-        layers = (config.depth - 1,) if self.has_row else ()
-        traced = _Traced(model, scale, shift, layers)
+        traced = _Traced(model, Normalise(preprocess), self.layers)
         rows, columns = config.image_size
         images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
         try:
@@ -89,7 +135,7 @@ class OpenVinoNetwork:
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
         with torch.inference_mode():
-            expected = model(torch.from_numpy(images).permute(0, 3, 1, 2) * scale + shift).logits
+            expected = traced(torch.from_numpy(images))[0]
         for count in (1, 3):
             # Of one image and of another number than traced: what a trace took for a constant shows.
             off = self(images[:count], alone=count == 1).logits - expected[:count]
@@ -118,21 +164,16 @@ class OpenVinoNetwork:
 
 
 class _Traced(nn.Module):
-    """What becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
+    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
 
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, model: VisionTransformer, scale: Tensor, shift: Tensor, layers: tuple[int, ...]) -> None:
+    def __init__(self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.model = model
+        self.normalise = normalise
         self.layers = layers
-        self.register_buffer("scale", scale)
-        self.register_buffer("shift", shift)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        pixels = images.permute(0, 3, 1, 2).float() * self.scale + self.shift
-        output: ViTOutput = self.model(pixels, self.layers)
+        output: ViTOutput = self.model(self.normalise(images), self.layers)
         return (output.logits,) if output.attention is None else (output.logits, output.attention)
 
 
