@@ -56,9 +56,7 @@ def _open_openvino(
             raise DeviceError(f"backend openvino: {reason}")
         return None, f"OpenVINO is not possible: {reason}"
     try:
-        network = OpenVinoNetwork(
-            options.model, options.checkpoint.preprocess, dtype=options.dtype, threads=threads, streams=streams
-        )
+        network = OpenVinoNetwork(options, threads=threads, streams=streams)
     except DeviceError as error:
         if requested == "openvino":
             raise

@@ -51,6 +51,10 @@ class Predictor:
         ops: a device that batches are launched on in CUDA's place; for tests.
 
     Attributes:
+        device: name of the device: `cpu` or `cuda:N`.
+        gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
+        dtype: name of the dtype that the network runs in.
+        backend: what runs the network, with its version; attention of other layers than the last is always torch's.
         backend_reason: why this backend runs the network.
         parameters: number of the model's parameters.
 
@@ -75,39 +79,22 @@ class Predictor:
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
-        self._device = choose_device(device)
-        self._dtype = choose_dtype(dtype, self._device)
-        kind = self._device.type
-        sizes = tuple(sorted(launch_sizes or powers_of_two(max_batch or _DEFAULT_MAX_BATCH[kind])))
+        torch_device = choose_device(device)
+        torch_dtype = choose_dtype(dtype, torch_device)
+        on_cpu = torch_device.type == "cpu"
+        self.device, self.dtype = str(torch_device), str(torch_dtype).removeprefix("torch.")
+        self.gpu_uuid = None if on_cpu else str(torch.cuda.get_device_properties(torch_device).uuid)
+        sizes = tuple(sorted(launch_sizes or powers_of_two(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
         policy = ThreadPolicy(threads)
-        self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if kind == "cpu" else _DEFAULT_STREAMS)
+        self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
         model = checkpoint.build()
         self.parameters = count_parameters(model)
-        options = TorchOptions(model, checkpoint, self._device, self._dtype, compile_mode, sizes)
+        options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes)
         self._backend, self.backend_reason = choose_backend(
             options, backend, threads=policy, streams=self.streams, ops=ops
         )
-
-    @property
-    def device(self) -> str:
-        """Name of the device: `cpu` or `cuda:N`."""
-        return str(self._device)
-
-    @property
-    def gpu_uuid(self) -> str | None:
-        """Identifier of the GPU, whatever its number; None on the CPU."""
-        return None if self._device.type == "cpu" else str(torch.cuda.get_device_properties(self._device).uuid)
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype that the network runs in."""
-        return str(self._dtype).removeprefix("torch.")
-
-    @property
-    def backend(self) -> str:
-        """What runs the network, with its version; attention of other layers than the last is always torch's."""
-        return self._backend.name
+        self.backend = self._backend.name
 
     @property
     def compilation(self) -> Compilation:

@@ -29,13 +29,10 @@ from model.runtime.postprocess import Postprocess
 
 logger = logging.getLogger(__name__)
 
-Normaliser = Callable[[Tensor], Tensor]
-"""uint8 [B, H, W, C] -> the network's dtype [B, C, H, W]."""
-
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """What every backend in torch is made from.
+    """What a backend is made from.
 
     Attributes:
         model: float32, on the CPU; moved to the device.
@@ -83,7 +80,9 @@ class TorchBackend:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
         self._model = self._plain
-        self._normalise: Normaliser = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
+        self._normalise: Callable[[Tensor], Tensor] = Normalise(options.checkpoint.preprocess, options.dtype).to(
+            options.device
+        )
 
     def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
         """Return logits and attention rows of uint8 [B, H, W, C] in host memory, on the device."""
@@ -94,8 +93,7 @@ class TorchBackend:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
         output: ViTOutput = model(self._normalise(batch), layers)
-        logits, attention = output
-        return ViTOutput(logits[:count], None if attention is None else attention[:count]) if missing else output
+        return ViTOutput(output.logits[:count], None if output.attention is None else output.attention[:count])
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
@@ -105,7 +103,7 @@ class TorchBackend:
         """See `Backend.exercise`."""
         self._exercise(self._model, self._normalise, sizes)
 
-    def _exercise(self, model: VisionTransformer, normalise: Normaliser, sizes: Sequence[int]) -> None:
+    def _exercise(self, model: VisionTransformer, normalise: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
         for size in sizes:
             images = self.blank_images(size)
             with torch.inference_mode():
