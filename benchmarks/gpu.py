@@ -53,7 +53,7 @@ def gpu(device: str) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -204,7 +204,7 @@ class Reference:
 def _percentiles(work: Callable[[], Any], seconds: float) -> dict[str, float]:
     for _ in range(5):
         work()
-    taken = []
+    taken: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken) < 10:
         began = time.perf_counter()

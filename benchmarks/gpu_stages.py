@@ -147,7 +147,7 @@ class Benchmark:
                 self._record.save()
                 print(f"http, {workers} workers: {found.rate:.0f}/s", flush=True)
         workers = int(max(tried, key=lambda name: float(tried[name]["rate"])))
-        rounds = []
+        rounds: list[dict[str, Any]] = []
         with _memory_given_back(), self._server(workers, variant, batch) as server:
             ours = self._ours(variant, [batch])
             preprocess = ours.checkpoint.preprocess

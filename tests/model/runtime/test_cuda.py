@@ -14,7 +14,7 @@ from model.prediction import BatchPrediction, MapRequest
 from model.runtime.compilation import CompilationState
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -85,14 +85,7 @@ def test_off_means_no_graphs_either() -> None:
 def test_an_image_without_a_finite_score_is_told_apart_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = launched(StandInOps())
     predictor.warm_up()
-    normalise = predictor._backend._normalise
-
-    def poisoned(batch: torch.Tensor) -> torch.Tensor:
-        pixels = normalise(batch)
-        pixels[1, 0, 0, 0] = float("nan")
-        return pixels
-
-    monkeypatch.setattr(predictor._backend, "_normalise", poisoned)
+    spoil_second_image(monkeypatch)
     assert predictor.predict(make_images(3), top_k=1).finite.tolist() == [True, False, True]
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def test_what_it_cannot_do_is_told() -> None:
     assert unsupported_reason(CPU, torch.float32) is None
 
 
-def test_nothing_is_reported_to_its_maker(tmp_path) -> None:
+def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
         "import sys; from model.runtime.openvino import unsupported_reason; import torch;"
         "unsupported_reason(torch.device('cpu'), torch.float32);"

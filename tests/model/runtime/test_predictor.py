@@ -12,10 +12,11 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.network.vit import VisionTransformer
+from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.runtime.normalise import Normalise
 from model.runtime.predictor import Predictor
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -46,10 +47,23 @@ def make_images(count: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
 
 
+def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the second image of each batch has a pixel that is not finite."""
+    normalise = Normalise.forward
+
+    def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
+        pixels = normalise(self, images)
+        pixels[1, 0, 0, 0] = float("nan")
+        return pixels
+
+    monkeypatch.setattr(Normalise, "forward", spoilt)
+
+
 def expected_scores(checkpoint: Checkpoint, images: np.ndarray) -> torch.Tensor:
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     pixels = (pixels - torch.tensor(MEAN).reshape(3, 1, 1)) / torch.tensor(STD).reshape(3, 1, 1)
-    return checkpoint.build()(pixels).logits / checkpoint.temperature
+    output: ViTOutput = checkpoint.build()(pixels)
+    return output.logits / checkpoint.temperature
 
 
 def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
@@ -99,14 +113,7 @@ def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monke
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     images = make_images(3)
     expected = predictor.predict(images, top_k=5)
-    normalise = predictor._backend._normalise
-
-    def poisoned(batch: torch.Tensor) -> torch.Tensor:
-        pixels = normalise(batch)
-        pixels[1, 0, 0, 0] = float("nan")
-        return pixels
-
-    monkeypatch.setattr(predictor._backend, "_normalise", poisoned)
+    spoil_second_image(monkeypatch)
     found = predictor.predict(images, top_k=5)
 
     assert found.finite.tolist() == [True, False, True]
