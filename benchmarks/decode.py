@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import torch
 from numpy.typing import NDArray
 from PIL import Image, features
@@ -85,7 +86,7 @@ def main() -> int:
         "device": device(),
         "versions": {
             "python": platform.python_version(),
-            "pillow": Image.__version__,
+            "pillow": PIL.__version__,
             "libjpeg-turbo": features.version("libjpeg_turbo"),
             "numpy": np.__version__,
             "torch": torch.__version__,
@@ -98,7 +99,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "decode.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{device()}; Pillow {Image.__version__}; {source}; medians of {arguments.rounds} rounds, one thread\n")
+    print(f"{device()}; Pillow {PIL.__version__}; {source}; medians of {arguments.rounds} rounds, one thread\n")
     print_tables(speeds, answers)
     print(f"\nwritten to {path}")
     return 0
@@ -206,7 +207,7 @@ def checkpoints() -> dict[str, str]:
 def compare_answers(name: str, source: str) -> dict[str, Any]:
     """Scores of all shared photographs (else of the speed classes' files), scaled against full, in float32."""
     checkpoint = load_checkpoint(source)
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", threads=1)
+    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", compile_mode="off", threads=1)
     files = shared_photographs() or [file for files in file_classes()[0].values() for file in files]
     pairs = [
         [preprocess(file.data, checkpoint.preprocess, scaled_decode=scaled) for file in files]

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
+from model.runtime.compilation import CompilationState, CompileMode
 from model.runtime.device import choose_device, choose_dtype
-from model.runtime.predictor import Compile, Predictor
+from model.runtime.predictor import Predictor
 
 TOP_K = 5
 _WARM_SHARE = 0.25
@@ -45,15 +46,20 @@ class Ours:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, device: str, dtype: str, compile_mode: Compile, batches: Sequence[int]
+        self, checkpoint: Checkpoint, *, device: str, dtype: str, compile_mode: CompileMode, batches: Sequence[int]
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = checkpoint
         self.predictor = Predictor(
-            checkpoint, device=device, dtype=dtype, compile_mode=compile_mode, launch_sizes=sorted({1, *batches})
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            compile_mode=compile_mode,
+            backend="torch",
+            launch_sizes=sorted({1, *batches}),
         )
         self.predictor.warm_up()
-        while self.predictor.compiled == "compiling":
+        while self.predictor.compilation.state is CompilationState.COMPILING:
             time.sleep(0.05)
         self.ready_seconds = time.perf_counter() - started
 
@@ -198,7 +204,7 @@ class Reference:
 def _percentiles(work: Callable[[], Any], seconds: float) -> dict[str, float]:
     for _ in range(5):
         work()
-    taken = []
+    taken: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken) < 10:
         began = time.perf_counter()

@@ -162,8 +162,10 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = load_settings({})
     predictor, info = load_predictor(settings)
+    from model.runtime.compilation import CompilationState  # noqa: PLC0415  torch reads the environment set just now
+
     predictor.warm_up()
-    while predictor.compiled == "compiling":
+    while predictor.compilation.state is CompilationState.COMPILING:
         time.sleep(0.1)
     decoders = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
     limit = Limit(predictor, info, [path.read_bytes() for path in arguments.pictures], decoders)

@@ -1,4 +1,4 @@
-"""What goes into and comes out of a prediction: plain data, no torch, fit for any process."""
+"""The data types of a prediction's input and output; they need no torch, so that every process can use them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Head = int | Literal["mean", "max"]
 
 @dataclass(frozen=True, slots=True)
 class MapRequest:
-    """Which attention map is wanted.
+    """A request for one attention map.
 
     Attributes:
         layer: 0 ... depth-1.
-        head: 0 ... heads-1, or how to combine all heads.
+        head: 0 ... heads-1, or how all heads are combined.
     """
 
     layer: int
@@ -27,13 +27,12 @@ class MapRequest:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """Where the model looked.
+    """Where the model looked in one image.
 
     Attributes:
-        layer, head: as asked for.
+        layer, head: as requested.
         values: float32 [grid rows, grid columns], summing to 1.
-        kept_mass: share of the attention that fell on patches, before the division; the rest went to
-            the prefix tokens.
+        kept_mass: share of the attention that fell on patches; the rest went to the prefix tokens.
     """
 
     layer: int
@@ -43,15 +42,14 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """One batch's answers, in the order of the images.
+class BatchPrediction:
+    """The top-k classes and attention maps of one batch, in the order of the images.
 
     Attributes:
         scores: float32 [B, k], highest first.
-        indices: int64 [B, k], the classes the scores belong to.
-        finite: bool [B]; False where the model gave a score that is no number, so that the image
-            has no answer.
-        maps: B entries, None where no map was asked for.
+        indices: int64 [B, k], the classes that the scores belong to.
+        finite: bool [B]; False where a score is not finite, so that the image has no prediction.
+        maps: B entries, None where no map was requested.
     """
 
     scores: NDArray[np.float32]

@@ -19,7 +19,7 @@ from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.evaluation.robustness import as_png
 from model.images.preprocess import preprocess
-from model.prediction import Prediction
+from model.prediction import BatchPrediction
 
 
 class BatchPredictor(Protocol):
@@ -28,7 +28,7 @@ class BatchPredictor(Protocol):
     checkpoint: Checkpoint
     max_batch: int
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int) -> Prediction:
+    def predict(self, images: NDArray[np.uint8], *, top_k: int) -> BatchPrediction:
         """uint8 [B, H, W, C], B <= max_batch -> the `top_k` best classes of each image."""
         ...
 

@@ -1,1 +1,1 @@
-"""What a forward pass gives as a map of where the model looked."""
+"""Explanations computed from forward and backward passes."""

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.prediction import Head
+from model.config import ViTConfig
+from model.prediction import AttentionMap, Head, MapRequest
 
 
 class Maps(NamedTuple):
-    """Attributes:
-    values: float32 [B, rows, columns], each map summing to 1.
-    kept_mass: float32 [B], the sum before the division.
+    """A batch of maps.
+
+    Attributes:
+        values: float32 [B, rows, columns], each map summing to 1.
+        kept_mass: float32 [B], the sum before the division.
     """
 
     values: Tensor
     kept_mass: Tensor
 
 
+def attention_maps(
+    attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
+) -> list[AttentionMap | None]:
+    """Return the map of each request, or None where nothing is requested.
+
+    Requests of the same layer and head, however mixed the batch, are computed in one operation.
+
+    Args:
+        attention: float32 [B, len(layers), heads, N] on the CPU.
+        layers: the layers that the rows belong to.
+        requests: B entries.
+        config: the model's.
+    """
+    groups: dict[MapRequest, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request is not None:
+            groups.setdefault(request, []).append(index)
+    found: list[AttentionMap | None] = [None] * len(requests)
+    for request, members in groups.items():
+        rows = attention[members, layers.index(request.layer)]
+        maps = cls_map(rows, head=request.head, prefix_tokens=config.prefix_tokens, grid=config.grid)
+        for member, values, kept in zip(members, maps.values.numpy(), maps.kept_mass.tolist(), strict=True):
+            found[member] = AttentionMap(request.layer, request.head, values, kept)
+    return found
+
+
 def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> Maps:
-    """Combine the heads, drop the prefix tokens, divide the rest by its sum.
+    """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
 
     Args:
         rows: [B, heads, N] float32, each a softmax over N = prefix_tokens + rows*columns tokens.
-        head: a head's number, `mean` or `max` over all heads.
-        prefix_tokens: how many tokens come before the patches (CLS, distillation, registers).
+        head: a head's number, or `mean` or `max` over all heads.
+        prefix_tokens: number of tokens before the patches (CLS, distillation, registers).
         grid: (rows, columns) of patches; need not be square.
     """
     if head == "mean":

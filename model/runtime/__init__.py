@@ -1,1 +1,1 @@
-"""What owns a device: the predictor, its backends, and how a batch travels to a device and back."""
+"""What owns a device: the predictor and its backends."""

@@ -1,4 +1,4 @@
-"""How a batch travels to a device and back: pinned memory, an upload beside the computation, captured graphs.
+"""Batches travel to a device and back through pinned memory, uploaded beside the computation, in captured graphs.
 
     thread A   pinned <- images | upload ........ |          wait ........ | answer
     thread B                    pinned <- images  | upload (while A computes) ...
@@ -8,7 +8,7 @@ Each caller has a slot of its own (pinned memory, device memory, copy stream), s
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
 them never run at the same time. Nobody holds the lock while waiting for the device.
 
-Nothing here is particular to CUDA; what is stands in `model.runtime.cuda_ops`.
+Nothing here is particular to CUDA; `model.runtime.cuda_ops` holds what is.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CAPTURED_TOP_K: Final = 32
-"""Classes that a captured graph answers with, at most; a request for more is computed without one."""
+"""Most classes that a captured graph returns; a request for more is computed without one."""
 
 _TOLERANCE: Final = 0.02
-"""Between a score with and without its graph: the kernels are the same unless a library chooses others in a capture."""
+"""Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
 Layers = tuple[int, ...]
 Compute = Callable[[Tensor, Layers, int], Tensor]
@@ -40,41 +40,41 @@ class Event(Protocol):
     """A point in a stream's work; `torch.cuda.Event` is one."""
 
     def record(self, stream: Any) -> None:
-        """The point is after all that the stream was given so far."""
+        """Set the point after all work that the stream was given so far."""
 
     def wait(self, stream: Any) -> None:
-        """What the stream is given from now on comes after the point."""
+        """Make the work that the stream is given from now on wait for the point."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the point is reached."""
 
 
 class DeviceOps(Protocol):
-    """What a launcher needs of a device. Streams are opaque to it."""
+    """The operations of a device that a launcher needs; streams are opaque to it."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are made."""
+        """The device that tensors are made on."""
         ...
 
     def stream(self) -> Any:
-        """A new queue of work, independent of others."""
+        """Return a new queue of work, independent of others."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work of this thread goes to the stream."""
+        """Return a context in which this thread's work goes to the stream."""
         ...
 
     def event(self) -> Event:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
-        """Zeros, uint8, in host memory that the device reads by itself."""
+        """Return uint8 zeros in host memory that the device reads by itself."""
         ...
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy on the host that is complete when the current stream has come that far."""
+        """Return a copy on the host, complete when the current stream has come that far."""
         ...
 
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
@@ -102,14 +102,14 @@ class _Graph:
 
 
 class BatchLauncher:
-    """Runs batches of uint8 images through `compute`.
+    """Runs batches of uint8 images through `compute` on a device.
 
     Args:
         ops: the device.
         compute: one batch on the device; called on the launcher's stream, by one thread at a time.
         shape: (H, W, C) of an image.
         max_batch: largest batch.
-        slots: callers served at the same time; more than that wait for one another.
+        slots: callers served at the same time; further ones wait.
 
     Raises:
         RuntimeError: as torch raises it (out of memory).
@@ -156,7 +156,7 @@ class BatchLauncher:
     def _capture(self, size: int, layers: Layers, top_k: int) -> _Graph:
         pixels = self._input[:size]
         expected = self._compute(pixels, layers, top_k)
-        # Outside of the memory that graphs share, as it outlives the run.
+        # Allocated outside of the memory that graphs share, as it outlives the run.
         packed = torch.zeros_like(expected)
 
         def work() -> None:
@@ -171,7 +171,7 @@ class BatchLauncher:
         return graph
 
     @torch.inference_mode()
-    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[NDArray[np.int32], int]:
+    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
         """Compute one batch; callable by several threads at once.
 
         Args:
@@ -181,7 +181,7 @@ class BatchLauncher:
             top_k: classes wanted.
 
         Returns:
-            int32 [B, width] as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
+            int32 [B, width] on the host as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -201,7 +201,7 @@ class BatchLauncher:
 
     def _run(
         self, slot: _Slot, graph: _Graph | None, images: NDArray[np.uint8], size: int, layers: Layers, top_k: int
-    ) -> NDArray[np.int32]:
+    ) -> Tensor:
         ops, count = self._ops, len(images)
         np.copyto(slot.pinned[:count].numpy(), images)
         with ops.on(slot.copies):
@@ -218,5 +218,4 @@ class BatchLauncher:
             host = ops.download(packed[:count])
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        found: NDArray[np.int32] = host.numpy()
-        return found
+        return host

@@ -1,4 +1,4 @@
-"""What `model.runtime.batch_launcher` needs of CUDA: streams, events, pinned memory, captured graphs.
+"""The operations of CUDA for `model.runtime.batch_launcher`: streams, events, pinned memory, captured graphs.
 
 See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs). Nothing here runs on
 a machine without a GPU; its tests are skipped there.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class CudaOps:
-    """One CUDA device; see `model.runtime.batch_launcher.DeviceOps`.
+    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`.
 
     Args:
         device: `cuda:N`.
@@ -27,29 +27,29 @@ class CudaOps:
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> torch.cuda.Stream:
-        """A stream that waits for no other, the default stream included."""
+        """Return a stream that waits for no other, the default stream included."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Also makes the stream's device the thread's current one."""
+        """Return a context that also makes the stream's device the thread's current one."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def event(self) -> torch.cuda.Event:
-        """A thread that waits for it sleeps: spinning would take a core from the decoders."""
+        """Return an event for which threads wait asleep: spinning would take a core from the decoders."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
-        """Zeros in page-locked memory."""
+        """Return uint8 zeros in page-locked memory."""
         return torch.zeros(tuple(shape), dtype=torch.uint8, pin_memory=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Pinned, so that the copy is one more item of the stream; read it after an event."""
+        """Return a pinned copy, which is one more item of the stream's work; it is read after an event."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
-        """A CUDA graph of the work.
+        """Return what replays a CUDA graph of the work.
 
         Raises:
             RuntimeError: the work cannot be captured.

@@ -1,4 +1,4 @@
-"""Which device and dtype to compute in: names from settings to what this machine has."""
+"""The device and dtype to compute in, chosen by the settings' names from what this machine has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` (CUDA where present, else the CPU), `cpu`, `cuda` or `cuda:N`.
+    """Return the device for `auto` (CUDA where present, else the CPU), `cpu`, `cuda` or `cuda:N`.
 
     Raises:
         DeviceError: not a device's name, or not present on this machine.
@@ -36,7 +36,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is the fastest dtype native to the device.
+    """Return the dtype of this name; `auto` is the fastest dtype native to the device.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
     where its instructions exist (emulated it is slower than float32), else float32.
@@ -55,7 +55,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
+    """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
     try:
         text = cpuinfo.read_text()
     except OSError:

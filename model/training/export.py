@@ -55,7 +55,7 @@ def round_and_calibrate(checkpoint: Checkpoint, validation: Images, *, device: s
     """
     rounded = {name: tensor.detach().cpu().to(STORED).float() for name, tensor in checkpoint.tensors.items()}
     stored = replace(checkpoint, tensors=rounded, temperature=1.0)
-    predictor = Predictor(stored, device=device, dtype="float32", compile_mode="off")
+    predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
     logits = log_scores(predictor, validation, progress=progress)
     truth = torch.from_numpy(validation.labels)
     all_right = bool((logits.argmax(dim=1) == truth).all())

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model.prediction import MapRequest, Prediction
+from model.prediction import BatchPrediction, MapRequest
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 
@@ -16,16 +16,22 @@ class ModelRunner(Protocol):
     """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch.
 
     Attributes:
-        batch_sizes: fixed launch sizes, None when any size up to `max_batch` is launched.
-        compiled: `compiled`, `compiling`, or why not.
         max_batch: images in one batch at most.
         streams: threads that may be inside `predict` at the same time.
     """
 
-    batch_sizes: tuple[int, ...] | None
-    compiled: str
     max_batch: int
     streams: int
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...] | None:
+        """Return the fixed launch sizes; None when any size up to `max_batch` is launched."""
+        ...
+
+    @property
+    def compiled(self) -> str:
+        """Return `compiled`, `compiling`, or why not."""
+        ...
 
     @property
     def device(self) -> str:
@@ -44,7 +50,9 @@ class ModelRunner(Protocol):
         """Return how many rows are launched for a batch of `count` images."""
         ...
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+    def predict(
+        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+    ) -> BatchPrediction:
         """Classify a batch, see `model.runtime.predictor.Predictor.predict`."""
         ...
 

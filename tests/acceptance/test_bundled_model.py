@@ -36,7 +36,7 @@ def images(data: Path) -> cifar10.Images:
 
 @pytest.fixture(scope="module")
 def offline(images: cifar10.Images) -> NDArray[np.float32]:
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32")
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32")
     return predict_scores(predictor, images.pixels)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import checkpoints, gpu, gpu_engine, loadgen, pictures
+from benchmarks import checkpoints, gpu, gpu_engine, gpu_stages, loadgen, pictures
 from benchmarks.record import Record
 from benchmarks.servers import OURS
 from model.checkpoint import load_checkpoint
@@ -98,8 +98,8 @@ def test_servers_are_measured_against_decoding_and_the_engine(cache: Path) -> No
 
 
 def test_the_plain_reference_is_the_same_function_as_our_model(cache: Path) -> None:
-    checkpoints.SHAPES.setdefault(gpu.SMOKE.name, gpu.SMOKE)
-    checkpoint = load_checkpoint(str(checkpoints.ensure(gpu.SMOKE.name)[0]))
+    checkpoints.SHAPES.setdefault(gpu_stages.SMOKE.name, gpu_stages.SMOKE)
+    checkpoint = load_checkpoint(str(checkpoints.ensure(gpu_stages.SMOKE.name)[0]))
     plain = gpu_engine.PlainViT(checkpoint.config)
     plain.load_state_dict(dict(checkpoint.tensors))
     pixels = torch.from_numpy(gpu_engine.random_pictures(checkpoint, 3)).permute(0, 3, 1, 2) / 255

@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pictures(checkpoint: Path) -> Pictures:
     """Noise of many sizes, each picture with the scores that the model gives it alone."""
-    predictor = Predictor(load_checkpoint(str(checkpoint)), device="cpu", dtype="float32", threads=1)
+    predictor = Predictor(load_checkpoint(str(checkpoint)), device="cpu", backend="torch", dtype="float32", threads=1)
     return Pictures.make(predictor, count=64)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, MapRequest, Prediction
+from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
@@ -138,7 +138,9 @@ class FakePredictor:
     def launch_size(self, count: int) -> int:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> Prediction:
+    def predict(
+        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+    ) -> BatchPrediction:
         reds = [int(image[0, 0, 0]) for image in images]
         self.launched.append(reds)
         self.entered.release()
@@ -152,7 +154,7 @@ class FakePredictor:
             else AttentionMap(request.layer, request.head, np.full((2, 2), 0.25, np.float32), red / 256)
             for red, request in zip(reds, maps or [None] * len(reds), strict=True)
         ]
-        return Prediction(
+        return BatchPrediction(
             np.stack([scores for scores, _ in answers]),
             np.stack([indices for _, indices in answers]),
             np.array([red != NAN for red in reds]),

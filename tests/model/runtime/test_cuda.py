@@ -10,15 +10,16 @@ import torch
 
 from model.errors import DeviceError
 from model.network.layers.patch_embed import PatchEmbed
-from model.prediction import MapRequest, Prediction
+from model.prediction import BatchPrediction, MapRequest
+from model.runtime.compilation import CompilationState
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def same(found: Prediction, expected: Prediction, *, atol: float = 1e-5) -> None:
+def same(found: BatchPrediction, expected: BatchPrediction, *, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(found.scores, expected.scores, atol=atol)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_array_equal(found.finite, expected.finite)
@@ -31,13 +32,11 @@ def same(found: Prediction, expected: Prediction, *, atol: float = 1e-5) -> None
 
 
 def launched(ops: StandInOps, *, max_batch: int = 4) -> Predictor:
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", max_batch=max_batch, streams=2)
-    predictor._launch_with(ops)
-    return predictor
+    return plain(max_batch=max_batch, streams=2, ops=ops)
 
 
 def plain(**options: object) -> Predictor:
-    return Predictor(make_checkpoint(), device="cpu", dtype="float32", **options)  # type: ignore[arg-type]
+    return Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", **options)  # type: ignore[arg-type]
 
 
 def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
@@ -78,8 +77,7 @@ def test_a_failed_capture_is_told_and_the_model_answers_without() -> None:
 
 def test_off_means_no_graphs_either() -> None:
     ops = StandInOps()
-    predictor = plain(compile_mode="off", max_batch=2)
-    predictor._launch_with(ops)
+    predictor = plain(compile_mode="off", max_batch=2, ops=ops)
     predictor.warm_up()
     assert (predictor.compiled, predictor.batch_sizes, ops.replays) == ("off", None, 0)
 
@@ -87,20 +85,12 @@ def test_off_means_no_graphs_either() -> None:
 def test_an_image_without_a_finite_score_is_told_apart_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = launched(StandInOps())
     predictor.warm_up()
-    normalise = predictor._normalise
-
-    def poisoned(batch: torch.Tensor) -> torch.Tensor:
-        pixels = normalise(batch)
-        pixels[1, 0, 0, 0] = float("nan")
-        return pixels
-
-    monkeypatch.setattr(predictor, "_normalise", poisoned)
+    spoil_second_image(monkeypatch)
     assert predictor.predict(make_images(3), top_k=1).finite.tolist() == [True, False, True]
 
 
 def test_launch_sizes_may_be_chosen() -> None:
-    predictor = plain(launch_sizes=(3, 1))
-    predictor._launch_with(StandInOps())
+    predictor = plain(launch_sizes=(3, 1), ops=StandInOps())
     predictor.warm_up()
     assert (predictor.max_batch, predictor.batch_sizes) == (3, (1, 3))
     assert predictor.launch_size(2) == 3
@@ -112,7 +102,7 @@ def test_memory_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
-    monkeypatch.setattr(predictor, "_exercise", full)
+    monkeypatch.setattr(predictor._backend, "exercise", full)
     with pytest.raises(DeviceError, match=r"^cpu: not enough memory for batches of 8: a smaller largest batch"):
         predictor.warm_up()
 
@@ -131,12 +121,9 @@ def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]
 @pytest.mark.timeout(400)
 def test_the_compiled_model_is_what_the_graphs_run() -> None:
     ops = StandInOps()
-    predictor = Predictor(
-        make_checkpoint(), device="cpu", dtype="float32", compile_mode="on", launch_sizes=(1, 2), streams=2
-    )
-    if predictor.compiled != "compiling":
+    predictor = plain(compile_mode="on", launch_sizes=(1, 2), streams=2, ops=ops)
+    if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
-    predictor._launch_with(ops)
     predictor.warm_up()
     assert predictor.compiled == "compiled"
     assert predictor.batch_sizes == (1, 2)
@@ -177,7 +164,7 @@ class TestOnCuda:
     def test_two_threads_never_get_one_anothers_answers(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
         predictor.warm_up()
-        predictor._capture(predictor._launcher)  # type: ignore[arg-type]
+        predictor._backend.capture()  # type: ignore[attr-defined]
         batches = [make_images(8)[start : start + 1 + start % 4] for start in range(5)]
         alone = [predictor.predict(batch, top_k=5) for batch in batches]
         with ThreadPoolExecutor(2) as pool:

@@ -12,9 +12,11 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.network.vit import VisionTransformer
+from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
+from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.runtime.normalise import Normalise
 from model.runtime.predictor import Predictor
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -45,10 +47,23 @@ def make_images(count: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
 
 
+def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the second image of each batch has a pixel that is not finite."""
+    normalise = Normalise.forward
+
+    def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
+        pixels = normalise(self, images)
+        pixels[1, 0, 0, 0] = float("nan")
+        return pixels
+
+    monkeypatch.setattr(Normalise, "forward", spoilt)
+
+
 def expected_scores(checkpoint: Checkpoint, images: np.ndarray) -> torch.Tensor:
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     pixels = (pixels - torch.tensor(MEAN).reshape(3, 1, 1)) / torch.tensor(STD).reshape(3, 1, 1)
-    return checkpoint.build()(pixels).logits / checkpoint.temperature
+    output: ViTOutput = checkpoint.build()(pixels)
+    return output.logits / checkpoint.temperature
 
 
 def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
@@ -56,7 +71,7 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     images = make_images(4)
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
 
-    found = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=5)
+    found = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=5)
 
     order = expected.argsort(dim=-1, descending=True)
     np.testing.assert_array_equal(found.indices, order.numpy())
@@ -68,13 +83,13 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
 def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
-    found = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=2)
+    found = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=2)
     expected = expected_scores(checkpoint, images).sigmoid().topk(2)
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
 
 def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     images = make_images(5)
     wanted = [MapRequest(0, "max"), None, MapRequest(1, 1), MapRequest(1), MapRequest(0, "max")]
 
@@ -95,17 +110,10 @@ def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
 
 
 def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     images = make_images(3)
     expected = predictor.predict(images, top_k=5)
-    normalise = predictor._normalise
-
-    def poisoned(batch: torch.Tensor) -> torch.Tensor:
-        pixels = normalise(batch)
-        pixels[1, 0, 0, 0] = float("nan")
-        return pixels
-
-    monkeypatch.setattr(predictor, "_normalise", poisoned)
+    spoil_second_image(monkeypatch)
     found = predictor.predict(images, top_k=5)
 
     assert found.finite.tolist() == [True, False, True]
@@ -114,15 +122,15 @@ def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monke
 
 @pytest.mark.parametrize("shape", [(0, 16, 24, 3), (1, 24, 16, 3), (1, 16, 24, 1), (9, 16, 24, 3)])
 def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", max_batch=8)
+    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=8)
     with pytest.raises(ValueError, match="expected uint8"):
         predictor.predict(np.zeros(shape, np.uint8), top_k=1)
 
 
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     checkpoint, images = make_checkpoint(), make_images(16)
-    exact = Predictor(checkpoint, device="cpu", dtype="float32").predict(images, top_k=5)
-    rough = Predictor(checkpoint, device="cpu", dtype="bfloat16").predict(images, top_k=5)
+    exact = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=5)
+    rough = Predictor(checkpoint, device="cpu", backend="torch", dtype="bfloat16").predict(images, top_k=5)
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
     assert clear.any()
     np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])
@@ -133,7 +141,7 @@ def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * 1e30
     with pytest.raises(DeviceError, match="not finite"):
-        Predictor(make_checkpoint(tensors=tensors), device="cpu", dtype="float16").warm_up()
+        Predictor(make_checkpoint(tensors=tensors), device="cpu", backend="torch", dtype="float16").warm_up()
 
 
 def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
@@ -171,8 +179,10 @@ def test_auto_is_bfloat16_only_where_it_is_native() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # the first compilation on a busy machine
 def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="on", max_batch=3)
-    if predictor.compiled != "compiling":
+    predictor = Predictor(
+        make_checkpoint(), device="cpu", backend="torch", dtype="float32", compile_mode="on", max_batch=3
+    )
+    if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
     images = make_images(3)
     before = predictor.predict(images, top_k=5)
@@ -186,7 +196,7 @@ def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
     after = predictor.predict(images, top_k=5)
     np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
     np.testing.assert_array_equal(after.indices, before.indices)
-    padded = Predictor(make_checkpoint(), device="cpu", dtype="float32")
+    padded = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     np.testing.assert_allclose(
         predictor.predict(images[1:2], top_k=5).scores, padded.predict(images[1:2], top_k=5).scores, atol=1e-4
     )

@@ -36,7 +36,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert checkpoint.labels == LABELS
     assert checkpoint.name == "tiny"
     assert checkpoint.temperature == result.temperature != 1.0
-    measured = evaluate_cifar10(Predictor(checkpoint, device="cpu", dtype="float32"), cifar)
+    measured = evaluate_cifar10(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), cifar)
     assert measured.count == 100
     assert measured.accuracy == result.test.accuracy > 0.5
     assert measured.loss == pytest.approx(result.test.loss, rel=1e-4)

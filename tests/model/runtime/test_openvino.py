@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
-from model.runtime import openvino_network
-from model.runtime.openvino_network import installed, unsupported_reason
+from model.runtime import openvino as openvino_backend
+from model.runtime.openvino import installed, unsupported_reason
 from model.runtime.predictor import Predictor
 
 pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
@@ -133,13 +134,13 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
 def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = openvino_network.OpenVinoNetwork.__call__
+    whole = openvino_backend.OpenVinoNetwork.__call__
 
-    def wrong(self: openvino_network.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> ViTOutput:
+    def wrong(self: openvino_backend.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> ViTOutput:
         output = whole(self, images, alone=alone)
         return output._replace(logits=output.logits.flip(-1))
 
-    monkeypatch.setattr(openvino_network.OpenVinoNetwork, "__call__", wrong)
+    monkeypatch.setattr(openvino_backend.OpenVinoNetwork, "__call__", wrong)
     checkpoint = load_checkpoint("bundled")
     assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
     assert "of their norm away from torch's" in caplog.text
@@ -154,9 +155,9 @@ def test_what_it_cannot_do_is_told() -> None:
     assert unsupported_reason(CPU, torch.float32) is None
 
 
-def test_nothing_is_reported_to_its_maker(tmp_path) -> None:
+def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import sys; from model.runtime.openvino_network import unsupported_reason; import torch;"
+        "import sys; from model.runtime.openvino import unsupported_reason; import torch;"
         "unsupported_reason(torch.device('cpu'), torch.float32);"
         "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
     )

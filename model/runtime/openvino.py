@@ -1,7 +1,7 @@
-"""The network run by OpenVINO: on a CPU its fused kernels take less time than torch's operators, most of all for few
-images at a time.
+"""The backend that runs the network in OpenVINO on the CPU.
 
-The torch module is traced once, in float32; OpenVINO rounds to bfloat16 itself. https://docs.openvino.ai
+Its fused kernels take less time than torch's operators, most of all for few images at a time. The torch module is
+traced once, in float32; OpenVINO rounds to bfloat16 itself. https://docs.openvino.ai
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import queue
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
+from model.runtime.normalise import Normalise
+from model.runtime.postprocess import TopKOutput
+from model.runtime.torch_backend import TorchOptions
+from model.runtime.torch_cpu import TorchCpu
 
 if TYPE_CHECKING:
     import openvino
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
-"""Of a dtype: the plugin's name for the capability, and for the hint."""
+"""The plugin's names of each dtype: for the capability, and for the hint."""
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest norm of the difference to torch's float32 logits, relative to theirs. A graph that lost something is off by
@@ -36,12 +41,12 @@ its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
 
 
 def installed() -> bool:
-    """Whether the package is there; it is not imported."""
+    """Return whether the package is installed, without importing it."""
     return importlib.util.find_spec("openvino") is not None
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why OpenVINO cannot compute in this dtype on this device, or None."""
+    """Return why OpenVINO cannot compute in this dtype on this device, or None."""
     if device.type != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if not installed():
@@ -53,32 +58,63 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
-class OpenVinoNetwork:
-    """uint8 images in, logits and the last layer's attention row out; any batch size, several callers at once.
+class OpenVino:
+    """Computes logits and the last layer's attention row in OpenVINO, and rows of other layers in torch.
 
     Args:
-        model: float32, on the CPU; read, not kept.
-        scale, shift: float32 [1, C, 1, 1]; pixels are normalised to `pixels * scale + shift`.
-        dtype: what to compute in, of `PRECISIONS`.
-        threads: for a batch that is alone.
-        streams: batches that compute at the same time, beside each other, on a share of the threads each.
+        network: the network in OpenVINO.
+        fallback: the same network in torch, uncompiled.
+    """
+
+    def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
+        self.name = f"openvino {network.version}"
+        self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
+        self._network = network
+        self._torch = fallback
+
+    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """See `Backend.predict`."""
+        if layers and layers != self._network.layers:
+            return self._torch.predict(images, layers=layers, top_k=top_k)
+        with self._torch.threads as alone:
+            return self._torch.postprocess(self._network(images, alone=alone), top_k)
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """See `Backend.logits`."""
+        return self._network(images, alone=True).logits
+
+    def exercise(self, sizes: Sequence[int]) -> None:
+        """See `Backend.exercise`; torch is exercised as well."""
+        self._torch.exercise(sizes)
+        for size in sizes:
+            self._torch.require_finite(self.logits(self._torch.blank_images(size).numpy()))
+
+    def compile(self) -> None:
+        """Do nothing: OpenVINO compiles its graphs when they are made."""
+
+
+class OpenVinoNetwork:
+    """Computes logits and the last layer's attention row of any number of images, for several callers at once.
+
+    Args:
+        options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
+        threads: of a batch that is alone.
+        streams: batches that compute at the same time, on a share of the threads each.
 
     Attributes:
-        has_row: whether the attention row is computed with the logits.
+        layers: the layer whose attention row is computed with the logits, or none.
+        version: of OpenVINO.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch.
     """
 
-    def __init__(
-        self, model: VisionTransformer, scale: Tensor, shift: Tensor, *, dtype: torch.dtype, threads: int, streams: int
-    ) -> None:
-        config = model.config
+    def __init__(self, options: TorchOptions, *, threads: int, streams: int) -> None:
+        config, dtype = options.model.config, options.dtype
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        self.has_row = config.attention_source != "patch_mean"
+        self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
         self.version = importlib.metadata.version("openvino")
-        layers = (config.depth - 1,) if self.has_row else ()
-        traced = _Traced(model, scale, shift, layers)
+        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers)
         rows, columns = config.image_size
         images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
         try:
@@ -89,9 +125,9 @@ class OpenVinoNetwork:
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
         with torch.inference_mode():
-            expected = model(torch.from_numpy(images).permute(0, 3, 1, 2) * scale + shift).logits
+            expected = traced(torch.from_numpy(images))[0]
         for count in (1, 3):
-            # Of one image and of another number than traced: what a trace took for a constant shows.
+            # With one image, and with another number than traced, a constant that the trace made of a size shows.
             off = self(images[:count], alone=count == 1).logits - expected[:count]
             # A head that is all zeros gives zeros in both.
             relative = float(off.norm() / expected[:count].norm().clamp_min(1e-6))
@@ -118,21 +154,16 @@ class OpenVinoNetwork:
 
 
 class _Traced(nn.Module):
-    """What becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
+    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
 
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, model: VisionTransformer, scale: Tensor, shift: Tensor, layers: tuple[int, ...]) -> None:
+    def __init__(self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.model = model
+        self.normalise = normalise
         self.layers = layers
-        self.register_buffer("scale", scale)
-        self.register_buffer("shift", shift)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        pixels = images.permute(0, 3, 1, 2).float() * self.scale + self.shift
-        output: ViTOutput = self.model(pixels, self.layers)
+        output: ViTOutput = self.model(self.normalise(images), self.layers)
         return (output.logits,) if output.attention is None else (output.logits, output.attention)
 
 
@@ -169,11 +200,11 @@ def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
 
     with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
-        # Of shapes that become constants, which all but the first are; and that tracing will go one day.
+        # The warnings are of sizes that become constants, as all but the first may, and of tracing being deprecated.
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
-        # Named, as the frontend reads it until the graph is made, but does not keep it.
+        # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.
         decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
         graph = frontend.convert(frontend.load(decoder))
     graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
@@ -181,8 +212,8 @@ def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
 
 
 def _openvino() -> Any:
-    """The package, without its telemetry: importing it would tell a server of its maker so."""
-    # None makes the import fail, for which the package has a stand-in.
+    """Import the package without its telemetry, which would report the import to a server of its maker."""
+    # None makes the telemetry's import fail, for which the package has a stand-in.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino  # noqa: PLC0415  optional, and loaded once it is silenced
 

@@ -1,0 +1,65 @@
+"""The contract between the predictor and what runs the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.runtime.compilation import Compilation
+from model.runtime.postprocess import TopKOutput
+
+
+class Backend(Protocol):
+    """Runs the network on its device; images are uint8 [B, H, W, C] in host memory.
+
+    Attributes:
+        name: the library that runs the network, with its version.
+        compilation: whether the network is compiled, or why it is not.
+        batch_sizes: the only sizes launched, smaller batches being padded up; None when any size is.
+    """
+
+    name: str
+    compilation: Compilation
+    batch_sizes: tuple[int, ...] | None
+
+    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """Return the best classes of a batch, and the attention rows of these layers, in host memory.
+
+        It is called by as many threads at once as there are streams.
+
+        Raises:
+            RuntimeError: as the library raises it (out of memory, a device fault).
+        """
+        ...
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """Return the logits of a batch, before the temperature: [B, num_classes] on the device."""
+        ...
+
+    def exercise(self, sizes: Sequence[int]) -> None:
+        """Run blank batches of these sizes, with and without the last layer's attention row.
+
+        Raises:
+            DeviceError: the model gives scores that are not finite.
+            RuntimeError: as the library raises it.
+        """
+        ...
+
+    def compile(self) -> None:
+        """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
+        ...
+
+
+def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
+    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
+    return count if sizes is None else next(size for size in sizes if size >= count)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,67 @@
+"""The choice of what runs the network."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Literal
+
+from model.errors import DeviceError
+from model.runtime.backend import Backend
+from model.runtime.batch_launcher import DeviceOps
+from model.runtime.cuda import Cuda
+from model.runtime.cuda_ops import CudaOps
+from model.runtime.openvino import OpenVino, OpenVinoNetwork, unsupported_reason
+from model.runtime.torch_backend import TorchOptions
+from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
+
+logger = logging.getLogger(__name__)
+
+BackendName = Literal["auto", "torch", "openvino"]
+
+
+def choose_backend(
+    options: TorchOptions, requested: BackendName, *, threads: ThreadPolicy, streams: int, ops: DeviceOps | None = None
+) -> tuple[Backend, str]:
+    """Return what runs the network and why: OpenVINO where it is requested, or is possible and torch is not to compile.
+
+    Args:
+        options: the network and how torch would run it.
+        requested: `torch`, `openvino` or `auto`.
+        threads, streams: see `model.runtime.predictor.Predictor`.
+        ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
+
+    Raises:
+        DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
+    """
+    network, reason = _open_openvino(options, requested, threads=threads.count, streams=streams)
+    if network is not None:
+        return OpenVino(network, TorchCpu(replace(options, compile_mode="off"), threads)), reason
+    if ops is None and options.device.type == "cuda":
+        ops = CudaOps(options.device)
+    return TorchCpu(options, threads) if ops is None else Cuda(options, ops, streams=streams), reason
+
+
+def _open_openvino(
+    options: TorchOptions, requested: BackendName, *, threads: int, streams: int
+) -> tuple[OpenVinoNetwork | None, str]:
+    """Return the network in OpenVINO, or None, and the reason for it."""
+    if requested == "torch":
+        return None, "torch is requested"
+    if requested == "auto" and options.compile_mode in ("on", "max"):
+        return None, "torch is to compile the network"
+    reason = unsupported_reason(options.device, options.dtype)
+    if reason is not None:
+        if requested == "openvino":
+            raise DeviceError(f"backend openvino: {reason}")
+        return None, f"OpenVINO is not possible: {reason}"
+    try:
+        network = OpenVinoNetwork(options, threads=threads, streams=streams)
+    except DeviceError as error:
+        if requested == "openvino":
+            raise
+        logger.warning("torch runs the network: %s", error)
+        return None, str(error)
+    if requested == "openvino":
+        return network, "OpenVINO is requested"
+    return network, "OpenVINO is installed, has the dtype and agrees with torch"

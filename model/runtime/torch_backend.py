@@ -1,0 +1,150 @@
+"""The network in torch: what the backends for the CPU and for CUDA have in common."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.errors import DeviceError
+from model.network.vit import VisionTransformer, ViTOutput, count_parameters
+from model.runtime.backend import first_line, launch_size
+from model.runtime.compilation import (
+    Compilation,
+    CompilationState,
+    CompileMode,
+    choose_kernels,
+    compiled_twin,
+    plan_compilation,
+)
+from model.runtime.normalise import Normalise
+from model.runtime.postprocess import Postprocess
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """What a backend is made from.
+
+    Attributes:
+        model: float32, on the CPU; moved to the device.
+        checkpoint: says how images are normalised and how logits become scores.
+        device, dtype: where and in what the network computes.
+        compile_mode: see `model.runtime.predictor.Predictor`.
+        sizes: batch sizes to compile for, ascending.
+    """
+
+    model: VisionTransformer
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    compile_mode: CompileMode
+    sizes: tuple[int, ...]
+
+
+class TorchBackend:
+    """Holds the network on its device, normalises images for it, and compiles it.
+
+    Attributes:
+        name, compilation, batch_sizes: see `model.runtime.backend.Backend`.
+        usual_layers: choices of attention layers that are compiled and captured: no map, or the default one.
+
+    Raises:
+        DeviceError: not enough memory for the weights.
+    """
+
+    compiles_embedding = False
+    """Whether normalisation and embedding are compiled too, or the blocks alone."""
+
+    def __init__(self, options: TorchOptions) -> None:
+        self.name = f"torch {torch.__version__}"
+        self.batch_sizes: tuple[int, ...] | None = None
+        self.config = options.model.config
+        self.usual_layers: tuple[tuple[int, ...], ...] = (), (self.config.depth - 1,)
+        self.postprocess = Postprocess(options.checkpoint)
+        self.compilation = plan_compilation(options.compile_mode, options.device)
+        self._options = options
+        self._device = options.device
+        choose_kernels(options.model, options.device)
+        try:
+            self._plain = options.model.to(device=options.device, dtype=options.dtype)
+        except torch.OutOfMemoryError as error:
+            parameters = count_parameters(options.model)
+            raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
+        self._model = self._plain
+        self._normalise: Callable[[Tensor], Tensor] = Normalise(options.checkpoint.preprocess, options.dtype).to(
+            options.device
+        )
+
+    def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
+        """Return logits and attention rows of uint8 [B, H, W, C] in host memory, on the device."""
+        # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
+        model, count = self._model_for(layers), len(images)
+        missing = launch_size(count, self.batch_sizes) - count
+        if missing:
+            images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
+        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+        output: ViTOutput = model(self._normalise(batch), layers)
+        return ViTOutput(output.logits[:count], None if output.attention is None else output.attention[:count])
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """See `Backend.logits`."""
+        return self.forward(images, ()).logits
+
+    def exercise(self, sizes: Sequence[int]) -> None:
+        """See `Backend.exercise`."""
+        self._exercise(self._model, self._normalise, sizes)
+
+    def _exercise(self, model: VisionTransformer, normalise: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
+        for size in sizes:
+            images = self.blank_images(size)
+            with torch.inference_mode():
+                for layers in self.usual_layers:
+                    self.require_finite(model(normalise(images), layers).logits)
+
+    def blank_images(self, count: int) -> Tensor:
+        """Return uint8 zeros [count, H, W, C] on the device."""
+        shape = (count, *self.config.image_size, self.config.in_channels)
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
+
+    def require_finite(self, logits: Tensor) -> None:
+        """Raise DeviceError unless all logits are finite."""
+        if not logits.isfinite().all():
+            dtype = str(self._options.dtype).removeprefix("torch.")
+            raise DeviceError(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
+
+    def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
+        """Rows of other layers come from the uncompiled model: nobody is to wait for a compiler."""
+        return self._model if layers in self.usual_layers else self._plain
+
+    def _compile(self) -> None:
+        """Compile a twin that shares the weights, run it at every launch size, then let it take over."""
+        started = time.monotonic()
+        sizes, whole = self._options.sizes, self.compiles_embedding
+        autotune = self._options.compile_mode == "max"
+        twin = compiled_twin(self._plain, self._device, shapes=len(sizes), autotune=autotune, embedding=whole)
+        # What is cheap on a CPU is many small kernels on a GPU: normalising, adding positions, joining tokens.
+        normalise = torch.compile(self._normalise, dynamic=False) if whole else self._normalise
+        try:
+            self._exercise(twin, normalise, sizes)
+        except (RuntimeError, OSError) as error:  # what torch.compile raises for its backends and their compilers
+            logger.warning("compilation failed, running uncompiled: %s", first_line(error))
+            self.compilation = Compilation(CompilationState.FAILED, first_line(error))
+            return
+        # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
+        self.batch_sizes = sizes
+        self._model, self._normalise = twin, normalise
+        self.compilation = Compilation(CompilationState.COMPILED)
+        self._log("compiled", started)
+
+    def _log(self, done: str, started: float) -> None:
+        sizes = ", ".join(map(str, self._options.sizes))
+        logger.info("%s for batches of %s in %.0f s", done, sizes, time.monotonic() - started)

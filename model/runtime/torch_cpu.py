@@ -1,0 +1,66 @@
+"""The backend that runs the network in torch on the CPU, and how many threads compute a batch there."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.runtime.compilation import CompilationState
+from model.runtime.postprocess import TopKOutput
+from model.runtime.torch_backend import TorchBackend, TorchOptions
+
+
+class ThreadPolicy:
+    """Gives a batch all threads when it is alone, and one when others compute beside it.
+
+    A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
+    the machine is busy; a lone batch is done sooner with all of them. As a context manager around the computation
+    it sets the calling thread's number, and enters with whether the batch is alone.
+
+    Args:
+        count: threads of a lone batch; None leaves torch's choice.
+    """
+
+    def __init__(self, count: int | None) -> None:
+        if count is not None:
+            torch.set_num_threads(count)
+        self.count = torch.get_num_threads()
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def __enter__(self) -> bool:
+        with self._lock:
+            self._running += 1
+            alone = self._running == 1
+        torch.set_num_threads(self.count if alone else 1)  # of the calling thread
+        return alone
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+
+
+class TorchCpu(TorchBackend):
+    """Torch on the CPU; the compiler works in the background.
+
+    Args:
+        options: see `TorchOptions`.
+        threads: how many threads compute a batch.
+    """
+
+    def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
+        super().__init__(options)
+        self.threads = threads
+
+    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """See `Backend.predict`."""
+        with self.threads:
+            return self.postprocess(self.forward(images, layers), top_k)
+
+    def compile(self) -> None:
+        """Start compiling on a thread; the uncompiled model answers meanwhile."""
+        if self.compilation.state is CompilationState.COMPILING:
+            threading.Thread(target=self._compile, name="compile", daemon=True).start()

@@ -1,0 +1,52 @@
+"""Attention maps: how heads are combined, which tokens are dropped, and what a mixed batch gets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ViTConfig
+from model.explanation.attention_map import attention_maps, cls_map
+from model.prediction import Head, MapRequest
+
+CONFIG = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=3, heads=2, mlp_width=64, num_classes=5)
+
+
+def rows(*shape: int) -> torch.Tensor:
+    """Attention rows over the CLS token and 2 x 3 patches."""
+    return torch.rand((*shape, 2, 7), generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("head", ["mean", "max", 1])
+def test_a_map_is_the_combined_row_without_prefix_tokens_divided_by_its_sum(head: Head) -> None:
+    attention = rows(4)
+    combined = {"mean": attention.mean(1), "max": attention.amax(1), 1: attention[:, 1]}[head]
+    found = cls_map(attention, head=head, prefix_tokens=1, grid=(2, 3))
+    torch.testing.assert_close(found.kept_mass, combined[:, 1:].sum(-1))
+    torch.testing.assert_close(found.values.flatten(1) * found.kept_mass[:, None], combined[:, 1:])
+    assert found.values.shape == (4, 2, 3)
+
+
+def test_a_head_that_gives_the_patches_nothing_has_a_finite_map() -> None:
+    attention = torch.zeros(1, 1, 7)
+    attention[..., 0] = 1
+    found = cls_map(attention, head=0, prefix_tokens=1, grid=(2, 3))
+    assert found.kept_mass.item() == 0
+    assert (found.values == 0).all()
+
+
+def test_a_mixed_batch_gets_each_map_from_its_own_image_layer_and_head() -> None:
+    attention = rows(4, 2)  # of layers 0 and 2
+    requests = [MapRequest(2, "max"), None, MapRequest(0, 1), MapRequest(2, "max")]
+    found = attention_maps(attention, (0, 2), requests, CONFIG)
+    assert found[1] is None
+    for image, request in enumerate(requests):
+        if request is not None:
+            row = attention[image, (0, 2).index(request.layer)][None]
+            alone = cls_map(row, head=request.head, prefix_tokens=1, grid=(2, 3))
+            got = found[image]
+            assert got is not None
+            assert (got.layer, got.head) == (request.layer, request.head)
+            np.testing.assert_array_equal(got.values, alone.values[0].numpy())
+            assert got.kept_mass == alone.kept_mass.item()

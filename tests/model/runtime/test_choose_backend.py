@@ -1,0 +1,52 @@
+"""Which backend runs the network, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from model.errors import DeviceError
+from model.runtime import choose_backend as choice
+from model.runtime.cuda import Cuda
+from model.runtime.openvino import OpenVino, installed
+from model.runtime.predictor import Predictor
+from model.runtime.torch_cpu import TorchCpu
+from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.test_predictor import make_checkpoint
+
+
+def made(**options: Any) -> Predictor:
+    return Predictor(make_checkpoint(), device="cpu", **({"dtype": "float32"} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"backend": "torch"}, TorchCpu, "torch is requested"),
+        ({"compile_mode": "on"}, TorchCpu, "torch is to compile the network"),
+        ({"dtype": "float16"}, TorchCpu, "OpenVINO is not possible: "),
+        ({"backend": "torch", "ops": StandInOps()}, Cuda, "torch is requested"),
+    ],
+    ids=str,
+)
+def test_torch_runs_the_network_for_a_reason(options: dict[str, Any], kind: type, reason: str) -> None:
+    predictor = made(**options)
+    assert isinstance(predictor._backend, kind)
+    assert predictor.backend_reason.startswith(reason)
+    assert predictor.backend.startswith("torch ")
+
+
+@pytest.mark.skipif(not installed(), reason="openvino is not installed")
+def test_openvino_runs_the_network_unless_another_backend_is_requested() -> None:
+    predictor = made()
+    assert isinstance(predictor._backend, OpenVino)
+    assert predictor.backend_reason == "OpenVINO is installed, has the dtype and agrees with torch"
+    assert made(backend="openvino", compile_mode="on").backend_reason == "OpenVINO is requested"
+
+
+def test_without_the_package_auto_is_torch_and_openvino_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "unsupported_reason", lambda device, dtype: "the package is not installed")
+    assert made().backend_reason == "OpenVINO is not possible: the package is not installed"
+    with pytest.raises(DeviceError, match=r"^backend openvino: the package is not installed$"):
+        made(backend="openvino")
