@@ -30,6 +30,7 @@ __all__ = [
     "ViTOutput",
     "VisionTransformer",
     "count_parameters",
+    "meta_model",
     "resize_position_embedding",
 ]
 
@@ -167,6 +168,12 @@ def _norm(config: ViTConfig, present: bool) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps) if present else nn.Identity()
 
 
+def meta_model(config: ViTConfig) -> VisionTransformer:
+    """Return the model without storage: the names and shapes of its tensors."""
+    with torch.device("meta"):
+        return VisionTransformer(config)
+
+
 def count_parameters(model: nn.Module) -> int:
-    """Number of scalars in all parameters."""
+    """Return the number of scalars in all parameters."""
     return sum(p.numel() for p in model.parameters())

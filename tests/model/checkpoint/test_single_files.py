@@ -15,8 +15,8 @@ from torch import Tensor
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from model.checkpoint import torchvision as reader
-from model.checkpoint.files import TensorSource
 from model.checkpoint.state_dict import parse_architecture
+from model.checkpoint.tensors import TensorSource
 from model.errors import CheckpointError
 from model.network.vit import VisionTransformer, count_parameters
 from tests.model.checkpoint.parity import assert_same_logits, randomise
