@@ -54,7 +54,7 @@ class Repository(Files):
         return self.source
 
     def path(self, name: str) -> Path | None:
-        """The file in the local cache, fetched if it is not there yet.
+        """Return the file's path in the local cache; it is fetched if it is not there yet.
 
         Raises:
             CheckpointError: the repository, the revision or the network is not there, or access is refused.

@@ -47,8 +47,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     options.refuse_architecture(where)
     arrays = _unstacked(_unprefixed(read_npz(files.file), where), where)
     stored = TensorSource(arrays, where)
-    config, old = _config(stored, where)
-    tensors = _convert(stored, config, old)
+    config = _config(stored, where)
+    tensors = _convert(stored, config)
     stored.finish()
     match = _RELEASED.fullmatch(files.file.name)
     preset = f"google-{match[1]}" if match else None
@@ -86,17 +86,17 @@ def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return arrays
 
 
-def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
-    """Return the architecture, and whether the names are those of vit_jax rather than big_vision."""
+def _config(stored: TensorSource, where: str) -> ViTConfig:
+    """Return the architecture; big_vision adds positions to the patches alone, vit_jax to the CLS token too."""
     kernel = stored.shape("embedding/kernel")
     if len(kernel) != 4 or kernel[0] != kernel[1]:
         raise CheckpointError(f"{where}: embedding/kernel has shape {list(kernel)}: expected [p, p, channels, width]")
     if "conv_root/kernel" in stored:
         raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
-    old = "Transformer/posembed_input/pos_embedding" in stored
-    attention = f"Transformer/encoderblock_0/MultiHeadDotProductAttention_{int(old)}/query/kernel"
+    vit_jax = "Transformer/posembed_input/pos_embedding" in stored
+    attention = f"Transformer/encoderblock_0/MultiHeadDotProductAttention_{int(vit_jax)}/query/kernel"
     query = stored.shape(attention)
-    hidden = stored.shape(f"Transformer/encoderblock_0/MlpBlock_{3 if old else 0}/Dense_0/kernel")
+    hidden = stored.shape(f"Transformer/encoderblock_0/MlpBlock_{3 if vit_jax else 0}/Dense_0/kernel")
     head = stored.shape("head/kernel")
     if len(query) != 3 or len(hidden) != 2 or len(head) != 2:
         raise CheckpointError(f"{where}: {attention} has shape {list(query)}: expected [width, heads, head width]")
@@ -104,9 +104,9 @@ def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
     class_token = "cls" in stored
     pool_map = "MAPHead_0/probe" in stored
     patch, _, channels, width = kernel
-    edge = _edge(stored, where, class_token=class_token and old)
+    edge = _edge(stored, where, class_token=class_token and vit_jax)
     with validating(where):
-        config = ViTConfig(
+        return ViTConfig(
             image_size=(edge * patch, edge * patch),
             patch_size=patch,
             width=width,
@@ -115,12 +115,11 @@ def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
             mlp_width=hidden[1],
             num_classes=head[1],
             in_channels=channels,
-            position_prefix=old,
+            position_prefix=vit_jax,
             class_token=class_token,
             activation="gelu_tanh",
             pool="attention" if pool_map else "cls" if class_token else "mean",
         )
-    return config, old
 
 
 def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
@@ -135,9 +134,10 @@ def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
     raise CheckpointError(f"{where}: missing key 'pos_embedding'")
 
 
-def _convert(stored: TensorSource, config: ViTConfig, old: bool) -> dict[str, Tensor]:
+def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
     width, patch, channels = config.width, config.patch_size, config.in_channels
-    position = "Transformer/posembed_input/pos_embedding" if old else "pos_embedding"
+    vit_jax = config.position_prefix
+    position = "Transformer/posembed_input/pos_embedding" if vit_jax else "pos_embedding"
     tensors = {
         "patch_embed.proj.weight": stored.take("embedding/kernel", patch, patch, channels, width).permute(3, 2, 0, 1),
         "patch_embed.proj.bias": stored.take("embedding/bias", width),
@@ -145,7 +145,7 @@ def _convert(stored: TensorSource, config: ViTConfig, old: bool) -> dict[str, Te
     }
     if config.class_token:
         tensors["cls_token"] = stored.take("cls", 1, 1, width)
-    attention, mlp, norm2 = (1, 3, 2) if old else (0, 0, 1)
+    attention, mlp, norm2 = (1, 3, 2) if vit_jax else (0, 0, 1)
     for index in range(config.depth):
         block, to = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
         heads = f"{block}MultiHeadDotProductAttention_{attention}/"

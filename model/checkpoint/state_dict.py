@@ -19,7 +19,7 @@ from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
-from model.checkpoint.timm import TimmArguments, architecture_arguments, rename
+from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         config=config,
         preprocess=preprocess,
         labels=options.labels_or(None, config.num_classes, where),
-        tensors=native_tensors(rename(tensors, config), config, where),
+        tensors=native_tensors(native_names(tensors, config), config, where),
     )
 
 

@@ -24,7 +24,7 @@ _LAYER_SCALE_START = 1e-5
 
 
 class ViTOutput(NamedTuple):
-    """What one forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
         logits: [B, num_classes], in the model's dtype.
@@ -37,7 +37,7 @@ class ViTOutput(NamedTuple):
 
 
 class VisionTransformer(nn.Module):
-    """ViT for classification.
+    """A Vision Transformer for classification.
 
     Args:
         config: the architecture.
@@ -110,15 +110,14 @@ class VisionTransformer(nn.Module):
         return x
 
     def forward(self, pixels: Tensor, attention_layers: Sequence[int] = ()) -> ViTOutput:
-        """Classify a batch.
+        """Return logits and, for the layers that are asked for, attention rows.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row is wanted, in the order wanted.
 
         Returns:
-            Logits and, for the asked-for layers, the attention rows; see `ViTOutput`. With attention
-            pooling the last layer's row is the pooling query's.
+            See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
         """
         last = self.config.depth - 1
         x = self.embed(pixels)

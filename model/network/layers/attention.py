@@ -25,7 +25,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.head_dim = config.width // config.heads
-        self.cls_row = config.attention_source == "cls"
+        self.cls_query = config.attention_source == "cls"
         self.prefix_tokens = config.prefix_tokens
         self.grid = config.grid
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         q, k = self.q_norm(q), self.k_norm(k)
         bias = self._bias()
-        row = self._row(q, k, bias) if return_attention else None
+        row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:
             x = self.attend(q, k, v)
         else:
@@ -89,7 +89,7 @@ class Attention(nn.Module):
             return None
         return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
 
-    def _row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    def _attention_row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """Return the attention row that a map is made of: [B, heads, N] float32.
 
         Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         queries, taken one image at a time so that no more than [heads, N, N] is alive.
         """
         scale = self.head_dim**-0.5
-        if self.cls_row:
+        if self.cls_query:
             scores = (q[:, :, :1] * scale) @ k.transpose(-2, -1)  # [B, heads, 1, N]
             if bias is not None:
                 scores = scores + bias[:, :, :1]
