@@ -1,8 +1,8 @@
 """Checkpoints: one reader a format, each strict, all giving the same `Checkpoint`.
 
-To add a format, write a module with `FORMAT`, `recognises(files)` and `read(files, options)` and name
-it in `READERS`. To add a family of transformers' classes, write one module in `huggingface/` and name
-it in its `FAMILIES`.
+To add a format, write one module here with `FORMAT`, `recognises(files)` and `read(files, options)`
+and add it to `READERS`. To add a family of transformers' classes, write one module in `huggingface/`
+with a `FAMILY` and add one row to its `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, tor
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
-from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, Options
+from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.config import Size
 from model.errors import CheckpointError
 
@@ -25,17 +25,17 @@ BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 
 
 class Reader(Protocol):
-    """What the module of a format offers."""
+    """The module of a format, which is listed in `READERS`."""
 
     @property
     def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
         """Name of the format."""
 
     def recognises(self, files: Files) -> bool:
-        """Whether the files are of this format."""
+        """Return whether the files are of this format."""
 
-    def read(self, files: Files, options: Options) -> Checkpoint:
-        """Read them; raises CheckpointError."""
+    def read(self, files: Files, options: CheckpointOptions) -> Checkpoint:
+        """Return the checkpoint that the files hold; raises CheckpointError."""
 
 
 READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)
@@ -67,7 +67,7 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     files = _open(source)
-    options = Options(image_size, preprocess, labels, architecture)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)

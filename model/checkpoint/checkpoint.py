@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from model.checkpoint.files import as_float32
+from model.checkpoint.refusals import first_and_count
+from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
+from model.checkpoint.tensors import as_float32
 from model.config import PreprocessConfig, Size, ViTConfig
-from model.errors import CheckpointError, first_problem
-from model.network.vit import VisionTransformer, resize_position_embedding
+from model.errors import CheckpointError
+from model.network.vit import VisionTransformer, meta_model
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Checkpoint:
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
-        notes: what was chosen that the files themselves do not say (a preset, by name); to be told at start-up.
+        notes: what was chosen that the files themselves do not say (a preset, by name), for the log at start-up.
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
     """
 
@@ -68,7 +69,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.source}: takes {self.config.in_channels} channels; pictures have 1 or 3")
 
     def resized(self, size: Size) -> Checkpoint:
-        """The same model for another input size: position embeddings and preprocessing follow.
+        """Return the same model for another input size: position embeddings and preprocessing follow.
 
         Args:
             size: (rows, columns) in pixels.
@@ -87,27 +88,16 @@ class Checkpoint:
         if old.relative_position_bias:
             raise CheckpointError(f"{self.source}: relative position biases are not resized; keep {old.image_size}")
         config = resized_config(old, size, self.source)
-        model = _meta_model(config)
-        tensors = dict(self.tensors)
-        if old.position_embedding == "sincos2d":
-            tensors["pos_embed"] = model.fixed_position_embedding()
-        elif old.position_embedding == "learned":
-            tensors["pos_embed"] = resize_position_embedding(
-                tensors["pos_embed"],
-                prefix_tokens=old.prefix_tokens if old.position_prefix else 0,
-                old_grid=old.grid,
-                new_grid=config.grid,
-                antialias=self.antialias,
-            )
+        tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
         return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size), tensors=tensors)
 
     def build(self) -> VisionTransformer:
-        """The model with exactly these weights, float32 on the CPU, in evaluation mode.
+        """Return the model with exactly these weights, float32 on the CPU, in evaluation mode.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
         """
-        model = _meta_model(self.config)  # no memory and no random weights that could be left in place
+        model = meta_model(self.config)  # no memory and no random weights that could be left in place
         expected = model.state_dict()
         check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in expected.items()})
         for name, tensor in self.tensors.items():
@@ -117,33 +107,13 @@ class Checkpoint:
         return model.eval().requires_grad_(False)
 
 
-def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
-    """`config` for another input size, checked again as a whole; a remainder is dropped.
-
-    Raises:
-        CheckpointError: more tokens than are allowed, or smaller than a patch.
-    """
-    try:
-        remainder = bool(size[0] % config.patch_size or size[1] % config.patch_size)
-        return ViTConfig.model_validate({**config.model_dump(), "image_size": size, "drop_remainder": remainder})
-    except ValidationError as error:
-        raise CheckpointError(f"{source}: image size {size[0]}x{size[1]}: {first_problem(error)}") from None
-
-
-def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:
-    """`preprocess` for another input size; the share of the picture that the crop keeps stays as it was."""
-    kept = [have / total for have, total in zip(preprocess.size, preprocess.resize_size, strict=True)]
-    resize_size = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
-    return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
-
-
 def native_tensors(tensors: Mapping[str, Tensor], config: ViTConfig, where: str) -> dict[str, Tensor]:
-    """Tensors that already bear the model's own names: names and shapes checked, then brought to float32.
+    """Return tensors that bear the model's own names as float32, their names and shapes checked.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    shapes = {name: tuple(t.shape) for name, t in _meta_model(config).state_dict().items()}
+    shapes = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
     check_tensors(where, tensors, shapes)
     return {name: as_float32(tensor, name, where) for name, tensor in tensors.items()}
 
@@ -156,20 +126,10 @@ def check_tensors(source: str, tensors: Mapping[str, Tensor], shapes: Mapping[st
     """
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
-        raise CheckpointError(f"{source}: missing key {_first(missing)}")
+        raise CheckpointError(f"{source}: missing key {first_and_count(missing)}")
     unexpected = sorted(tensors.keys() - shapes.keys())
     if unexpected:
-        raise CheckpointError(f"{source}: unexpected key {_first(unexpected)}")
+        raise CheckpointError(f"{source}: unexpected key {first_and_count(unexpected)}")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise CheckpointError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {list(shape)}")
-
-
-def _meta_model(config: ViTConfig) -> VisionTransformer:
-    with torch.device("meta"):
-        return VisionTransformer(config)
-
-
-def _first(names: list[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]!r}{more}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from model.checkpoint.files import CONFIG_FILE, Files, first_line
+from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.refusals import first_line
 from model.errors import CheckpointError
 
 _HUB_ID: Final = re.compile(
@@ -20,11 +21,11 @@ _HUB_ID: Final = re.compile(
 )
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0
-"""Seconds for a file's metadata."""
+"""Seconds to wait for a file's metadata."""
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether it has the form `owner/name[@revision]`."""
+    """Return whether it has the form `owner/name[@revision]`."""
     return _HUB_ID.fullmatch(source) is not None
 
 
@@ -53,7 +54,7 @@ class Repository(Files):
         return self.source
 
     def path(self, name: str) -> Path | None:
-        """The file in the local cache, fetched if it is not there yet.
+        """Return the file's path in the local cache; it is fetched if it is not there yet.
 
         Raises:
             CheckpointError: the repository, the revision or the network is not there, or access is refused.
@@ -64,9 +65,9 @@ class Repository(Files):
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
-        options: dict[str, Any] = {"revision": self.revision or self.wanted, "etag_timeout": _TIMEOUT}
+        arguments: dict[str, Any] = {"revision": self.revision or self.wanted, "etag_timeout": _TIMEOUT}
         try:
-            path = Path(self._hub.hf_hub_download(self.repository, name, **options))
+            path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
         except errors.GatedRepoError:
             raise CheckpointError(
                 f"{self.source}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
@@ -95,7 +96,7 @@ class Repository(Files):
         return path
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
-        """Neither fetched nor in the cache: a missing part once the config was had, else no network."""
+        """Return None for a part that the cached repository lacks; refuse one that only the network could give."""
         offline = bool(self._hub.constants.HF_HUB_OFFLINE)
         if offline and self._found.get(CONFIG_FILE) is not None:
             return None

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import Files, SingleFile, TensorSource, first_line
-from model.checkpoint.options import PREPROCESS_PRESETS, Options, imagenet_labels
-from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError, first_problem
+from model.checkpoint.files import Files, SingleFile
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.refusals import validating
+from model.checkpoint.tensor_files import read_npz
+from model.checkpoint.tensors import TensorSource
+from model.config import ViTConfig
+from model.errors import CheckpointError
 
 FORMAT: Final = "jax"
 
@@ -32,16 +30,13 @@ _PREFIXES: Final = ("", "opt/target/", "params/", "params/img/")
 _RELEASED: Final = re.compile(r".*imagenet2012.*-res_(224|384)\.npz")
 """AugReg's fine-tuned files, e.g. `Ti_16-i21k-…--imagenet2012-steps_20k-lr_0.03-res_224.npz`."""
 
-_MAX_ARRAYS: Final = 10_000
-_MAX_BYTES: Final = 64 << 30
-
 
 def recognises(files: Files) -> bool:
-    """Whether it is one `.npz` file."""
+    """Return whether it is one `.npz` file."""
     return isinstance(files, SingleFile) and files.file.suffix.lower() == ".npz"
 
 
-def read(files: Files, options: Options) -> Checkpoint:
+def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read one `.npz` file.
 
     Raises:
@@ -49,14 +44,15 @@ def read(files: Files, options: Options) -> Checkpoint:
     """
     assert isinstance(files, SingleFile)
     where = files.place
-    if options.architecture is not None:
-        raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+    options.refuse_architecture(where)
     arrays = _unstacked(_unprefixed(read_npz(files.file), where), where)
     stored = TensorSource(arrays, where)
-    config, old = _config(stored, where)
-    tensors = _convert(stored, config, old)
+    config = _config(stored, where)
+    tensors = _convert(stored, config)
     stored.finish()
-    preprocess, labels, notes = _published(files, config, options)
+    match = _RELEASED.fullmatch(files.file.name)
+    preset = f"google-{match[1]}" if match else None
+    preprocess, labels, notes = options.published(files.file, preset, config.num_classes)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -70,54 +66,8 @@ def read(files: Files, options: Options) -> Checkpoint:
     )
 
 
-def read_npz(path: Path) -> dict[str, Tensor]:
-    """All arrays of an `.npz` file; pickled objects are refused.
-
-    Raises:
-        CheckpointError: no such file, damaged, holding objects, or implausibly large.
-    """
-    arrays: dict[str, Tensor] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if len(archive.infolist()) > _MAX_ARRAYS or sum(i.file_size for i in archive.infolist()) > _MAX_BYTES:
-                raise CheckpointError(f"{path}: more than {_MAX_ARRAYS} arrays or {_MAX_BYTES} bytes")
-            # An array's header may claim more than the archive holds; that is refused before it is allocated.
-            for info in archive.infolist():
-                with archive.open(info) as member:
-                    _check_header(member, info, path)
-        with np.load(path, allow_pickle=False) as archive:
-            for name in archive.files:
-                arrays[name] = torch.from_numpy(np.ascontiguousarray(archive[name]))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        OverflowError,
-        MemoryError,
-        SyntaxError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        raise CheckpointError(f"{path}: not a valid .npz file: {first_line(error)}") from None
-    return arrays
-
-
-def _check_header(member: Any, info: zipfile.ZipInfo, path: Path) -> None:
-    version = np.lib.format.read_magic(member)
-    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = reader(member)
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize > info.file_size:
-        raise CheckpointError(f"{path}: {info.filename} holds objects, or less than its header claims")
-
-
 def _unprefixed(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Without the optimiser's or the two-tower model's prefix; what lies outside it is left out."""
+    """Return arrays without the optimiser's or the two-tower model's prefix; what lies outside it is left out."""
     for prefix in _PREFIXES:
         if f"{prefix}embedding/kernel" in arrays:
             return {n.removeprefix(prefix): t for n, t in arrays.items() if n.startswith(prefix)}
@@ -125,7 +75,7 @@ def _unprefixed(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-    """big_vision may stack all blocks (`scan`): one array [depth, ...] instead of one a block."""
+    """Return one array a block where big_vision has stacked all blocks (`scan`) to arrays [depth, ...]."""
     prefix = "Transformer/encoderblock/"
     for name in [n for n in arrays if n.startswith(prefix)]:
         stack = arrays.pop(name)
@@ -136,17 +86,17 @@ def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return arrays
 
 
-def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
-    """The architecture, and whether the names are those of vit_jax rather than big_vision."""
+def _config(stored: TensorSource, where: str) -> ViTConfig:
+    """Return the architecture; big_vision adds positions to the patches alone, vit_jax to the CLS token too."""
     kernel = stored.shape("embedding/kernel")
     if len(kernel) != 4 or kernel[0] != kernel[1]:
         raise CheckpointError(f"{where}: embedding/kernel has shape {list(kernel)}: expected [p, p, channels, width]")
     if "conv_root/kernel" in stored:
         raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
-    old = "Transformer/posembed_input/pos_embedding" in stored
-    attention = f"Transformer/encoderblock_0/MultiHeadDotProductAttention_{int(old)}/query/kernel"
+    vit_jax = "Transformer/posembed_input/pos_embedding" in stored
+    attention = f"Transformer/encoderblock_0/MultiHeadDotProductAttention_{int(vit_jax)}/query/kernel"
     query = stored.shape(attention)
-    hidden = stored.shape(f"Transformer/encoderblock_0/MlpBlock_{3 if old else 0}/Dense_0/kernel")
+    hidden = stored.shape(f"Transformer/encoderblock_0/MlpBlock_{3 if vit_jax else 0}/Dense_0/kernel")
     head = stored.shape("head/kernel")
     if len(query) != 3 or len(hidden) != 2 or len(head) != 2:
         raise CheckpointError(f"{where}: {attention} has shape {list(query)}: expected [width, heads, head width]")
@@ -154,27 +104,22 @@ def _config(stored: TensorSource, where: str) -> tuple[ViTConfig, bool]:
     class_token = "cls" in stored
     pool_map = "MAPHead_0/probe" in stored
     patch, _, channels, width = kernel
-    edge = _edge(stored, where, class_token=class_token and old)
-    try:
-        return (
-            ViTConfig(
-                image_size=(edge * patch, edge * patch),
-                patch_size=patch,
-                width=width,
-                depth=depth,
-                heads=query[1],
-                mlp_width=hidden[1],
-                num_classes=head[1],
-                in_channels=channels,
-                position_prefix=old,
-                class_token=class_token,
-                activation="gelu_tanh",
-                pool="attention" if pool_map else "cls" if class_token else "mean",
-            ),
-            old,
+    edge = _edge(stored, where, class_token=class_token and vit_jax)
+    with validating(where):
+        return ViTConfig(
+            image_size=(edge * patch, edge * patch),
+            patch_size=patch,
+            width=width,
+            depth=depth,
+            heads=query[1],
+            mlp_width=hidden[1],
+            num_classes=head[1],
+            in_channels=channels,
+            position_prefix=vit_jax,
+            class_token=class_token,
+            activation="gelu_tanh",
+            pool="attention" if pool_map else "cls" if class_token else "mean",
         )
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
 
 
 def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
@@ -189,9 +134,10 @@ def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
     raise CheckpointError(f"{where}: missing key 'pos_embedding'")
 
 
-def _convert(stored: TensorSource, config: ViTConfig, old: bool) -> dict[str, Tensor]:
+def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
     width, patch, channels = config.width, config.patch_size, config.in_channels
-    position = "Transformer/posembed_input/pos_embedding" if old else "pos_embedding"
+    vit_jax = config.position_prefix
+    position = "Transformer/posembed_input/pos_embedding" if vit_jax else "pos_embedding"
     tensors = {
         "patch_embed.proj.weight": stored.take("embedding/kernel", patch, patch, channels, width).permute(3, 2, 0, 1),
         "patch_embed.proj.bias": stored.take("embedding/bias", width),
@@ -199,7 +145,7 @@ def _convert(stored: TensorSource, config: ViTConfig, old: bool) -> dict[str, Te
     }
     if config.class_token:
         tensors["cls_token"] = stored.take("cls", 1, 1, width)
-    attention, mlp, norm2 = (1, 3, 2) if old else (0, 0, 1)
+    attention, mlp, norm2 = (1, 3, 2) if vit_jax else (0, 0, 1)
     for index in range(config.depth):
         block, to = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
         heads = f"{block}MultiHeadDotProductAttention_{attention}/"
@@ -243,7 +189,7 @@ def _norm(stored: TensorSource, name: str, to: str, width: int) -> dict[str, Ten
 def _projection(
     stored: TensorSource, prefix: str, parts: tuple[str, ...], to: str, config: ViTConfig
 ) -> dict[str, Tensor]:
-    """Kernels [width, heads, head width] of several projections as one matrix [parts*width, width]."""
+    """Fuse the kernels [width, heads, head width] of several projections into one matrix [parts*width, width]."""
     width, heads = config.width, config.heads
     each = width // heads
     kernels = [stored.take(f"{prefix}{part}/kernel", width, heads, each).reshape(width, width).T for part in parts]
@@ -255,21 +201,3 @@ def _output(stored: TensorSource, name: str, to: str, config: ViTConfig) -> dict
     width, heads = config.width, config.heads
     kernel = stored.take(f"{name}/kernel", heads, width // heads, width)
     return {f"{to}.weight": kernel.reshape(width, width).T, f"{to}.bias": stored.take(f"{name}/bias", width)}
-
-
-def _published(
-    files: SingleFile, config: ViTConfig, options: Options
-) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
-    """Preprocessing, labels and notes: the operator's choice, or what was published with a released file."""
-    notes: list[str] = []
-    match = _RELEASED.fullmatch(files.file.name)
-    if match is not None and options.preprocess is None:
-        notes.append(f"preprocessing: preset google-{match[1]}, for the released file {files.file.name}")
-    known = match is not None and config.num_classes == 1000
-    if known and options.labels is None:
-        notes.append(f"labels: preset imagenet-1k, for the released file {files.file.name}")
-    return (
-        options.preprocess_or(PREPROCESS_PRESETS[f"google-{match[1]}"] if match else None, files.place),
-        options.labels_or(imagenet_labels() if known else None, config.num_classes, files.place),
-        tuple(notes),
-    )

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
-from model.checkpoint.options import Options
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError, first_problem
 
 FORMAT = "vitserve"
 
@@ -34,27 +34,24 @@ class NativeConfig(BaseModel):
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     multi_label: bool
     training: dict[str, Any] = Field(default_factory=dict)
-    """How it came about (recipe, accuracy, versions). For people; never read by the service."""
+    """How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it."""
 
 
 def recognises(files: Files) -> bool:
-    """Whether a folder's `config.json` is ours."""
+    """Return whether a folder's `config.json` is vitserve's own."""
     return files.config is not None and files.config.get("format") == FORMAT
 
 
-def read(files: Files, options: Options) -> Checkpoint:
+def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder.
 
     Raises:
         CheckpointError: the config or the weights are not as this format demands.
     """
     where = files.where(CONFIG_FILE)
-    if options.architecture is not None:
-        raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
-    try:
+    options.refuse_architecture(where)
+    with validating(where):
         native = NativeConfig.model_validate(files.config)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
     return Checkpoint(
         name=native.name,
         source=files.source,
@@ -110,6 +107,6 @@ def write(
 
 
 def describe_architecture(config: ViTConfig) -> str:
-    """A short name for an architecture: `vit_w192_d9_h3_patch4_32x32`."""
+    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`."""
     rows, columns = config.image_size
     return f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}_{rows}x{columns}"

@@ -1,4 +1,4 @@
-"""What the operator says beside the checkpoint: input size, and what formats without a config lack."""
+"""What the operator says beside the checkpoint: input size, and the preprocessing and labels that some files lack."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
-from model.checkpoint.files import read_json_value
+from model.checkpoint.json_file import read_json_value
+from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig, Size
-from model.errors import CheckpointError, first_problem
+from model.errors import CheckpointError
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 HALF: Final = (0.5, 0.5, 0.5)
 
 
-def _preset(size: int, resize: str, resize_size: int, interpolation: str, *statistics: Any) -> PreprocessConfig:
-    return PreprocessConfig.model_validate(
-        {
-            "size": (size, size),
-            "resize": resize,
-            "resize_size": (resize_size, resize_size),
-            "interpolation": interpolation,
-            "mean": statistics[0],
-            "std": statistics[1],
-        }
-    )
+def _preset(size: int, resize: str, resize_size: int, interpolation: str, mean: Any, std: Any) -> PreprocessConfig:
+    edges = {"size": (size, size), "resize_size": (resize_size, resize_size)}
+    statistics = {"mean": mean, "std": std}
+    return PreprocessConfig.model_validate({"resize": resize, "interpolation": interpolation, **edges, **statistics})
 
 
 PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = {
@@ -52,8 +44,8 @@ LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What may be said beside the checkpoint.
+class CheckpointOptions:
+    """What the operator may say beside the checkpoint.
 
     Attributes:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
@@ -67,8 +59,17 @@ class Options:
     labels: str | None = None
     architecture: str | None = None
 
+    def refuse_architecture(self, where: str) -> None:
+        """Refuse an architecture beside a file that says its own.
+
+        Raises:
+            CheckpointError: `architecture` is set.
+        """
+        if self.architecture is not None:
+            raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+
     def preprocess_or(self, default: PreprocessConfig | None, where: str) -> PreprocessConfig:
-        """The operator's choice, else `default`.
+        """Return the operator's preprocessing, else `default`.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read.
@@ -83,7 +84,7 @@ class Options:
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
-        """The operator's choice, else `default`.
+        """Return the operator's labels, else `default`.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read or is of another length.
@@ -97,9 +98,34 @@ class Options:
             )
         return default
 
+    def published(
+        self, file: Path, preset: str | None, classes: int
+    ) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
+        """Return preprocessing, labels and notes for a file that carries neither.
+
+        Args:
+            file: its name is told in the notes.
+            preset: the published preprocessing of the released ImageNet-1k file that this is; None for others.
+            classes: how many the model has.
+
+        Raises:
+            CheckpointError: neither published nor chosen, or a choice that cannot be read.
+        """
+        notes = []
+        if preset is not None and self.preprocess is None:
+            notes.append(f"preprocessing: preset {preset}, for the released file {file.name}")
+        known = preset is not None and classes == 1000
+        if known and self.labels is None:
+            notes.append(f"labels: preset imagenet-1k, for the released file {file.name}")
+        return (
+            self.preprocess_or(PREPROCESS_PRESETS[preset] if preset else None, str(file)),
+            self.labels_or(imagenet_labels() if known else None, classes, str(file)),
+            tuple(notes),
+        )
+
 
 def read_preprocess(name: str) -> PreprocessConfig:
-    """A preset by name, or a JSON file with the fields of `model.config.PreprocessConfig`.
+    """Return a preset by name, or what a JSON file says with the fields of `model.config.PreprocessConfig`.
 
     Raises:
         CheckpointError: neither a preset nor a file, or fields that are missing, unknown or wrong.
@@ -109,14 +135,12 @@ def read_preprocess(name: str) -> PreprocessConfig:
     path = Path(name).expanduser()
     if not path.is_file():
         raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")
-    try:
+    with validating(str(path)):
         return PreprocessConfig.model_validate(read_json_value(path))
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: {first_problem(error)}") from None
 
 
 def read_labels(name: str, classes: int) -> tuple[str, ...]:
-    """A preset by name, a JSON file (a list, or an object from index to label), or a text file, one a line.
+    """Return labels from a preset, a JSON file (a list, or an object from index to label), or a text file, one a line.
 
     Raises:
         CheckpointError: neither a preset nor a file, or not exactly `classes` labels.
@@ -143,7 +167,7 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
 
 
 def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[str, ...]:
-    """Labels from an object from index to label, as transformers' `id2label`.
+    """Return the labels of an object from index to label, as transformers' `id2label`.
 
     Raises:
         CheckpointError: an index is missing, unknown or no number, or a label is no string.
@@ -159,7 +183,7 @@ def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[s
 
 
 def imagenet_labels() -> tuple[str, ...]:
-    """The 1,000 descriptions of ILSVRC 2012, in the order of their WordNet ids."""
+    """Return the 1,000 descriptions of ILSVRC 2012, in the order of their WordNet ids."""
     text = resources.files("model.checkpoint").joinpath("imagenet_1k.txt").read_text(encoding="utf-8")
     return tuple(text.splitlines())
 

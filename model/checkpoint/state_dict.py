@@ -9,33 +9,39 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import Files, SingleFile, TensorSource
-from model.checkpoint.options import Options
-from model.checkpoint.timm import TimmArguments, architecture_arguments, rename
+from model.checkpoint.files import Files, SingleFile
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.refusals import validating
+from model.checkpoint.tensors import TensorSource, renamed
+from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError, first_problem
+from model.errors import CheckpointError
 
 FORMAT: Final = "state_dict"
 
 _INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans"})
-_UNUSED: Final = ("mask_token",)
+_UNUSED: Final = "mask_token"
 """Of DINOv2's pre-training."""
+_RENAMES: Final = (
+    (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # DeiT III
+    (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2
+    (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
+)
+"""From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
 
 
 def recognises(files: Files) -> bool:
-    """Any single file that no other reader knows."""
+    """Return whether it is a single file; readers that know it better are asked first."""
     return isinstance(files, SingleFile) and files.file.suffix.lower() != ".npz"
 
 
-def read(files: Files, options: Options) -> Checkpoint:
+def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict.
 
     Raises:
@@ -49,7 +55,9 @@ def read(files: Files, options: Options) -> Checkpoint:
     if any(name.startswith(("vit.", "deit.", "dinov2", "beit.", "vision_model.")) for name in tensors):
         raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
     name, given = parse_architecture(options.architecture)
-    tensors = _renamed(tensors, where)
+    tensors = renamed({name: tensor for name, tensor in tensors.items() if name != _UNUSED}, _RENAMES)
+    if "register_tokens" in tensors:
+        tensors = _with_registers(tensors, where)
     preprocess = options.preprocess_or(None, where)
     config = _config(name, given, TensorSource(tensors, where), preprocess, where)
     flat = tensors["patch_embed.proj.weight"]
@@ -63,12 +71,12 @@ def read(files: Files, options: Options) -> Checkpoint:
         config=config,
         preprocess=preprocess,
         labels=options.labels_or(None, config.num_classes, where),
-        tensors=native_tensors(rename(tensors, config), config, where),
+        tensors=native_tensors(native_names(tensors, config), config, where),
     )
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
-    """A timm name and the arguments that differ from it: `name[,argument=value]...`, values as in JSON.
+    """Return a timm name and the arguments that differ from it: `name[,argument=value]...`, values as in JSON.
 
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
@@ -89,29 +97,22 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def _renamed(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in _UNUSED:
-            continue
-        name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)  # noqa: PLW2901 - DeiT III
-        name = re.sub(r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1.", name)  # noqa: PLW2901 - DINOv2
-        name = re.sub(r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2.", name)  # noqa: PLW2901
-        renamed[name] = tensor
-    if "register_tokens" in renamed:
-        # DINOv2 gives registers no position; timm's model has none for CLS either, so it is added here.
-        stored = TensorSource(
-            {n: renamed.pop(n) for n in ("register_tokens", "cls_token", "pos_embed") if n in renamed}, where
-        )
-        registers, cls, position = (stored.shape(n) for n in ("register_tokens", "cls_token", "pos_embed"))
-        if len(registers) != 3 or len(cls) != 3 or len(position) != 3 or position[1] < 2:
-            raise CheckpointError(f"{where}: pos_embed has shape {list(position)}: expected [1, tokens, width]")
-        table = stored.take("pos_embed", 1, position[1], cls[2])
-        renamed["reg_token"] = stored.take("register_tokens", 1, registers[1], cls[2])
-        renamed["cls_token"] = stored.take("cls_token", 1, 1, cls[2]) + table[:, :1]
-        renamed["pos_embed"] = table[:, 1:]
-    return renamed
+def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return the tensors of a DINOv2 model with registers as timm has them.
+
+    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its token here.
+    """
+    names = ("register_tokens", "cls_token", "pos_embed")
+    stored = TensorSource({name: tensors[name] for name in names if name in tensors}, where)
+    registers, cls, position = (stored.shape(name) for name in names)
+    if len(registers) != 3 or len(cls) != 3 or len(position) != 3 or position[1] < 2:
+        raise CheckpointError(f"{where}: pos_embed has shape {list(position)}: expected [1, tokens, width]")
+    table = stored.take("pos_embed", 1, position[1], cls[2])
+    return {name: tensor for name, tensor in tensors.items() if name not in names} | {
+        "reg_token": stored.take("register_tokens", 1, registers[1], cls[2]),
+        "cls_token": stored.take("cls_token", 1, 1, cls[2]) + table[:, :1],
+        "pos_embed": table[:, 1:],
+    }
 
 
 def _config(
@@ -122,11 +123,9 @@ def _config(
     if len(head) != 2:
         raise CheckpointError(f"{where}: head.weight has shape {list(head)}: expected [classes, width]")
     arguments["num_classes"] = head[0]
-    try:
+    with validating(where):
         # A size that surely fits, to learn everything that does not depend on it.
         probe = TimmArguments.model_validate(arguments | {"img_size": 1024}).vit_config()
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
 
     depth = len({n.split(".")[1] for n in stored.names if n.startswith("blocks.")})
     if depth != probe.depth:
@@ -138,10 +137,8 @@ def _config(
     size = preprocess.size
     fits = (size[0] // probe.patch_size, size[1] // probe.patch_size) == (rows, columns)
     image_size = size if fits else (rows * probe.patch_size, columns * probe.patch_size)
-    try:
+    with validating(where):
         return TimmArguments.model_validate(arguments | {"img_size": image_size, "in_chans": channels}).vit_config()
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
 
 
 def _channels(stored: TensorSource, probe: ViTConfig, name: str, where: str) -> int:
@@ -166,7 +163,7 @@ def _channels(stored: TensorSource, probe: ViTConfig, name: str, where: str) -> 
 def _grid(
     stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, name: str, where: str
 ) -> tuple[int, int]:
-    """The position embedding's grid: the preprocessing's where it has as many patches, else a square."""
+    """Return the position embedding's grid: the preprocessing's where it has as many patches, else a square."""
     rows, columns = (edge // probe.patch_size for edge in preprocess.size)
     if probe.position_embedding == "none":
         return rows, columns

@@ -10,14 +10,13 @@ import math
 import re
 from typing import Final, NamedTuple
 
-from pydantic import ValidationError
-from torch import Tensor
-
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import Files, SingleFile, TensorSource
-from model.checkpoint.options import PREPROCESS_PRESETS, Options, imagenet_labels
-from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError, first_problem
+from model.checkpoint.files import Files, SingleFile
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.refusals import validating
+from model.checkpoint.tensors import Names, TensorSource, take_model
+from model.config import ViTConfig
+from model.errors import CheckpointError
 
 FORMAT: Final = "torchvision"
 
@@ -52,17 +51,36 @@ _PRESETS: Final = {
 }
 """Preset of each released file, by the start of its name."""
 
-_LAYER: Final = "encoder.layers.encoder_layer_"
+_LAYER: Final = "encoder.layers.encoder_layer_{}"
+_TENSOR_NAMES: Final[Names] = {
+    "cls_token": "class_token",
+    "pos_embed": "encoder.pos_embedding",
+    "patch_embed.proj": "conv_proj",
+    "blocks.{}.norm1": f"{_LAYER}.ln_1",
+    "blocks.{}.attn.qkv.weight": f"{_LAYER}.self_attention.in_proj_weight",
+    "blocks.{}.attn.qkv.bias": f"{_LAYER}.self_attention.in_proj_bias",
+    "blocks.{}.attn.proj": f"{_LAYER}.self_attention.out_proj",
+    "blocks.{}.norm2": f"{_LAYER}.ln_2",
+    "blocks.{}.mlp.fc1": f"{_LAYER}.mlp.0",
+    "blocks.{}.mlp.fc2": f"{_LAYER}.mlp.3",
+    "norm": "encoder.ln",
+    "head": "heads.head",
+}
+_OLD_MLP_NAMES: Final = {
+    "blocks.{}.mlp.fc1": f"{_LAYER}.mlp.linear_1",
+    "blocks.{}.mlp.fc2": f"{_LAYER}.mlp.linear_2",
+}
+"""Those of files from before torchvision 0.13."""
 
 
 def recognises(files: Files) -> bool:
-    """Whether a file's tensors are named as torchvision names a ViT's."""
+    """Return whether a file's tensors are named as torchvision names a ViT's."""
     if not isinstance(files, SingleFile) or files.file.suffix.lower() == ".npz":
         return False
     return {"class_token", "conv_proj.weight"} <= files.tensors().keys()
 
 
-def read(files: Files, options: Options) -> Checkpoint:
+def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict of one of torchvision's models.
 
     Raises:
@@ -75,7 +93,11 @@ def read(files: Files, options: Options) -> Checkpoint:
     name = _NAMES[config.width, config.patch_size]
     if options.architecture not in (None, name):
         raise CheckpointError(f"{where}: is a {name}, not a {options.architecture}")
-    preprocess, labels, notes = _published(files, config, name, options)
+    match = _RELEASED.fullmatch(files.file.name)
+    preset = _PRESETS.get((name, match[2])) if match is not None and match[1] == name else None
+    preprocess, labels, notes = options.published(files.file, preset, config.num_classes)
+    old = f"{_LAYER.format(0)}.mlp.linear_1.weight" in stored
+    tensors = take_model(stored, config, {**_TENSOR_NAMES, **_OLD_MLP_NAMES} if old else _TENSOR_NAMES)
     checkpoint = Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -84,7 +106,7 @@ def read(files: Files, options: Options) -> Checkpoint:
         config=config,
         preprocess=preprocess,
         labels=labels,
-        tensors=native_tensors(_convert(stored, config), config, where),
+        tensors=native_tensors(tensors, config, where),
         notes=notes,
     )
     stored.finish()
@@ -105,7 +127,7 @@ def _config(stored: TensorSource, where: str) -> ViTConfig:
     if len(head) != 2:
         raise CheckpointError(f"{where}: heads.head.weight has shape {list(head)}: expected two dimensions")
     model = _MODELS[width]
-    try:
+    with validating(where):
         return ViTConfig(
             image_size=(edge * patch, edge * patch),
             patch_size=patch,
@@ -116,59 +138,3 @@ def _config(stored: TensorSource, where: str) -> ViTConfig:
             num_classes=head[0],
             in_channels=channels,
         )
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
-
-
-def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
-    width, hidden, patch = config.width, config.mlp_width, config.patch_size
-    tensors = {
-        "cls_token": stored.take("class_token", 1, 1, width),
-        "pos_embed": stored.take("encoder.pos_embedding", 1, config.tokens, width),
-        "patch_embed.proj.weight": stored.take("conv_proj.weight", width, config.in_channels, patch, patch),
-        "patch_embed.proj.bias": stored.take("conv_proj.bias", width),
-    }
-    for index in range(config.depth):
-        layer, to = f"{_LAYER}{index}.", f"blocks.{index}."
-        # Files from before torchvision 0.13 name the MLP's layers otherwise.
-        old = f"{layer}mlp.linear_1.weight" in stored
-        fc1, fc2 = ("mlp.linear_1", "mlp.linear_2") if old else ("mlp.0", "mlp.3")
-        tensors |= {
-            f"{to}norm1.weight": stored.take(f"{layer}ln_1.weight", width),
-            f"{to}norm1.bias": stored.take(f"{layer}ln_1.bias", width),
-            f"{to}attn.qkv.weight": stored.take(f"{layer}self_attention.in_proj_weight", 3 * width, width),
-            f"{to}attn.qkv.bias": stored.take(f"{layer}self_attention.in_proj_bias", 3 * width),
-            f"{to}attn.proj.weight": stored.take(f"{layer}self_attention.out_proj.weight", width, width),
-            f"{to}attn.proj.bias": stored.take(f"{layer}self_attention.out_proj.bias", width),
-            f"{to}norm2.weight": stored.take(f"{layer}ln_2.weight", width),
-            f"{to}norm2.bias": stored.take(f"{layer}ln_2.bias", width),
-            f"{to}mlp.fc1.weight": stored.take(f"{layer}{fc1}.weight", hidden, width),
-            f"{to}mlp.fc1.bias": stored.take(f"{layer}{fc1}.bias", hidden),
-            f"{to}mlp.fc2.weight": stored.take(f"{layer}{fc2}.weight", width, hidden),
-            f"{to}mlp.fc2.bias": stored.take(f"{layer}{fc2}.bias", width),
-        }
-    return tensors | {
-        "norm.weight": stored.take("encoder.ln.weight", width),
-        "norm.bias": stored.take("encoder.ln.bias", width),
-        "head.weight": stored.take("heads.head.weight", config.num_classes, width),
-        "head.bias": stored.take("heads.head.bias", config.num_classes),
-    }
-
-
-def _published(
-    files: SingleFile, config: ViTConfig, name: str, options: Options
-) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
-    """Preprocessing, labels and notes: the operator's choice, or what was published with a released file."""
-    notes: list[str] = []
-    match = _RELEASED.fullmatch(files.file.name)
-    preset = _PRESETS.get((name, match[2])) if match is not None and match[1] == name else None
-    if preset is not None and options.preprocess is None:
-        notes.append(f"preprocessing: preset {preset}, for the released file {files.file.name}")
-    known = preset is not None and config.num_classes == 1000
-    if known and options.labels is None:
-        notes.append(f"labels: preset imagenet-1k, for the released file {files.file.name}")
-    return (
-        options.preprocess_or(PREPROCESS_PRESETS[preset] if preset else None, files.place),
-        options.labels_or(imagenet_labels() if known else None, config.num_classes, files.place),
-        tuple(notes),
-    )

@@ -1,1 +1,1 @@
-"""What a checkpoint is and what its network learned: summary, analysis and figures."""
+"""What a checkpoint is and what its network learned: a summary, three analyses and their figures."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import count_parameters, meta_model
 
 
 @dataclass(frozen=True)
@@ -26,18 +24,16 @@ class Cost:
     flops: int
 
     def memory(self, bytes_each: int) -> int:
-        """Bytes of the weights at `bytes_each` bytes a scalar."""
+        """Return the bytes of the weights at `bytes_each` bytes a scalar."""
         return self.parameters * bytes_each
 
 
 def cost(config: ViTConfig) -> Cost:
-    """Parameters and floating-point operations of an architecture; nothing is allocated.
+    """Return the parameters and floating-point operations of an architecture; nothing is allocated.
 
     Operations are those of the published model; what `VisionTransformer.spare_last_block` leaves out is not subtracted.
     """
-    with torch.device("meta"):
-        model = VisionTransformer(config)
-    return Cost(count_parameters(model), 2 * _multiply_adds(config))
+    return Cost(count_parameters(meta_model(config)), 2 * _multiply_adds(config))
 
 
 def _multiply_adds(config: ViTConfig) -> int:
@@ -82,7 +78,7 @@ def _stem_multiply_adds(config: ViTConfig) -> int:
 
 
 def summarise(checkpoint: Checkpoint) -> dict[str, str]:
-    """Headings and what was understood, in the order to print them."""
+    """Return headings and what was understood of a checkpoint, in the order to print them."""
     config, preprocess = checkpoint.config, checkpoint.preprocess
     needs = cost(config)
     rows = {

@@ -14,30 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.attention import Attention
-from model.network.layers.block import Block, DropPath, Mlp
+from model.network.layers.block import Block
 from model.network.layers.patch_dropout import drop_patches
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.pooling import AttentionPool, pool_tokens
-from model.network.layers.position import resize_position_embedding, sincos2d_position_embedding
-
-__all__ = [
-    "Attention",
-    "Block",
-    "DropPath",
-    "Mlp",
-    "PatchEmbed",
-    "ViTOutput",
-    "VisionTransformer",
-    "count_parameters",
-    "resize_position_embedding",
-]
+from model.network.layers.position import sincos2d_position_embedding
 
 _LAYER_SCALE_START = 1e-5
 
 
 class ViTOutput(NamedTuple):
-    """What one forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
         logits: [B, num_classes], in the model's dtype.
@@ -50,7 +37,7 @@ class ViTOutput(NamedTuple):
 
 
 class VisionTransformer(nn.Module):
-    """ViT for classification.
+    """A Vision Transformer for classification.
 
     Args:
         config: the architecture.
@@ -104,13 +91,13 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
 
     def fixed_position_embedding(self) -> Tensor:
-        """The sincos2d embedding of this configuration: [1, position_tokens, D] float32 on the CPU."""
+        """Return the sincos2d embedding of this configuration: [1, position_tokens, D] float32 on the CPU."""
         config = self.config
         prefix = config.prefix_tokens if config.position_prefix else 0
         return sincos2d_position_embedding(config.grid, config.width, prefix_tokens=prefix)
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] normalised pixels -> [B, N, D] tokens with positions added."""
+        """[B, C, H, W] normalised pixels -> [B, N, D] tokens, prefix tokens first, with positions added."""
         x: Tensor = self.patch_embed(pixels)
         if self.pos_embed is not None and not self.config.position_prefix:
             x = x + self.pos_embed
@@ -119,19 +106,18 @@ class VisionTransformer(nn.Module):
             x = torch.cat((*(token.expand(x.shape[0], -1, -1) for token in prefix), x), dim=1)
         if self.pos_embed is not None and self.config.position_prefix:
             x = x + self.pos_embed
-        x = self.norm_pre(x)
+        x = self.norm_pre(x)  # [B, N, D]
         return x
 
     def forward(self, pixels: Tensor, attention_layers: Sequence[int] = ()) -> ViTOutput:
-        """Classify a batch.
+        """Return logits and, for the layers that are asked for, attention rows.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row is wanted, in the order wanted.
 
         Returns:
-            Logits and, for the asked-for layers, the attention rows; see `ViTOutput`. With attention
-            pooling the last layer's row is the pooling query's.
+            See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
         """
         last = self.config.depth - 1
         x = self.embed(pixels)
@@ -139,24 +125,28 @@ class VisionTransformer(nn.Module):
             x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        first = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
+        read = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
         for index, block in enumerate(self.blocks):
             wanted = index in attention_layers and not (index == last and self.attn_pool is not None)
-            x, row = block(x, wanted, first if index == last else None)
+            x, row = block(x, wanted, read if index == last else None)
             if row is not None:
                 rows[index] = row
-        x = self.norm(x)
-        if self.attn_pool is not None:
-            pooled, row = self.attn_pool(x, last in attention_layers)
-            if row is not None:
-                rows[last] = row
-        else:
-            pooled = pool_tokens(x, self.config)
+        x = self.norm(x)  # [B, N, D], or [B, read, D]
+        pooled, row = self._pool(x, last in attention_layers)
+        if row is not None:
+            rows[last] = row
         logits: Tensor = self.head(self.fc_norm(pooled))
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
         attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
         return ViTOutput(logits, attention)
+
+    def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
+        """[B, N, D] -> ([B, D] or [B, 2 D], the pooling query's attention [B, heads, N] or None)."""
+        if self.attn_pool is None:
+            return pool_tokens(x, self.config), None
+        pooled, row = self.attn_pool(x, return_attention)
+        return pooled, row
 
 
 def _token(count: int, width: int) -> nn.Parameter:
@@ -167,6 +157,12 @@ def _norm(config: ViTConfig, present: bool) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps) if present else nn.Identity()
 
 
+def meta_model(config: ViTConfig) -> VisionTransformer:
+    """Return the model without storage: the names and shapes of its tensors."""
+    with torch.device("meta"):
+        return VisionTransformer(config)
+
+
 def count_parameters(model: nn.Module) -> int:
-    """Number of scalars in all parameters."""
+    """Return the number of scalars in all parameters."""
     return sum(p.numel() for p in model.parameters())

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from model.checkpoint.checkpoint import check_tensors
 from model.config import ViTConfig
 from model.errors import CheckpointError, TrainingError
-from model.network.vit import Attention, VisionTransformer
+from model.network.layers.attention import Attention
+from model.network.vit import VisionTransformer
 from model.runtime.device import choose_dtype
 from model.training.augment.augment import augment
 from model.training.augment.erasing import random_erasing

@@ -87,16 +87,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw_weights(model: VisionTransformer, out: Path) -> None:
     """The figures that need no pictures; those that this model cannot have are named."""
-    from model.insight import analysis  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.patch_filters import patch_filters  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.position_similarity import position_similarity  # noqa: PLC0415
 
     try:
-        found = analysis.patch_filters(model)
+        found = patch_filters(model)
         figures.patch_filters(found.components.numpy(), found.explained.numpy(), out / FILTERS)
         print(f"{out / FILTERS}: {len(found.components)} components, {found.explained.sum():.1%} of the variance")  # noqa: T201
     except InputError as error:
         print(f"{FILTERS}: not drawn, {error}")  # noqa: T201
     try:
-        figures.position_similarity(analysis.position_similarity(model).numpy(), out / POSITIONS)
+        figures.position_similarity(position_similarity(model).numpy(), out / POSITIONS)
         print(f"{out / POSITIONS}: {model.config.grid[0]}x{model.config.grid[1]} positions")  # noqa: T201
     except InputError as error:
         print(f"{POSITIONS}: not drawn, {error}")  # noqa: T201
@@ -108,7 +109,10 @@ def _draw_attention(
     """Mean attention distance as figure and as CSV; pictures that cannot be read are named and left out."""
     import torch  # noqa: PLC0415
 
-    from model.insight import analysis  # noqa: PLC0415
+    from model.insight.attention_distance import (  # noqa: PLC0415
+        even_attention_distance,
+        mean_attention_distance,
+    )
 
     mean = torch.tensor(checkpoint.preprocess.mean).reshape(-1, 1, 1)
     std = torch.tensor(checkpoint.preprocess.std).reshape(-1, 1, 1)
@@ -140,7 +144,7 @@ def _draw_attention(
     def normalised(waiting: list[NDArray[np.uint8]]) -> torch.Tensor:
         return (torch.from_numpy(np.stack(waiting)).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
-    distance = analysis.mean_attention_distance(model, batches()).numpy()
+    distance = mean_attention_distance(model, batches()).numpy()
     try:
         with (out / DISTANCE_NUMBERS).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -148,7 +152,7 @@ def _draw_attention(
             writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
     except OSError as error:
         raise FigureError(f"{out / DISTANCE_NUMBERS}: cannot be written: {error.strerror}") from error
-    even = analysis.even_attention_distance(checkpoint.config)
+    even = even_attention_distance(checkpoint.config)
     figures.attention_distance(distance, out / DISTANCE, even=even)
     means = distance.mean(axis=1)
     print(  # noqa: T201

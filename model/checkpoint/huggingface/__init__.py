@@ -1,24 +1,25 @@
 """Hugging Face's layout: `config.json`, weights, `preprocessor_config.json`, as `save_pretrained` writes them.
 
-Each family is one module here with what `family.Family` lists; to add one, write it and name it in
-`FAMILIES`. Names of tensors are those of the hub's files, whatever a version of transformers calls
-its modules in memory.
+To add a family, write one module here that fills in a `Family` and add one row to `FAMILIES`. Names
+of tensors are those of the hub's files, whatever a version of transformers calls its modules in memory.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, Files, TensorSource
+from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, read_preprocessor
-from model.checkpoint.options import Options, indexed_labels
-from model.errors import CheckpointError, first_problem
+from model.checkpoint.options import CheckpointOptions, indexed_labels
+from model.checkpoint.refusals import validating
+from model.checkpoint.resizing import resized_preprocess
+from model.checkpoint.tensors import TensorSource
+from model.errors import CheckpointError
 
 FORMAT: Final = "huggingface"
 
@@ -37,12 +38,12 @@ _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
 
 
 def recognises(files: Files) -> bool:
-    """Whether a folder's `config.json` is transformers'."""
+    """Return whether a folder's `config.json` is transformers'."""
     config = files.config
     return config is not None and ("architectures" in config or "model_type" in config) and "format" not in config
 
 
-def read(files: Files, options: Options) -> Checkpoint:
+def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it.
 
     Raises:
@@ -51,36 +52,34 @@ def read(files: Files, options: Options) -> Checkpoint:
     where = files.where(CONFIG_FILE)
     config = files.config
     assert config is not None
-    if options.architecture is not None:
-        raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+    options.refuse_architecture(where)
     family = _family(config, where)
     multi_label = _multi_label(config, where)
-    try:
+    with validating(where):
         # Everything that needs no weights is checked before they are fetched.
-        family.config(config, 1)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+        family.vit_config(config, 1)
     carried = None if options.preprocess else read_preprocessor(files.json(PREPROCESSOR_FILE), family, files)
     preprocess = options.preprocess_or(carried, where)
 
-    stored = TensorSource(family.hub_names(files.tensors()), files.place, family.unused)
+    unused = re.compile(family.unused).fullmatch
+    stored = TensorSource(family.hub_names(files.tensors()), files.place, unused)
     shape = stored.shape(family.classifier)
     if not shape or shape[0] < 1:
         raise CheckpointError(f"{files.place}: {family.classifier} has shape {list(shape)}: no classes")
-    try:
-        vit_config = family.config(config, shape[0])
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+    with validating(where):
+        vit_config = family.vit_config(config, shape[0])
     labels = _labels(config, vit_config.num_classes, where, options)
     vit_config, tensors = family.convert(stored, vit_config, options.image_size or preprocess.size)
     stored.finish()
+    if options.image_size is not None and family.resizes:
+        preprocess = resized_preprocess(preprocess, vit_config.image_size)
     return Checkpoint(
         name=_name(config, files),
         source=files.source,
         format=FORMAT,
         architecture=family.class_name,
         config=vit_config,
-        preprocess=preprocess if options.image_size is None else family.preprocess_at(preprocess, vit_config),
+        preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, vit_config, files.place),
         multi_label=multi_label,
@@ -109,7 +108,7 @@ def _multi_label(config: dict[str, Any], where: str) -> bool:
     return problem == "multi_label_classification"
 
 
-def _labels(config: dict[str, Any], classes: int, where: str, options: Options) -> tuple[str, ...]:
+def _labels(config: dict[str, Any], classes: int, where: str, options: CheckpointOptions) -> tuple[str, ...]:
     if options.labels is not None:
         return options.labels_or(None, classes, where)
     mapping = config.get("id2label")
@@ -121,7 +120,7 @@ def _labels(config: dict[str, Any], classes: int, where: str, options: Options) 
 
 
 def _name(config: dict[str, Any], files: Files) -> str:
-    """The name it was trained under, else the folder's or repository's."""
+    """Return the name the model was trained under, else the folder's or repository's."""
     name = config.get("_name_or_path")
     if isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable() and not name.startswith((".", "/")):
         return name

@@ -6,36 +6,24 @@ them to the input at each forward pass, here it is done once, while reading.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from model.checkpoint.checkpoint import resized_config
-from model.checkpoint.files import TensorSource
-from model.checkpoint.huggingface.family import (
-    Converted,
-    Count,
-    Family,
-    VisionConfig,
-    encoder_names,
-    rename_encoder,
-    take_blocks,
-    take_linear,
-    take_norm,
-    take_patches,
-)
+from model.checkpoint.huggingface.family import Family, MlpConfig, encoder_names, encoder_renames
+from model.checkpoint.resizing import resized_config, resized_positions
+from model.checkpoint.tensors import TensorSource, take_model
 from model.config import Size, ViTConfig
 from model.errors import CheckpointError
-from model.network.layers.position import relative_table_size, resize_position_embedding, resize_relative_table
+from model.network.layers.position import relative_table_size
 
+_LAYER: Final = "beit.encoder.layer.{}"
+_ATTENTION: Final = f"{_LAYER}.attention.attention"
 _TABLE: Final = "relative_position_bias.relative_position_bias_table"
 
 
-class _Config(VisionConfig):
-    intermediate_size: Count
+class _Config(MlpConfig):
     layer_scale_init_value: Annotated[float, Field(allow_inf_nan=False)]
     use_absolute_position_embeddings: bool
     use_relative_position_bias: bool
@@ -48,87 +36,60 @@ class _Config(VisionConfig):
             raise ValueError("image_size: its class reads square sizes only")
         return self
 
-
-def _config(json: dict[str, Any], classes: int) -> ViTConfig:
-    config = _Config.model_validate(json)
-    relative = config.use_relative_position_bias or config.use_shared_relative_position_bias
-    return config.vit_config(
-        mlp_width=config.intermediate_size,
-        num_classes=classes,
-        position_embedding="learned" if config.use_absolute_position_embeddings else "none",
-        relative_position_bias=relative,
-        layer_scale=config.layer_scale_init_value > 0,
-        pool="mean" if config.use_mean_pooling else "cls",
-        norm_after_pool=config.use_mean_pooling,
-        qkv_bias=True,
-    )
+    def architecture(self) -> dict[str, Any]:
+        return super().architecture() | {
+            "position_embedding": "learned" if self.use_absolute_position_embeddings else "none",
+            "relative_position_bias": self.use_relative_position_bias or self.use_shared_relative_position_bias,
+            "layer_scale": self.layer_scale_init_value > 0,
+            "pool": "mean" if self.use_mean_pooling else "cls",
+            "norm_after_pool": self.use_mean_pooling,
+        }
 
 
-def _convert(stored: TensorSource, config: ViTConfig, size: Size) -> Converted:
-    width = config.width
-    names = encoder_names("beit")._replace(scale1="lambda_1", scale2="lambda_2")
-    resized = resized_config(config, size, stored.where)
-    tensors: dict[str, Tensor] = {"cls_token": stored.take("beit.embeddings.cls_token", 1, 1, width)}
-    tensors |= take_patches(stored, "beit.embeddings.patch_embeddings.projection", config)
-    if config.position_embedding == "learned":
-        position = stored.take("beit.embeddings.position_embeddings", 1, config.position_tokens, width)
-        tensors["pos_embed"] = resize_position_embedding(
-            position, prefix_tokens=1, old_grid=config.grid, new_grid=resized.grid, antialias=False
-        )
-    tensors |= take_blocks(stored, names, config, key_bias=False)
-    if config.relative_position_bias:
-        tables = _tables(stored, config)
-        for index, table in enumerate(tables):
-            tensors[f"blocks.{index}.attn.relative_position_bias_table"] = resize_relative_table(
-                table, config.grid, resized.grid
-            )
-    if config.norm_after_pool:
-        tensors |= take_norm(stored, "beit.pooler.layernorm", "fc_norm", width)
-    else:
-        tensors |= take_norm(stored, "beit.layernorm", "norm", width)
-    tensors |= take_linear(stored, "classifier", "head", config.num_classes, width)
-    return resized, tensors
+class _Beit(Family):
+    def convert(self, stored: TensorSource, config: ViTConfig, size: Size) -> tuple[ViTConfig, dict[str, Tensor]]:
+        resized = resized_config(config, size, stored.where)
+        tables = _tables(stored, config) if config.relative_position_bias else {}
+        tensors = take_model(stored, config, self.names, tables)
+        return resized, resized_positions(tensors, config, resized, antialias=False)
 
 
-def _tables(stored: TensorSource, config: ViTConfig) -> list[Tensor]:
-    """One table a block; a shared one counts in each."""
+def _tables(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
+    """Return each block's relative position biases, by the model's names; a shared table counts in each block."""
     shape = relative_table_size(config.grid), config.heads
     name = f"beit.encoder.{_TABLE}"
     shared = stored.take(name, *shape) if name in stored else None
-    tables = []
+    tables = {}
     for index in range(config.depth):
-        name = f"beit.encoder.layer.{index}.attention.attention.{_TABLE}"
-        own = stored.take(name, *shape) if name in stored else None
-        if own is None and shared is None:
+        name = f"{_ATTENTION.format(index)}.{_TABLE}"
+        if name not in stored and shared is None:
             raise CheckpointError(f"{stored.where}: missing key {name!r}")
-        # As in the class: both are added to the scores.
-        tables.append(own + shared if own is not None and shared is not None else own if own is not None else shared)
-    return [table for table in tables if table is not None]
+        # The class adds both to the scores.
+        parts = [stored.take(name, *shape)] if name in stored else []
+        parts += [] if shared is None else [shared]
+        tables[f"blocks.{index}.attn.relative_position_bias_table"] = sum(parts[1:], start=parts[0])
+    return tables
 
 
-def _unused(name: str) -> bool:
-    """Indices that follow from the grid, the token of masked image modelling, the decoder's pyramid."""
-    return name.endswith("relative_position_index") or name == "beit.embeddings.mask_token"
-
-
-def _hub_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """From transformers 5's names in memory to those of the hub."""
-    renamed = rename_encoder("beit")(tensors)
-    names = {
-        name: name.replace("beit.shared_position_bias.", "beit.encoder.relative_position_bias.") for name in renamed
-    }
-    own = re.compile(r"(beit\.encoder\.layer\.\d+\.)(relative_position_bias\.)")
-    return {own.sub(r"\1attention.attention.\2", names[name]): tensor for name, tensor in renamed.items()}
-
-
-FAMILY: Final = Family(
+FAMILY: Final = _Beit(
     class_name="BeitForImageClassification",
     model_type="beit",
-    classifier="classifier.weight",
-    config=_config,
-    convert=_convert,
-    unused=_unused,
     image_processor="BeitImageProcessor",
-    hub_names=_hub_names,
+    names=encoder_names("beit")
+    | {
+        "blocks.{}.attn.qkv.bias": (f"{_ATTENTION}.query.bias", None, f"{_ATTENTION}.value.bias"),
+        "blocks.{}.ls1.gamma": f"{_LAYER}.lambda_1",
+        "blocks.{}.ls2.gamma": f"{_LAYER}.lambda_2",
+        "fc_norm": "beit.pooler.layernorm",
+    },
+    # Indices that follow from the grid, and the token of masked image modelling.
+    unused=r".*relative_position_index|beit\.embeddings\.mask_token",
+    config=_Config,
+    architecture={"qkv_bias": True},
+    renames=(
+        *encoder_renames("beit"),
+        (r"beit\.shared_position_bias\.", "beit.encoder.relative_position_bias."),
+        (r"(beit\.encoder\.layer\.\d+\.)(relative_position_bias\.)", r"\1attention.attention.\2"),
+    ),
     resizes=True,
 )

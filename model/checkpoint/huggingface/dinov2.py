@@ -11,134 +11,86 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.checkpoint.checkpoint import resized_config
-from model.checkpoint.files import TensorSource
-from model.checkpoint.huggingface.family import (
-    BlockNames,
-    Converted,
-    Family,
-    VisionConfig,
-    take_blocks,
-    take_linear,
-    take_norm,
-    take_patches,
-)
+from model.checkpoint.huggingface.family import ATTENTION_RENAMES, Family, VisionConfig, encoder_names
+from model.checkpoint.resizing import resized_config, resized_positions
+from model.checkpoint.tensors import Names, TensorSource, fuse_pairs, take_model
 from model.config import Size, ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import resize_position_embedding
 
 
 class _Config(VisionConfig):
     mlp_ratio: Annotated[float, Field(gt=0, le=64)]
     use_swiglu_ffn: bool
 
+    def architecture(self) -> dict[str, Any]:
+        hidden = int(self.hidden_size * self.mlp_ratio)
+        fields = super().architecture() | {"mlp_width": hidden}
+        if self.use_swiglu_ffn:
+            # SwiGLU keeps the parameter count: two thirds, rounded up to a multiple of 8.
+            fields |= {"mlp": "swiglu", "activation": "silu", "mlp_width": (int(hidden * 2 / 3) + 7) // 8 * 8}
+        return fields
+
 
 class _RegistersConfig(_Config):
     num_register_tokens: Annotated[int, Field(ge=0, le=1024)]
 
-
-def _architecture(config: _Config, classes: int, registers: int) -> ViTConfig:
-    hidden = int(config.hidden_size * config.mlp_ratio)
-    swiglu: dict[str, Any] = {"mlp": "swiglu", "activation": "silu"} if config.use_swiglu_ffn else {}
-    return config.vit_config(
-        # SwiGLU keeps the parameter count: two thirds, rounded up to a multiple of 8.
-        mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if config.use_swiglu_ffn else hidden,
-        num_classes=classes,
-        registers=registers,
-        position_prefix=False,
-        layer_scale=True,
-        pool="cls_mean",
-        **swiglu,
-    )
+    def architecture(self) -> dict[str, Any]:
+        return super().architecture() | {"registers": self.num_register_tokens}
 
 
-def _plain(json: dict[str, Any], classes: int) -> ViTConfig:
-    return _architecture(_Config.model_validate(json), classes, 0)
+def _names(model: str) -> Names:
+    layer = f"{model}.encoder.layer.{{}}"
+    return encoder_names(model) | {
+        "reg_token": f"{model}.embeddings.register_tokens",
+        "blocks.{}.norm1": f"{layer}.norm1",
+        "blocks.{}.ls1.gamma": f"{layer}.layer_scale1.lambda1",
+        "blocks.{}.norm2": f"{layer}.norm2",
+        "blocks.{}.mlp.fc1": f"{layer}.mlp.fc1",
+        "blocks.{}.mlp.fc2": f"{layer}.mlp.fc2",
+        "blocks.{}.ls2.gamma": f"{layer}.layer_scale2.lambda1",
+    }
 
 
-def _registers(json: dict[str, Any], classes: int) -> ViTConfig:
-    config = _RegistersConfig.model_validate(json)
-    return _architecture(config, classes, config.num_register_tokens)
+class _Dinov2(Family):
+    def hub_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        hub = super().hub_names(tensors)
+        fuse_pairs(hub, ".mlp.gate_proj.", ".mlp.up_proj.", ".mlp.weights_in.")
+        return hub
+
+    def convert(self, stored: TensorSource, config: ViTConfig, size: Size) -> tuple[ViTConfig, dict[str, Tensor]]:
+        width, patches = config.width, math.prod(config.grid)
+        embeddings, mlp = f"{self.model_type}.embeddings", f"{self.model_type}.encoder.layer.{{}}.mlp"
+        names = dict(self.names)
+        if config.mlp == "swiglu":
+            names |= {"blocks.{}.mlp.fc1": f"{mlp}.weights_in", "blocks.{}.mlp.fc2": f"{mlp}.weights_out"}
+        position = stored.take(f"{embeddings}.position_embeddings", 1, patches + 1, width)
+        # CLS has an entry of its own and registers have none: it is added to the token once and for all.
+        cls_token = stored.take(f"{embeddings}.cls_token", 1, 1, width) + position[:, :1]
+        if not config.registers and f"{embeddings}.register_tokens" in stored:
+            stored.take(f"{embeddings}.register_tokens", 1, 0, width)
+        tensors = take_model(stored, config, names, {"cls_token": cls_token, "pos_embed": position[:, 1:]})
+
+        edge = math.isqrt(patches)
+        if edge * edge != patches:
+            raise CheckpointError(f"{stored.where}: {patches} positions are not a square, as its class needs")
+        # Whatever the config says of the image's size, the class reads its positions as a square.
+        square = config.model_copy(update={"image_size": (edge * config.patch_size, edge * config.patch_size)})
+        resized = resized_config(config, size, stored.where)
+        return resized, resized_positions(tensors, square, resized, antialias=self.antialias)
 
 
-def _convert(model: str, antialias: bool, stored: TensorSource, config: ViTConfig, size: Size) -> Converted:
-    width = config.width
-    names = BlockNames(
-        prefix=f"{model}.encoder.layer.{{}}.",
-        query="attention.attention.query",
-        key="attention.attention.key",
-        value="attention.attention.value",
-        output="attention.output.dense",
-        norm1="norm1",
-        norm2="norm2",
-        fc1="mlp.fc1",
-        fc2="mlp.fc2",
-        scale1="layer_scale1.lambda1",
-        scale2="layer_scale2.lambda1",
-    )
-    tensors = take_patches(stored, f"{model}.embeddings.patch_embeddings.projection", config)
-    position = stored.take(f"{model}.embeddings.position_embeddings", 1, math.prod(config.grid) + 1, width)
-    # CLS has an entry of its own and registers have none: it is added to the token once and for all.
-    tensors["cls_token"] = stored.take(f"{model}.embeddings.cls_token", 1, 1, width) + position[:, :1]
-    if f"{model}.embeddings.register_tokens" in stored:
-        registers = stored.take(f"{model}.embeddings.register_tokens", 1, config.registers, width)
-        if config.registers:
-            tensors["reg_token"] = registers
-    tensors |= take_blocks(stored, names, config, mlp=config.mlp == "plain")
-    if config.mlp == "swiglu":
-        for index in range(config.depth):
-            block, to = names.prefix.format(index) + "mlp.", f"blocks.{index}.mlp."
-            tensors |= take_linear(stored, f"{block}weights_in", f"{to}fc1", 2 * config.mlp_width, width)
-            tensors |= take_linear(stored, f"{block}weights_out", f"{to}fc2", width, config.mlp_width)
-    tensors |= take_norm(stored, f"{model}.layernorm", "norm", width)
-    tensors |= take_linear(stored, "classifier", "head", config.num_classes, 2 * width)
-
-    edge = math.isqrt(math.prod(config.grid))
-    if edge * edge != math.prod(config.grid):
-        raise CheckpointError(
-            f"{stored.where}: {math.prod(config.grid)} positions are not a square, as its class needs"
-        )
-    resized = resized_config(config, size, stored.where)
-    tensors["pos_embed"] = resize_position_embedding(
-        position[:, 1:], prefix_tokens=0, old_grid=(edge, edge), new_grid=resized.grid, antialias=antialias
-    )
-    return resized, tensors
-
-
-def _hub_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """From transformers 5's names in memory to those of the hub."""
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        for old, new in (
-            (".attention.q_proj.", ".attention.attention.query."),
-            (".attention.k_proj.", ".attention.attention.key."),
-            (".attention.v_proj.", ".attention.attention.value."),
-            (".attention.o_proj.", ".attention.output.dense."),
-            (".mlp.down_proj.", ".mlp.weights_out."),
-        ):
-            name = name.replace(old, new)  # noqa: PLW2901
-        renamed[name] = tensor
-    for name in [n for n in renamed if ".mlp.gate_proj." in n]:
-        other = name.replace("gate_proj", "up_proj")
-        if other in renamed and renamed[other].shape == renamed[name].shape:
-            renamed[name.replace("gate_proj", "weights_in")] = torch.cat((renamed.pop(name), renamed.pop(other)))
-    return renamed
-
-
-FAMILY: Final = Family(
+FAMILY: Final = _Dinov2(
     class_name="Dinov2ForImageClassification",
     model_type="dinov2",
-    classifier="classifier.weight",
-    config=_plain,
-    convert=lambda stored, config, size: _convert("dinov2", False, stored, config, size),
-    # For masked image modelling.
-    unused=lambda name: name == "dinov2.embeddings.mask_token",
     image_processor="BitImageProcessor",
-    hub_names=_hub_names,
+    names=_names("dinov2"),
+    unused=r"dinov2\.embeddings\.mask_token",  # for masked image modelling
+    config=_Config,
+    architecture={"position_prefix": False, "layer_scale": True, "pool": "cls_mean"},
+    renames=(*ATTENTION_RENAMES, (r"\.mlp\.down_proj\.", ".mlp.weights_out.")),
     resizes=True,
 )
 
@@ -146,8 +98,8 @@ WITH_REGISTERS: Final = replace(
     FAMILY,
     class_name="Dinov2WithRegistersForImageClassification",
     model_type="dinov2_with_registers",
-    config=_registers,
-    convert=lambda stored, config, size: _convert("dinov2_with_registers", True, stored, config, size),
-    unused=lambda name: name == "dinov2_with_registers.embeddings.mask_token",
+    names=_names("dinov2_with_registers"),
+    unused=r"dinov2_with_registers\.embeddings\.mask_token",
+    config=_RegistersConfig,
     antialias=True,
 )

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any, Final, NamedTuple
 
-from pydantic import ValidationError
-
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
+from model.checkpoint.refusals import required, validating
 from model.config import Interpolation, PreprocessConfig
-from model.errors import CheckpointError, first_problem
+from model.errors import CheckpointError
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
 
@@ -52,7 +51,7 @@ _CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS
 
 
 def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> PreprocessConfig:
-    """Preprocessing from a `preprocessor_config.json`.
+    """Return the preprocessing that a `preprocessor_config.json` describes.
 
     Raises:
         CheckpointError: a processor or step that is not read here, or a number that is missing.
@@ -88,28 +87,25 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> Pre
     elif resize == "shortest_edge":
         raise CheckpointError(f"{where}: size keeps the aspect and do_center_crop is false: no one input size")
     normalize = _flag(json, "do_normalize", True, where)
-    resample = _required(json, "resample", where)
+    resample = required(json, "resample", where)
     if type(resample) is not int or resample not in _RESAMPLING:
         raise CheckpointError(f"{where}: resample {resample!r:.100}: expected one of {sorted(_RESAMPLING)}")
-    try:
-        return PreprocessConfig.model_validate(
-            {
-                "size": size,
-                "resize": resize,
-                "resize_size": resize_size,
-                "interpolation": _RESAMPLING[resample],
-                "crop_rounding": "down",
-                "mean": _required(json, "image_mean", where) if normalize else (0.0, 0.0, 0.0),
-                "std": _required(json, "image_std", where) if normalize else (1.0, 1.0, 1.0),
-            }
-        )
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {first_problem(error)}") from None
+    fields = {
+        "size": size,
+        "resize": resize,
+        "resize_size": resize_size,
+        "interpolation": _RESAMPLING[resample],
+        "crop_rounding": "down",
+        "mean": required(json, "image_mean", where) if normalize else (0.0, 0.0, 0.0),
+        "std": required(json, "image_std", where) if normalize else (1.0, 1.0, 1.0),
+    }
+    with validating(where):
+        return PreprocessConfig.model_validate(fields)
 
 
 def _size(json: dict[str, Any], key: str, square: bool, where: str) -> tuple[str, tuple[int, int]]:
-    """How a picture is resized, and to what (rows, columns)."""
-    value = _required(json, key, where)
+    """Return how a picture is resized, and to what (rows, columns)."""
+    value = required(json, key, where)
     if type(value) is int:
         return ("squash" if square else "shortest_edge"), (value, value)
     if isinstance(value, dict):
@@ -133,9 +129,3 @@ def _flag(json: dict[str, Any], key: str, default: bool, where: str) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _required(json: dict[str, Any], key: str, where: str) -> Any:
-    if json.get(key) is None:
-        raise CheckpointError(f"{where}: {key} is missing")
-    return json[key]

@@ -1,6 +1,6 @@
 """What a Vision Transformer learned, drawn as the ViT paper's figure 7 does.
 
-Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight.analysis`.
+Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from model.insight.figures.canvas import canvas, save
 
 _TILE_COLUMNS: Final = 7
 _MAX_MAPS: Final = 16
-"""Positions drawn along each axis of the grid; of a finer grid every other or third and so on."""
+"""Positions drawn at most along each axis of the grid; a finer grid is thinned out evenly."""
 
 
 def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32], path: Path) -> None:
-    """The first principal components of the patch-embedding filters as tiles.
+    """Draw the first principal components of the patch-embedding filters as tiles.
 
     Args:
         components: [M, C, P, P], C = 1 or 3 (a second and fourth channel are left out).
@@ -49,7 +49,7 @@ def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32
 
 
 def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
-    """One small map a position: cosine similarity of its embedding to those of all positions.
+    """Draw one small map a position: the cosine similarity of its embedding to those of all positions.
 
     Args:
         similarity: [gh, gw, gh, gw], -1...1.
@@ -83,7 +83,7 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
 
 
 def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float) -> None:
-    """Mean attention distance: a dot a head over its layer, a line through the layers' means.
+    """Draw the mean attention distance: a dot a head over its layer, a line through the layers' means.
 
     Args:
         distance: [layers, heads] in input pixels.

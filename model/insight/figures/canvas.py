@@ -19,12 +19,12 @@ DPI: Final = 110
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def require() -> None:
-    """Refuse early what would fail late.
+    """Refuse to go on without matplotlib, before any work is done.
 
     Raises:
         FigureError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def require() -> None:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure, laid out by matplotlib's constrained layout.
+    """Return an empty figure, laid out by matplotlib's constrained layout.
 
     Args:
         width, height: in inches of `DPI` pixels.

@@ -13,7 +13,7 @@ from model.config import Activation
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x): the approximation that OpenAI's CLIP was trained with."""
+    """Return x * sigmoid(1.702 x), the approximation of GELU that OpenAI's CLIP was trained with."""
     return x * torch.sigmoid(1.702 * x)
 
 

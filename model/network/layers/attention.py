@@ -13,7 +13,11 @@ from model.network.layers.position import relative_position_index, relative_tabl
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with one fused QKV projection."""
+    """Multi-head self-attention with one fused QKV projection.
+
+    Attributes:
+        attend: (q, k, v), each [B, heads, N, head_dim] -> the same shape; another kernel may be put here.
+    """
 
     relative_position_index: Tensor
 
@@ -21,7 +25,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.head_dim = config.width // config.heads
-        self.cls_row = config.attention_source == "cls"
+        self.cls_query = config.attention_source == "cls"
         self.prefix_tokens = config.prefix_tokens
         self.grid = config.grid
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
@@ -31,7 +35,6 @@ class Attention(nn.Module):
             self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
         self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
-        # (q, k, v), each [B, heads, N, head_dim] -> the same shape; another kernel may be put here.
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
@@ -39,62 +42,62 @@ class Attention(nn.Module):
             self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, first: int | None = None
+        self, x: Tensor, return_attention: bool = False, queries: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Return the attended tokens and, when asked, the attention row that a map is made of.
 
         Args:
             x: [B, N, D].
             return_attention: whether to return the attention row, too.
-            first: only the first tokens ask, all are asked; None: every token asks.
+            queries: how many of the first tokens are queries; None means all. Keys and values are always all.
 
         Returns:
-            [B, first or N, D], and [B, heads, N] float32 or None.
+            [B, queries or N, D], and [B, heads, N] float32 or None.
         """
         batch, _, width = x.shape
-        q, k, v = self._project(x) if first is None else self._project_first(x, first)
+        q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         q, k = self.q_norm(q), self.k_norm(k)
         bias = self._bias()
-        row = self._row(q, k, bias) if return_attention else None
+        row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:
             x = self.attend(q, k, v)
         else:
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :first])
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
         x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
         return x, row
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, each [B, heads, N, head_dim]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of [B, N, D] before their norms, each [B, heads, N, head_dim]."""
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         return q, k, v
 
-    def _project_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with q of the first tokens alone: [B, heads, first, head_dim]."""
+    def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, width = x.shape
         bias = self.qkv.bias
         bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
-        q = F.linear(x[:, :first], self.qkv.weight[:width], bias_q)
+        q = F.linear(x[:, :queries], self.qkv.weight[:width], bias_q)
         kv = F.linear(x, self.qkv.weight[width:], bias_kv)
-        q = q.reshape(batch, first, self.heads, self.head_dim).transpose(1, 2)
+        q = q.reshape(batch, queries, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
     def _bias(self) -> Tensor | None:
-        """What is added to the scores: [1, heads, N, N], or nothing."""
+        """Return what is added to the scores, [1, heads, N, N], or None."""
         if self.relative_position_bias_table is None:
             return None
         return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
 
-    def _row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-        """The attention row a map is made of: [B, heads, N], float32.
+    def _attention_row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the attention row that a map is made of: [B, heads, N] float32.
 
         Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
         A model that reads no CLS token has no single query; its row is the mean over the patch
         queries, taken one image at a time so that no more than [heads, N, N] is alive.
         """
         scale = self.head_dim**-0.5
-        if self.cls_row:
+        if self.cls_query:
             scores = (q[:, :, :1] * scale) @ k.transpose(-2, -1)  # [B, heads, 1, N]
             if bias is not None:
                 scores = scores + bias[:, :, :1]

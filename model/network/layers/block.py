@@ -61,7 +61,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape; the kept samples are scaled by 1 / (1 - rate)."""
+        """[B, ...] -> [B, ...]; the kept samples are scaled by 1 / (1 - rate)."""
         if not self.training or self.rate == 0.0:
             return x
         keep = 1.0 - self.rate
@@ -84,10 +84,10 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, first: int | None = None
+        self, x: Tensor, return_attention: bool = False, queries: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, N, D], [B, heads, N] float32 or None); given `first`, only that many tokens come out."""
-        y, row = self.attn(self.norm1(x), return_attention, first)
-        x = x[:, :first] + self.drop_path(self.ls1(y))
+        """[B, N, D] -> ([B, queries or N, D], [B, heads, N] float32 or None); see `Attention.forward`."""
+        y, row = self.attn(self.norm1(x), return_attention, queries)
+        x = x[:, :queries] + self.drop_path(self.ls1(y))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         return x, row

@@ -40,7 +40,7 @@ class PatchEmbed(nn.Module):
 
 
 class LinearPatchEmbed(nn.Module):
-    """The same map as one matrix product over flattened patches (channels, then rows, then columns)."""
+    """A patch embedding as one matrix product over flattened patches (channels, then rows, then columns)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

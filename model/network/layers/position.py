@@ -12,7 +12,7 @@ from torch import Tensor
 def sincos2d_position_embedding(
     grid: tuple[int, int], width: int, *, prefix_tokens: int = 0, temperature: float = 10_000.0
 ) -> Tensor:
-    """Fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer et al. 2022).
+    """Return fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer et al. 2022).
 
     Args:
         grid: (rows, columns) of patches.
@@ -70,7 +70,7 @@ def resize_position_embedding(
 
 @lru_cache(maxsize=2)
 def relative_position_index(grid: tuple[int, int]) -> Tensor:
-    """Which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
+    """Return which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
 
     Args:
         grid: (rows, columns) of patches; one CLS token stands before them.
@@ -78,7 +78,7 @@ def relative_position_index(grid: tuple[int, int]) -> Tensor:
     Returns:
         [N, N] int64 on the CPU, query by key, into a table of (2*rows-1)*(2*columns-1) offsets and,
         after them, three entries: CLS to patch, patch to CLS, CLS to CLS.
-        Shared between callers: not to be written to.
+        The tensor is shared between callers and must not be written to.
     """
     rows, columns = grid
     offsets = (2 * rows - 1) * (2 * columns - 1)
@@ -95,7 +95,7 @@ def relative_position_index(grid: tuple[int, int]) -> Tensor:
 
 
 def relative_table_size(grid: tuple[int, int]) -> int:
-    """Entries of a relative position bias table; see `relative_position_index`."""
+    """Return how many entries a relative position bias table has; see `relative_position_index`."""
     return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
 
 

@@ -18,7 +18,7 @@ _WEIGHT_EPS = 1e-8
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """TensorFlow's SAME padding: the output is ceil(size / stride), the odd pixel goes below and right."""
+    """Pad [B, C, H, W] as TensorFlow's SAME: the output is ceil(size / stride), the odd pixel goes below and right."""
     height, width = x.shape[-2:]
     rows = max((math.ceil(height / stride) - 1) * stride + kernel - height, 0)
     columns = max((math.ceil(width / stride) - 1) * stride + kernel - width, 0)

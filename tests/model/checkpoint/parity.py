@@ -1,7 +1,8 @@
-"""What the parity tests share: random weights that leave no part unseen, and the measure of agreement."""
+"""What the parity tests share: random weights that leave no part unseen, a preprocessing, the measure of agreement."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
     return pixels
 
 
-def file_size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+def preprocess_file(folder: Path, rows: int, columns: int, channels: int = 3) -> str:
+    """Write a squashing preprocessing to a folder and return its path."""
+    path = folder / "preprocess.json"
+    fields = {
+        "size": [rows, columns],
+        "resize": "squash",
+        "resize_size": [rows, columns],
+        "interpolation": "bilinear",
+        "mean": [0.5] * channels,
+        "std": [0.5] * channels,
+    }
+    path.write_text(json.dumps(fields))
+    return str(path)

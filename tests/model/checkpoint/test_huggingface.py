@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from model.checkpoint import Checkpoint, load_checkpoint
+from model.checkpoint.huggingface import FAMILIES
+from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
 from tests.timm_reference import transformers
 
@@ -126,6 +130,22 @@ def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
 
 
+@pytest.mark.parametrize("case", ["deit-teacher", "dinov2-registers", "beit", "clip"])
+def test_a_missing_tensor_is_called_by_the_files_own_name(case: str, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    unused = {family.class_name: family.unused for family in FAMILIES}[CASES[case][0]]
+    # The blocks are alike: the last stands for all.
+    for name in (name for name in tensors if not re.search(r"layers?\.[01]\.", name)):
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, file)
+        if re.fullmatch(unused, name):
+            assert load_checkpoint(str(tmp_path)).build()
+        else:
+            with pytest.raises(CheckpointError, match=f"missing key '{re.escape(name)}'"):
+                load_checkpoint(str(tmp_path))
+
+
 def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> None:
     model = make("vit", tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -135,8 +155,6 @@ def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> Non
 
 def test_a_pickled_state_dict_is_read_as_data_where_there_is_no_safetensors(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
-    from safetensors.torch import load_file
-
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "pytorch_model.bin")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.timm import TimmArguments, architectures, rename
+from model.checkpoint.timm_architectures import TimmArguments, architectures, native_names
 from model.network.vit import VisionTransformer
 from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
 from tests.timm_reference import timm
@@ -82,7 +82,7 @@ def test_every_architecture_has_timms_parameters(name: str) -> None:
     config = TimmArguments.model_validate(arguments).vit_config()
     with torch.device("meta"):
         ours = VisionTransformer(config)
-    expected = {n: tuple(t.shape) for n, t in rename(theirs.state_dict(), config).items()}
+    expected = {n: tuple(t.shape) for n, t in native_names(theirs.state_dict(), config).items()}
     assert {n: tuple(t.shape) for n, t in ours.state_dict().items()} == expected
     assert config.heads == theirs.blocks[0].attn.num_heads
     assert config.norm_eps == theirs.blocks[0].norm1.eps

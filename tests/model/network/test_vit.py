@@ -9,7 +9,9 @@ from torch import Tensor
 
 from model.config import SIZES, ViTConfig
 from model.network.layers import attention_kernels
-from model.network.vit import PatchEmbed, VisionTransformer, count_parameters, resize_position_embedding
+from model.network.layers.patch_embed import PatchEmbed
+from model.network.layers.position import resize_position_embedding
+from model.network.vit import VisionTransformer, count_parameters
 
 
 def make_config(**changes: object) -> ViTConfig:

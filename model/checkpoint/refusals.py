@@ -1,0 +1,62 @@
+"""From what libraries raise on a bad file to a `CheckpointError`: one line that names the file and the thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from model.errors import CheckpointError, first_problem
+
+
+@contextmanager
+def reading(where: str, refusal: str, *malformed: type[Exception]) -> Iterator[None]:
+    """Turn what goes wrong while a file is read into a CheckpointError.
+
+    Args:
+        where: what messages call the file.
+        refusal: what messages say of malformed content, e.g. `not JSON`.
+        malformed: what the library raises on malformed content.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{where}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror or error}") from None
+    except malformed as error:
+        raise CheckpointError(f"{where}: {refusal}: {first_line(error)}") from None
+
+
+@contextmanager
+def validating(where: str, prefix: str = "") -> Iterator[None]:
+    """Turn a pydantic ValidationError into a CheckpointError; `prefix` stands before the field's name."""
+    try:
+        yield
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {prefix}{first_problem(error)}") from None
+
+
+def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
+    """Return the value of a key.
+
+    Raises:
+        CheckpointError: the key is absent or null.
+    """
+    if mapping.get(key) is None:
+        raise CheckpointError(f"{where}: {key} is missing")
+    return mapping[key]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def first_and_count(names: list[str]) -> str:
+    """Return the first of some sorted names, quoted, and how many more there are."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"

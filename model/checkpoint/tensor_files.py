@@ -1,0 +1,139 @@
+"""Tensors from a file: safetensors, `torch.save`'s pickle read as data only, and NumPy's `.npz`."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from model.checkpoint.refusals import reading
+from model.errors import CheckpointError
+
+PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin")
+
+_MAX_NPZ_ARRAYS: Final = 10_000
+_MAX_NPZ_BYTES: Final = 64 << 30
+
+
+def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file, as stored, on the CPU.
+
+    Raises:
+        CheckpointError: no such file, truncated or malformed.
+    """
+    malformed = (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError, TypeError)
+    with reading(where or str(path), "not a valid safetensors file", *malformed):
+        return load_file(path, device="cpu")
+
+
+def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
+    """Return the state dict of a file that `torch.save` wrote; no code in it is run.
+
+    A state dict may lie under `model`, `state_dict` or `model_state_dict` (as training scripts save
+    it), and its names may start with `module.` (DistributedDataParallel) or `_orig_mod.` (torch.compile).
+
+    Raises:
+        CheckpointError: no such file, damaged, holding more than tensors, or no state dict.
+    """
+    where = where or str(path)
+    # torch's unpickler and zip reader raise all of these on damaged files.
+    malformed = (
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+        ImportError,
+        struct.error,
+        zipfile.BadZipFile,
+    )
+    with reading(where, "not a file that torch.save wrote", *malformed), warnings.catch_warnings():
+        # What torch warns of (other pickle protocols, old formats) it then reads or refuses.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            refused = _refused(error)
+            raise CheckpointError(f"{where}: refused, it is not plain tensors (weights_only): {refused}") from None
+    return _state_dict(value, where)
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """Return the line of torch's long message that names what was refused."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (named or lines or ["unreadable"])[0][:300]
+
+
+def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(value, Mapping) and isinstance(value.get(key), Mapping):
+            value = value[key]
+            break
+    if not isinstance(value, Mapping) or not value:
+        raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{where}: {name!r} holds a {type(tensor).__name__}, expected a tensor")
+        tensors[name] = tensor.detach()
+    for prefix in ("module.", "_orig_mod."):
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    """Return all arrays of an `.npz` file; pickled objects are refused.
+
+    Raises:
+        CheckpointError: no such file, damaged, holding objects, or implausibly large.
+    """
+    malformed = (
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        OverflowError,
+        MemoryError,
+        SyntaxError,
+        zipfile.BadZipFile,
+        zlib.error,
+    )
+    with reading(str(path), "not a valid .npz file", *malformed):
+        with zipfile.ZipFile(path) as archive:
+            infos = archive.infolist()
+            if len(infos) > _MAX_NPZ_ARRAYS or sum(info.file_size for info in infos) > _MAX_NPZ_BYTES:
+                raise CheckpointError(f"{path}: more than {_MAX_NPZ_ARRAYS} arrays or {_MAX_NPZ_BYTES} bytes")
+            # An array's header may claim more than the archive holds; that is refused before it is allocated.
+            for info in infos:
+                with archive.open(info) as member:
+                    _check_header(member, info, path)
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
+
+
+def _check_header(member: Any, info: zipfile.ZipInfo, path: Path) -> None:
+    version = np.lib.format.read_magic(member)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(member)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > info.file_size:
+        raise CheckpointError(f"{path}: {info.filename} holds objects, or less than its header claims")

@@ -1,0 +1,146 @@
+"""timm's architectures: what each name and each argument of its models means in this project's terms.
+
+Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py.
+`timm_architectures.json` holds what each architecture's entry point passes to the model class, so that
+a name alone says the whole architecture; models built of other parts (rotary positions, parallel
+blocks, other norms) are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import Tensor
+
+from model.checkpoint.tensors import fuse_pairs
+from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
+from model.errors import CheckpointError
+
+_POOL: Final[dict[str, Pool]] = {
+    "token": "cls",
+    "avg": "mean",
+    "max": "max",
+    "avgmax": "mean_max",
+    "map": "attention",
+}
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if type(value) is int else value
+
+
+class TimmArguments(BaseModel):
+    """Arguments of timm's `VisionTransformer`, with that class's own defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    img_size: Annotated[Size, BeforeValidator(_pair)]
+    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    in_chans: Annotated[int, Field(ge=1, le=4)] = 3
+    patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "token"
+    embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768
+    depth: Annotated[int, Field(ge=1, le=256)] = 12
+    num_heads: Annotated[int, Field(ge=1, le=256)] = 12
+    mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    proj_bias: bool = True
+    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    class_token: bool = True
+    pos_embed: Literal["learn", "none", ""] = "learn"
+    no_embed_class: bool = False
+    reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    pre_norm: bool = False
+    final_norm: bool = True
+    fc_norm: bool | None = None
+    pool_include_prefix: bool = False
+    dynamic_img_size: bool = False
+    """Whether the model resizes its own positions to the input."""
+    norm_layer: Literal["layernorm"] | None = None
+    act_layer: Activation | None = None
+    # Not timm's own names: what its entry points pass as Python objects.
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
+    distilled: bool = False
+    stem_layers: tuple[int, ...] | None = None
+
+    def vit_config(self) -> ViTConfig:
+        """Return the same architecture in this project's terms.
+
+        Raises:
+            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
+        """
+        pool = _POOL[self.global_pool]
+        fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
+        stem = None if self.stem_layers is None else ResNetStem(layers=self.stem_layers)
+        patch = self.patch_size * (1 if stem is None else stem.stride)
+        rows, columns = self.img_size
+        hidden = int(self.embed_dim * self.mlp_ratio)
+        return ViTConfig(
+            image_size=self.img_size,
+            patch_size=patch,
+            width=self.embed_dim,
+            depth=self.depth,
+            heads=self.num_heads,
+            mlp_width=hidden // 2 if self.mlp_layer == "SwiGLUPacked" else hidden,
+            num_classes=self.num_classes,
+            in_channels=self.in_chans,
+            drop_remainder=bool(rows % patch or columns % patch),
+            stem=stem,
+            patch_bias=not self.pre_norm,
+            position_embedding="learned" if self.pos_embed == "learn" else "none",
+            position_prefix=not self.no_embed_class,
+            class_token=self.class_token,
+            distillation_token=self.distilled,
+            registers=self.reg_tokens,
+            norm_before_blocks=self.pre_norm,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            projection_bias=self.proj_bias,
+            qk_norm=self.qk_norm,
+            mlp="plain" if self.mlp_layer is None else "swiglu",
+            activation=self.act_layer or ("gelu" if self.mlp_layer is None else "silu"),
+            layer_scale=bool(self.init_values),
+            pool=pool,
+            pool_prefix=self.pool_include_prefix,
+            final_norm=self.final_norm,
+            norm_after_pool=self.final_norm and fc_norm,
+            distillation_head=self.distilled,
+        )
+
+
+@cache
+def architectures() -> Mapping[str, dict[str, Any]]:
+    """Return what each of timm's entry points passes to its model class, by architecture."""
+    text = resources.files("model.checkpoint").joinpath("timm_architectures.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = json.loads(text)
+    return table
+
+
+def architecture_arguments(name: str, where: str) -> dict[str, Any]:
+    """Return the arguments of an architecture by timm's name.
+
+    Raises:
+        CheckpointError: no architecture of this name that is read here.
+    """
+    if name not in architectures():
+        raise CheckpointError(f"{where}: architecture {name!r} is not one this version reads")
+    return dict(architectures()[name])
+
+
+def native_names(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Return tensors without the few names and layouts in which timm's models differ from this project's one model."""
+    renamed = dict(tensors)
+    if config.stem is not None and not config.stem.layers:
+        # A root without stages is timm's whole backbone.
+        for name in [n for n in renamed if n.startswith(("patch_embed.backbone.conv.", "patch_embed.backbone.norm."))]:
+            renamed[name.replace("backbone.", "backbone.stem.", 1)] = renamed.pop(name)
+    if config.mlp == "swiglu":
+        fuse_pairs(renamed, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
+    return renamed

@@ -1,0 +1,97 @@
+"""How far a Vision Transformer looks, by layer and head, as figure 7 (right) of the ViT paper shows it.
+
+Dosovitskiy et al. 2020, appendix D.7, https://arxiv.org/abs/2010.11929; by layer and depth as in Raghu et
+al. 2021, https://arxiv.org/abs/2108.08810. It is no part of serving: no hooks, no second mode of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from model.config import ViTConfig
+from model.errors import InputError
+from model.network.layers.attention import Attention
+from model.network.layers.block import Block
+from model.network.vit import VisionTransformer
+
+
+@torch.inference_mode()
+def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor], *, max_scores: int = 2**23) -> Tensor:
+    """Return how far the patches look: the distance from query to key, weighted by attention.
+
+    It is the mean over all patch queries and all images. Prefix tokens have no place in the picture: they
+    are neither queries nor keys here, and the weights of each query's patch keys are divided by their sum.
+
+    Args:
+        model: in evaluation mode; its forward pass is repeated block by block.
+        batches: normalised pixels [B, C, H, W] as the model takes them; one batch is alive at a time, and of
+            its attention at most some rows of one layer.
+        max_scores: how many attention weights may be alive at once.
+
+    Returns:
+        float64 [layers, heads] in pixels of the model's input, between patch centres, on the CPU.
+
+    Raises:
+        InputError: no images.
+    """
+    config = model.config
+    places = _centres(config.grid, config.patch_size)
+    total = torch.zeros(config.depth, config.heads, dtype=torch.float64)
+    images = 0
+    for pixels in batches:
+        x = model.embed(pixels)
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            total[layer] += _summed_distance(block.attn, block.norm1(x), config.prefix_tokens, places, max_scores).cpu()
+            if layer < config.depth - 1:
+                x, _ = block(x)
+        images += len(pixels)
+    if not images:
+        raise InputError("images", "no images to measure attention on")
+    return total / images
+
+
+def even_attention_distance(config: ViTConfig) -> float:
+    """Return what `mean_attention_distance` is where every patch looks at all patches alike, in pixels."""
+    places = _centres(config.grid, config.patch_size)
+    return float(torch.stack([(places - place).norm(dim=1).mean() for place in places]).double().mean())
+
+
+def _centres(grid: tuple[int, int], patch_size: int) -> Tensor:
+    """Return the patch centres [gh*gw, 2], (row, column) in pixels, but for a common offset."""
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    return torch.stack((rows, columns), dim=-1).reshape(-1, 2).float() * patch_size
+
+
+def _summed_distance(attention: Attention, x: Tensor, prefix: int, places: Tensor, max_scores: int) -> Tensor:
+    """[B, N, D], normalised as the block does -> float64 [heads]: mean over patch queries, sum over images."""
+    q, k, _ = attention.project(x)
+    q, k = attention.q_norm(q)[:, :, prefix:], attention.k_norm(k)[:, :, prefix:]
+    q = q * attention.head_dim**-0.5
+    places = places.to(x.device)
+    patches = len(places)
+    rows = max(1, max_scores // (attention.heads * patches))
+    summed = torch.zeros(attention.heads, dtype=torch.float64, device=x.device)
+    for start in range(0, patches, rows):
+        queries = slice(start, start + rows)
+        distance = torch.cdist(places[queries], places, compute_mode="donot_use_mm_for_euclid_dist")
+        bias = _relative_bias(attention, queries, prefix)
+        for q_i, k_i in zip(q[:, :, queries], k, strict=True):
+            scores = q_i @ k_i.transpose(-2, -1)  # [heads, queries, patches]
+            if bias is not None:
+                scores = scores + bias
+            # A softmax over the patch keys alone is the one over all keys, divided by their sum.
+            weights = scores.float().softmax(dim=-1)
+            summed += (weights * distance).sum(dim=(1, 2), dtype=torch.float64)
+    return summed / patches
+
+
+def _relative_bias(attention: Attention, queries: slice, prefix: int) -> Tensor | None:
+    """Return what is added to the scores of some patch queries, [heads, queries, patches], or None."""
+    if attention.relative_position_bias_table is None:
+        return None
+    index = attention.relative_position_index[prefix:, prefix:][queries]
+    return attention.relative_position_bias_table[index].permute(2, 0, 1)

@@ -1,0 +1,99 @@
+"""Weights that are missing, damaged, hostile or not where they should be are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.model.checkpoint.folders import FOLDERS, native_folder, refusal
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 100, 2000, -1])
+def test_a_truncated_file_is_named(kind: str, cut: int, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:cut])
+    assert "model.safetensors: not a valid safetensors file" in refusal(folder)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert "no weights (model.safetensors" in refusal(folder)
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("run!",))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({"head.weight": torch.zeros(2), "evil": _Evil()}, file)
+    assert "refused, it is not plain tensors" in refusal(file, architecture="vit_tiny_patch16_224")
+    file.write_bytes(pickle.dumps(_Evil()))
+    refusal(file, architecture="vit_tiny_patch16_224")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"PK\x03\x04" + b"\0" * 50, b"\x80\x02}q\0.", b"\x80\x05" + b"\xff" * 30]
+)
+def test_a_damaged_pickle_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pth"
+    file.write_bytes(content)
+    assert "weights.pth" in refusal(file, architecture="vit_tiny_patch16_224")
+
+
+def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pth"
+    for value in ([torch.zeros(2)], {"a": 1}, torch.zeros(2), {}):
+        torch.save(value, file)
+        assert "weights.pth" in refusal(file, architecture="vit_tiny_patch16_224")
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04" + b"\0" * 50])
+def test_a_damaged_npz_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "weights.npz"
+    file.write_bytes(content)
+    assert "weights.npz" in refusal(file)
+
+
+def test_an_npz_that_holds_objects_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.npz"
+    np.savez(file, **{"embedding/kernel": np.array([{"a": 1}], dtype=object)})
+    assert "objects" in refusal(file)
+
+
+def test_a_shard_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    names = load_file(tmp_path / "elsewhere.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../elsewhere.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "is not the name of a safetensors file beside it" in refusal(folder)
+
+
+def test_an_index_that_its_shards_contradict_is_refused(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = load_file(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys([*names, "more"], "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'more' is in the index or in the shards, but not in both" in refusal(folder)
+
+
+def test_a_tensor_that_claims_more_than_the_file_holds_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    header = json.dumps({"head.bias": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert "not a valid safetensors file" in refusal(folder)

@@ -1,0 +1,133 @@
+"""JAX's .npz files: logits, published presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.timm_reference import timm
+
+
+def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, np.ndarray]:
+    """The published layout of a ViT's arrays, from a timm model: the inverse of what vit_jax's users convert."""
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    heads, width = model.blocks[0].attn.num_heads, model.embed_dim
+    mha, mlp, norm2 = ("0", "0", "1") if big_vision else ("1", "3", "2")
+    arrays = {
+        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": state["patch_embed.proj.bias"],
+        "Transformer/encoder_norm/scale": state["norm.weight"],
+        "Transformer/encoder_norm/bias": state["norm.bias"],
+        "head/kernel": state["head.weight"].T,
+        "head/bias": state["head.bias"],
+        ("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"): state["pos_embed"],
+    }
+    if "cls_token" in state:
+        arrays["cls"] = state["cls_token"]
+    for index in range(len(model.blocks)):
+        block, ours = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
+        for norm, name in (("LayerNorm_0", "norm1"), (f"LayerNorm_{norm2}", "norm2")):
+            arrays[f"{block}{norm}/scale"] = state[f"{ours}{name}.weight"]
+            arrays[f"{block}{norm}/bias"] = state[f"{ours}{name}.bias"]
+        attention = f"{block}MultiHeadDotProductAttention_{mha}/"
+        weights = np.split(state[f"{ours}attn.qkv.weight"], 3)
+        biases = np.split(state[f"{ours}attn.qkv.bias"], 3)
+        for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+            arrays[f"{attention}{part}/kernel"] = weight.T.reshape(width, heads, -1)
+            arrays[f"{attention}{part}/bias"] = bias.reshape(heads, -1)
+        arrays[f"{attention}out/kernel"] = state[f"{ours}attn.proj.weight"].T.reshape(heads, -1, width)
+        arrays[f"{attention}out/bias"] = state[f"{ours}attn.proj.bias"]
+        for i in (0, 1):
+            arrays[f"{block}MlpBlock_{mlp}/Dense_{i}/kernel"] = state[f"{ours}mlp.fc{i + 1}.weight"].T
+            arrays[f"{block}MlpBlock_{mlp}/Dense_{i}/bias"] = state[f"{ours}mlp.fc{i + 1}.bias"]
+    if model.attn_pool is not None:
+        head, pool = "MAPHead_0/", "attn_pool."
+        attention = f"{head}MultiHeadDotProductAttention_0/"
+        arrays[f"{head}probe"] = state[f"{pool}latent"]
+        rows = [
+            ("query", state[f"{pool}q.weight"], state[f"{pool}q.bias"]),
+            *zip(
+                ("key", "value"),
+                np.split(state[f"{pool}kv.weight"], 2),
+                np.split(state[f"{pool}kv.bias"], 2),
+                strict=True,
+            ),
+        ]
+        for part, weight, bias in rows:
+            arrays[f"{attention}{part}/kernel"] = weight.T.reshape(width, heads, -1)
+            arrays[f"{attention}{part}/bias"] = bias.reshape(heads, -1)
+        arrays[f"{attention}out/kernel"] = state[f"{pool}proj.weight"].T.reshape(heads, -1, width)
+        arrays[f"{attention}out/bias"] = state[f"{pool}proj.bias"]
+        arrays[f"{head}LayerNorm_0/scale"] = state[f"{pool}norm.weight"]
+        arrays[f"{head}LayerNorm_0/bias"] = state[f"{pool}norm.bias"]
+        for i in (0, 1):
+            arrays[f"{head}MlpBlock_0/Dense_{i}/kernel"] = state[f"{pool}mlp.fc{i + 1}.weight"].T
+            arrays[f"{head}MlpBlock_0/Dense_{i}/bias"] = state[f"{pool}mlp.fc{i + 1}.bias"]
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def stacked(arrays: dict[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
+    """As big_vision's scan stores blocks: one array with a leading dimension of all blocks."""
+    first = "Transformer/encoderblock_0/"
+    rest = {n: a for n, a in arrays.items() if "encoderblock_" not in n}
+    for name in [n for n in arrays if n.startswith(first)]:
+        parts = [arrays[name.replace("encoderblock_0", f"encoderblock_{i}")] for i in range(depth)]
+        rest[name.replace("encoderblock_0", "encoderblock")] = np.stack(parts)
+    return rest
+
+
+JAX: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
+    "augreg": ({}, False, "", False),
+    "augreg-opt": ({}, False, "opt/target/", False),
+    "big-vision-gap": ({"class_token": False, "global_pool": "avg", "fc_norm": False}, True, "params/", False),
+    "big-vision-cls": ({"no_embed_class": True}, True, "params/", False),
+    "big-vision-map": ({"class_token": False, "global_pool": "map"}, True, "params/img/", False),
+    "big-vision-scan": ({"class_token": False, "global_pool": "map"}, True, "params/img/", True),
+}
+
+
+@pytest.mark.parametrize("case", JAX)
+def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_file(case: str, tmp_path: Path) -> None:
+    options, big_vision, prefix, scan = JAX[case]
+
+    def model() -> Any:
+        made = timm().create_model(
+            "vit_tiny_patch16_224",
+            img_size=48,
+            depth=3,
+            embed_dim=48,
+            num_classes=6,
+            act_layer="gelu_tanh",
+            **options,
+        )
+        return made.eval()
+
+    source = model()
+    randomise(source)
+    arrays = jax_arrays(source, big_vision=big_vision)
+    if scan:
+        arrays = stacked(arrays, 3)
+    file = tmp_path / "model.npz"
+    np.savez(file, **{prefix + name: array for name, array in arrays.items()})
+    loaded = model()
+    loaded.load_pretrained(str(file))
+    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers")
+    assert_same_logits(checkpoint, loaded, f"jax {case}")
+
+
+def test_a_released_jax_file_gets_its_published_preset_and_says_so(tmp_path: Path) -> None:
+    model = timm().create_model("vit_tiny_patch16_224", depth=1)
+    file = (
+        tmp_path
+        / "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0--imagenet2012-steps_20k-lr_0.03-res_224.npz"
+    )
+    np.savez(file, **jax_arrays(model))
+    checkpoint = load_checkpoint(str(file))
+    assert checkpoint.preprocess == PREPROCESS_PRESETS["google-224"]
+    assert checkpoint.labels[0] == "tench, Tinca tinca"
+    assert len(checkpoint.notes) == 2

@@ -1,0 +1,180 @@
+"""Plain state dicts: the architecture that is named for them, and the preprocessing and labels that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.checkpoint import load_checkpoint
+from model.checkpoint.state_dict import parse_architecture
+from model.errors import CheckpointError
+from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.timm_reference import timm
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain state dict of a whole ViT-Ti/16 at 48 px with three classes."""
+    model = timm().create_model("vit_tiny_patch16_224", img_size=48, num_classes=3)
+    file = tmp_path_factory.mktemp("tiny") / "weights.pth"
+    torch.save(model.state_dict(), file)
+    return file
+
+
+Change = Callable[[dict[str, Tensor]], Any]
+
+STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
+    "timm": ("vit_tiny_patch16_224", {}, lambda s: s),
+    "wrapped": ("vit_tiny_patch16_224", {}, lambda s: {"model": s, "epoch": 3}),
+    "data-parallel": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}}),
+    "distilled": ("deit_tiny_distilled_patch16_224", {}, lambda s: s),
+    "deit3-gamma": (
+        "deit3_small_patch16_224",
+        {},
+        lambda s: {n.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t for n, t in s.items()},
+    ),
+    "mae-finetuned": ("vit_tiny_patch16_224,global_pool=avg", {"global_pool": "avg"}, lambda s: s),
+    "linear-patches": (
+        "vit_tiny_patch16_224",
+        {},
+        lambda s: s | {"patch_embed.proj.weight": s["patch_embed.proj.weight"].flatten(1)},
+    ),
+    "half": ("vit_tiny_patch16_224", {}, lambda s: s),
+    "hybrid": ("vit_tiny_r_s16_p8_224", {"img_size": 64}, lambda s: s),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "suffix"), [*((case, ".pth") for case in STATE), ("timm", ".safetensors"), ("half", ".safetensors")]
+)
+def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
+    architecture, options, change = STATE[case]
+    size = options.get("img_size", 48)
+    name = architecture.split(",")[0]
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+    architecture += "".join(f",{key}={value}" for key, value in small.items())
+    model = timm().create_model(name, **({"img_size": size, "num_classes": 6} | small | options)).eval()
+    randomise(model)
+    state = change(dict(model.state_dict()))
+    if case == "half":
+        state = {n: t.half() for n, t in state.items()}
+        model.load_state_dict({n: t.float() for n, t in state.items()})
+    file = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save(state, file)
+    else:
+        save_file({n: t.contiguous() for n, t in state.items()}, file)
+    checkpoint = load_checkpoint(
+        str(file), architecture=architecture, preprocess=preprocess_file(tmp_path, size, size), labels="numbers"
+    )
+    assert checkpoint.config.num_classes == 6
+    assert_same_logits(checkpoint, model, f"state dict {case}")
+
+
+def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
+    model = (
+        timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
+    )
+    randomise(model)
+    state = dict(model.state_dict())
+    position = torch.randn(1, 1, 48)
+    original = {n.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for n, t in state.items()}
+    original["register_tokens"] = original.pop("reg_token")
+    original["cls_token"] = original["cls_token"] - position
+    original["pos_embed"] = torch.cat((position, original["pos_embed"]), dim=1)
+    original["mask_token"] = torch.zeros(1, 48)
+    file = tmp_path / "dinov2.pth"
+    torch.save(original, file)
+    checkpoint = load_checkpoint(
+        str(file),
+        architecture="vit_giant_patch14_reg4_dinov2,embed_dim=48,depth=2",
+        preprocess=preprocess_file(tmp_path, 42, 42),
+        labels="numbers",
+    )
+    assert_same_logits(checkpoint, model, "state dict dinov2 registers swiglu")
+
+
+def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
+    model = timm().create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3).eval()
+    randomise(model)
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    checkpoint = load_checkpoint(
+        str(file),
+        architecture="vit_tiny_patch16_224,depth=2",
+        preprocess=preprocess_file(tmp_path, 32, 128),
+        labels="numbers",
+    )
+    assert checkpoint.config.grid == (2, 8)
+    assert_same_logits(checkpoint, model, "state dict not square")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (None, "VIT_ARCHITECTURE"),
+        ("vit_nothing", "not one this version reads"),
+        ("vit_small_patch16_224", "is 192 wide, vit_small_patch16_224 is 384"),
+        ("vit_tiny_patch16_224,depth=11", "has 12 blocks, vit_tiny_patch16_224 has 11"),
+        ("vit_tiny_patch16_224,patch_size=8", "has patches of 8x8"),
+        ("vit_tiny_patch16_224,num_heads=5", "not a multiple of heads 5"),
+        ("vit_tiny_patch16_224,no_embed_class=true", "no square grid"),
+        ("vit_tiny_patch16_224,global_pool=avg", "missing key 'fc_norm.bias'"),
+        ("vit_tiny_patch16_224,qk_norm=true", "missing key"),
+        ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
+        ("vit_tiny_patch16_224,img_size=32", "inferred"),
+    ],
+)
+def test_an_architecture_that_the_tensors_contradict_is_refused(
+    architecture: str | None, message: str, tiny: Path, tmp_path: Path
+) -> None:
+    file = tiny
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(
+            str(file), architecture=architecture, preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers"
+        )
+
+
+def test_architecture_arguments_are_read_as_json_where_they_are_json() -> None:
+    name, given = parse_architecture("vit_tiny_patch16_224,global_pool=avg,depth=3,qkv_bias=false")
+    assert name == "vit_tiny_patch16_224"
+    assert given == {"global_pool": "avg", "depth": 3, "qkv_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("content", "suffix"),
+    [("a\nb\n\nc\n", ".txt"), ('["a", "b", "c"]', ".json"), ('{"0": "a", "2": "c", "1": "b"}', ".json")],
+)
+def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tiny: Path, tmp_path: Path) -> None:
+    file, labels = tiny, tmp_path / f"labels{suffix}"
+    labels.write_text(content)
+    preprocess = preprocess_file(tmp_path, 48, 48)
+    checkpoint = load_checkpoint(
+        str(file), architecture="vit_tiny_patch16_224", preprocess=preprocess, labels=str(labels)
+    )
+    assert checkpoint.labels == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "VIT_PREPROCESS"),
+        ({"preprocess": "google-224"}, r"preprocessing gives \(224, 224\), the model takes \(48, 48\)|no labels"),
+        ({"preprocess": "nothing"}, "neither a file nor one of"),
+        ({"preprocess": "FILE"}, "VIT_LABELS"),
+        ({"preprocess": "FILE", "labels": "nothing"}, "neither a file nor one of"),
+        ({"preprocess": "FILE", "labels": "imagenet-1k"}, "1000 labels for 3 classes"),
+    ],
+)
+def test_what_a_format_lacks_is_asked_for(options: dict[str, str], message: str, tiny: Path, tmp_path: Path) -> None:
+    file = tiny
+    if options.get("preprocess") == "FILE":
+        options = options | {"preprocess": preprocess_file(tmp_path, 48, 48)}
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(file), architecture="vit_tiny_patch16_224", **options)

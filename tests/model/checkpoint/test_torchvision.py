@@ -1,0 +1,106 @@
+"""torchvision's state dicts: logits, the five models, published presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from model.checkpoint import torchvision as reader
+from model.checkpoint.tensors import TensorSource
+from model.network.vit import VisionTransformer, count_parameters
+from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.timm_reference import torchvision
+
+
+@pytest.fixture
+def small_torchvision(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes torchvision's model in a size that our reader is told of, as the real sizes take seconds each."""
+    monkeypatch.setitem(reader._MODELS, 48, reader._Model(2, 4, 96))
+    monkeypatch.setitem(reader._NAMES, (48, 16), "vit_b_16")
+    monkeypatch.setitem(reader._NAMES, (48, 32), "vit_b_32")
+
+    def make(patch: int, size: int, classes: int) -> Any:
+        model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=classes).eval()
+        randomise(model)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(("patch", "size"), [(16, 32), (32, 96)])
+def test_torchvision_logits(patch: int, size: int, small_torchvision: Callable[..., Any], tmp_path: Path) -> None:
+    model = small_torchvision(patch, size, 7)
+    file = tmp_path / "mine.safetensors"
+    save_file(model.state_dict(), file)
+    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, size, size), labels="numbers")
+    assert_same_logits(checkpoint, model, f"torchvision layout, patch {patch}")
+
+
+@pytest.mark.slow
+def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        empty = torchvision().models.vit_b_32(image_size=64, num_classes=7)
+    model = empty.to_empty(device="cpu").eval()
+    randomise(model)
+    file = tmp_path / "mine.pth"
+    torch.save(model.state_dict(), file)
+    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 64, 64), labels="numbers")
+    assert checkpoint.architecture == "vit_b_32"
+    assert_same_logits(checkpoint, model, "torchvision vit_b_32")
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"])
+def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
+    with torch.device("meta"):
+        theirs = getattr(torchvision().models, name)()
+    config = reader._config(TensorSource(theirs.state_dict(), name), name)
+    with torch.device("meta"):
+        ours = VisionTransformer(config)
+    assert reader._NAMES[config.width, config.patch_size] == name
+    assert count_parameters(ours) == count_parameters(theirs)
+    assert config.heads == theirs.encoder.layers[0].num_heads
+
+
+def test_torchvisions_older_names_of_the_mlp_are_read(small_torchvision: Callable[..., Any], tmp_path: Path) -> None:
+    model = small_torchvision(16, 32, 3)
+    old = {
+        n.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): t
+        for n, t in model.state_dict().items()
+    }
+    file = tmp_path / "old.pth"
+    torch.save(old, file)
+    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 32, 32), labels="numbers")
+    assert_same_logits(checkpoint, model, "torchvision, older names")
+
+
+def test_a_released_torchvision_file_gets_its_published_preset_and_says_so(
+    small_torchvision: Callable[..., Any], tmp_path: Path
+) -> None:
+    weights = torchvision().models.ViT_B_16_Weights.IMAGENET1K_V1
+    file = tmp_path / weights.url.rsplit("/", 1)[1]
+    torch.save(small_torchvision(16, 224, 1000).state_dict(), file)
+    checkpoint = load_checkpoint(str(file))
+    assert checkpoint.preprocess == PREPROCESS_PRESETS["torchvision-224"]
+    assert checkpoint.labels[207] == "golden retriever"
+    assert len(checkpoint.notes) == 2
+
+
+def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
+    models = torchvision().models
+    for enum in ("ViT_B_16_Weights", "ViT_B_32_Weights", "ViT_L_16_Weights", "ViT_L_32_Weights", "ViT_H_14_Weights"):
+        for weights in getattr(models, enum):
+            match = reader._RELEASED.fullmatch(weights.url.rsplit("/", 1)[1])
+            assert match is not None
+            preset = PREPROCESS_PRESETS[reader._PRESETS[match[1], match[2]]]
+            published = weights.transforms()
+            assert preset.size[0] == published.crop_size[0], weights
+            assert preset.resize_size[0] == published.resize_size[0], weights
+            assert preset.interpolation == published.interpolation.value, weights
+            assert preset.mean == tuple(published.mean)
+            assert preset.std == tuple(published.std)
