@@ -11,7 +11,6 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -39,16 +38,14 @@ class Result:
     seconds: float = 0.0
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve bench`."""
-    parser = commands.add_parser("bench", help="measure a running server")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve bench`."""
     parser.add_argument("pictures", nargs="*", type=Path, metavar="FILE|FOLDER", help="default: the example picture")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", default=os.environ.get("VIT_API_KEY"), help="[VIT_API_KEY]")
     parser.add_argument("--concurrency", type=int, default=32, help="clients, each with one request under way")
     parser.add_argument("--seconds", type=float, default=10, help="how long to measure, after one second of warm-up")
     parser.add_argument("--attention", action="store_true", help="ask for the attention map, too")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,9 +40,8 @@ class Answer:
     error: str | None = None
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve classify`."""
-    parser = commands.add_parser("classify", help="classify files or folders of pictures")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve classify`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument("--top-k", type=int, default=5, metavar="N", help="classes of each picture (default: 5)")
     form = parser.add_mutually_exclusive_group()
@@ -51,7 +50,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--url", help="ask this server instead of loading the model here")
     parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
     add_model_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from model.errors import InputError
 from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
 from service.engine.loading import checkpoint_from
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve convert`."""
-    parser = commands.add_parser("convert", help="write a checkpoint as vitserve's own folder")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve convert`."""
     parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if absent")
     parser.add_argument(
@@ -23,7 +21,6 @@ def add_parser(commands: Any) -> None:
         help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
     )
     add_model_flags(parser, CHECKPOINT_FLAGS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

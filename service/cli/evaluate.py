@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -27,9 +27,8 @@ Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
 """How many pictures, and a number's picture as a file -> scores [N, K] in class order."""
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve evaluate`."""
-    parser = commands.add_parser("evaluate", help="measure a checkpoint's accuracy on labelled pictures")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve evaluate`."""
     parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
     )
@@ -45,7 +44,6 @@ def add_parser(commands: Any) -> None:
         "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
     )
     add_model_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,8 @@ DISTANCE_NUMBERS: Final = "attention_distance.csv"
 _BATCH: Final = 8
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve inspect`."""
-    parser = commands.add_parser("inspect", help="print what a checkpoint is, draw what it learned")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve inspect`."""
     parser.add_argument("checkpoint", nargs="?", default="bundled", help="as `vitserve serve --checkpoint` takes it")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw what the network learned, as PNG files here")
     parser.add_argument(
@@ -44,7 +43,6 @@ def add_parser(commands: Any) -> None:
         help="pictures, in subfolders too, on which --figures measures how far attention reaches",
     )
     add_model_flags(parser, CHECKPOINT_FLAGS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

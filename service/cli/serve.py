@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from service import logs
 from service.engine.loading import load_predictor
@@ -23,9 +23,8 @@ from service.web.server import Server, exit_now
 logger = logging.getLogger("vitserve")
 
 
-def add_parser(commands: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every setting is a flag, and each flag an environment variable."""
-    parser = commands.add_parser("serve", help="serve a checkpoint over HTTP (the default)")
     for name, field in Settings.model_fields.items():
         default = "" if field.default in (None, ()) else f" Default: {field.default}."
         parser.add_argument(
@@ -35,7 +34,6 @@ def add_parser(commands: Any) -> None:
             default=argparse.SUPPRESS,
             help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
         )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:

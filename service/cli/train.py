@@ -39,13 +39,11 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 """Flag, which is the recipe's field with dashes: its type, what stands for its value, and its help."""
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve train`."""
-    parser = commands.add_parser(
-        "train",
-        help="train or fine-tune a model on a folder of pictures",
-        description="Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
-        "The result is a folder that `vitserve serve --checkpoint` takes.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve train`."""
+    parser.description = (
+        "Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
+        "The result is a folder that `vitserve serve --checkpoint` takes."
     )
     parser.add_argument(
         "--data",
@@ -90,7 +88,6 @@ def add_parser(commands: Any) -> None:
         metavar="FIELD=VALUE",
         help="any field, as optimiser.learning_rate=1e-4 (repeatable)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -192,12 +192,3 @@ def test_convert_writes_a_folder_that_answers_the_same(
     code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
     assert code == 1
     assert "not an empty folder" in err
-
-
-def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
-    for name in ("serve", "classify", "attention", "evaluate", "train", "inspect", "convert", "bench"):
-        assert name in out
