@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +16,10 @@ from model.config import PreprocessConfig, ViTConfig
 from model.network.vit import VisionTransformer
 from model.training.recipe import RECIPES, read_recipe
 from service.__main__ import main
-from tests.e2e.serving import Served, until
+from tests.e2e.serving import Served
+from tests.launcher import VitserveProcess, until
 
 COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def picture(colour: str, seed: int) -> Image.Image:
@@ -94,14 +92,9 @@ def test_a_folder_of_pictures_becomes_a_served_model(data: Path, start: Path, tm
 
 def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "service", *flags(data, start, out, "--epochs", "60", "--threads", "1")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
-    try:
-        until(lambda: len(epochs_done(out)) >= 2 or process.poll() is not None)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    with VitserveProcess(tmp_path / "log", *flags(data, start, out, "--epochs", "60", "--threads", "1")) as training:
+        until(lambda: len(epochs_done(out)) >= 2 or training.process.poll() is not None)
+    assert training.process.returncode == -signal.SIGKILL
     before = epochs_done(out)
     assert 2 <= len(before) < 60
     assert not (out / "config.json").exists()
