@@ -8,16 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from model.checkpoint import Checkpoint, load_checkpoint, native
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
+from model.checkpoint import load_checkpoint
 from model.training.recipe import RECIPES, read_recipe
 from service.__main__ import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
+from tests.service.cli.command_line import write_checkpoint
 
 COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
 
@@ -42,25 +40,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A tiny checkpoint of five classes at 16 pixels."""
-    config = ViTConfig(image_size=(16, 16), patch_size=8, width=32, depth=2, heads=2, mlp_width=64, num_classes=5)
-    model = VisionTransformer(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    half = (0.5, 0.5, 0.5)
-    preprocess = PreprocessConfig(
-        size=(16, 16), resize="shortest_edge", resize_size=(16, 16), interpolation="bicubic", mean=half, std=half
-    )
-    checkpoint = Checkpoint(
-        name="start",
-        source="made",
-        format=native.FORMAT,
-        architecture="vit",
-        config=config,
-        preprocess=preprocess,
-        labels=tuple("abcde"),
-        tensors=model.state_dict(),
-    )
-    native.write(tmp_path / "start", checkpoint)
-    return tmp_path / "start"
+    return write_checkpoint(tmp_path / "start", "abcde", width=32, mlp_width=64)
 
 
 def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
