@@ -11,7 +11,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from model.errors import VitError
 from service.errors import ServiceError
@@ -29,16 +28,6 @@ COMMANDS = {
 """Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`."""
 
 
-class _Version(argparse.Action):
-    """Print the installed version, which is looked up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version  # noqa: PLC0415
-
-        print(f"vitserve {version('vitserve')}")  # noqa: T201
-        parser.exit()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run one subcommand.
 
@@ -49,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
+    if arguments[0] == "--version":
+        from importlib.metadata import version  # noqa: PLC0415  twice what the rest of start-up takes
+
+        print(f"vitserve {version('vitserve')}")  # noqa: T201
+        return 0
     parsed = _parser(arguments[0]).parse_args(arguments)
     try:
         code: int = _command(arguments[0]).run(parsed)
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """Return a parser that knows the name of every subcommand, and the flags of the chosen one."""
     parser = argparse.ArgumentParser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import httpx
@@ -73,14 +72,6 @@ def _heat_map(image: ImageSource, parameters: dict[str, Any]) -> _Request[bytes]
     return _Request("POST", "/attention", lambda response: response.content, _raw(image) | _query(**parameters))
 
 
-def _model() -> _Request[Model]:
-    return _Request("GET", "/model", partial(_parsed, Model))
-
-
-def _labels() -> _Request[list[str]]:
-    return _Request("GET", "/labels", lambda response: _parsed(Labels, response).labels)
-
-
 def _content(image: ImageSource) -> bytes:
     return image if isinstance(image, bytes) else Path(image).read_bytes()
 
@@ -123,6 +114,10 @@ def _parsed(kind: type[_Document], response: httpx.Response) -> _Document:
         raise ClientError(f"{response.url} did not answer as vitserve does") from None
 
 
+_MODEL = _Request("GET", "/model", partial(_parsed, Model))
+_LABELS = _Request("GET", "/labels", lambda response: _parsed(Labels, response).labels)
+
+
 class Client:
     """A blocking client; use it as a context manager so that its connections are closed.
 
@@ -137,21 +132,14 @@ class Client:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        timeout: float = 30,
-        transport: httpx.BaseTransport | None = None,
+        self, url: str, *, api_key: str | None = None, timeout: float = 30, transport: httpx.BaseTransport | None = None
     ) -> None:
         self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def classify(self, image: ImageSource, *, top_k: int | None = None, attention: bool = False) -> Classification:
@@ -170,11 +158,11 @@ class Client:
 
     def model(self) -> Model:
         """Describe the model that is served."""
-        return self._send(_model())
+        return self._send(_MODEL)
 
     def labels(self) -> list[str]:
         """List the classes, in index order."""
-        return self._send(_labels())
+        return self._send(_LABELS)
 
     def _send(self, request: _Request[_Answer]) -> _Answer:
         return request.read(_checked(self._http.request(request.method, request.path, **request.options)))
@@ -196,9 +184,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def classify(
@@ -219,11 +205,11 @@ class AsyncClient:
 
     async def model(self) -> Model:
         """Describe the model that is served."""
-        return await self._send(_model())
+        return await self._send(_MODEL)
 
     async def labels(self) -> list[str]:
         """List the classes, in index order."""
-        return await self._send(_labels())
+        return await self._send(_LABELS)
 
     async def _send(self, request: _Request[_Answer]) -> _Answer:
         return request.read(_checked(await self._http.request(request.method, request.path, **request.options)))

@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the map and print what was seen.
+    """Write the map of one image, and print its best class and facts of the map.
 
     Raises:
-        InputError: a file that is not there, or an option out of range.
-        ImageError: the file is no picture.
+        InputError: the file cannot be read, or an option is out of range.
+        ImageError: the file cannot be decoded.
     """
     if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
         raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")

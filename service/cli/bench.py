@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print.
+    """Load the server and print what its clients saw.
 
     Raises:
         InputError: no images, an option out of range, or no server at the URL.

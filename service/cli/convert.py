@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, check, write.
+    """Read a checkpoint, check its weights, and write it as a native folder.
 
     Raises:
-        CheckpointError: it cannot be read exactly.
-        InputError: the folder cannot be written, or holds something else.
+        CheckpointError: the checkpoint cannot be read exactly.
+        InputError: the folder cannot be written, or is not empty.
     """
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import DTYPES  # noqa: PLC0415

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from model.evaluation.evaluation_set import EvaluationSet
 
 Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
-"""How many pictures, and a number's picture as a file -> scores [N, K] in class order."""
+"""Takes the count N of images and a function from number to image file; returns scores [N, K] in class order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print.
+    """Measure the accuracy and print it.
 
     Raises:
         DatasetError: the data cannot be read, or are not what the model was made for.
-        InputError: no server at the URL, or one that fails; or flags that do not go together.
+        InputError: the server cannot be asked, or the flags do not go together.
     """
     if arguments.card is not None and not arguments.robustness:
         raise InputError("card", "--card needs --robustness")
@@ -125,7 +125,7 @@ def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:
 def _robustness(
     card: Path | None, variants: Mapping[str, Callable[[int], bytes]], score: Scorer, truth: NDArray[np.int64]
 ) -> None:
-    """Accuracy of each variant, and its distance from the first."""
+    """Print the accuracy of each variant and its distance from the first, and write them into the card."""
     found: dict[str, float] = {}
     width = max(map(len, variants))
     print("as users send them, through the service's own preprocessing:")  # noqa: T201

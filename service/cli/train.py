@@ -19,7 +19,7 @@ def _share_or_count(text: str) -> int | float:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """`224`, or `224x160` (rows x columns)."""
+    """Parse `224`, or `224x160` (rows x columns)."""
     rows, _, columns = text.lower().partition("x")
     return int(rows), int(columns or rows)
 
@@ -36,7 +36,7 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "seed": (int, "N", "decides the split and all random choices"),
     "threads": (int, "N", "threads of one operator on the CPU"),
 }
-"""Flag, which is the recipe's field with dashes: its type, what stands for its value, and its help."""
+"""Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +141,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What TOML would read, or else the text itself, so that a string needs no quotes."""
+    """Parse a TOML value; text that is none is taken as it stands, so that a string needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
