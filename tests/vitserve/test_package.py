@@ -13,7 +13,7 @@ import vitserve
 import vitserve.client
 from tests.conftest import REPOSITORY
 
-SERVER_ONLY = {"fastapi", "python_multipart", "starlette", "torch", "uvicorn"}
+SERVER_ONLY = {"fastapi", "model", "numpy", "python_multipart", "starlette", "torch", "uvicorn"}
 
 
 def test_the_client_is_imported_without_the_server() -> None:
