@@ -28,6 +28,7 @@ FROM dependencies AS code
 COPY README.md LICENSE ./
 COPY model model
 COPY service service
+COPY vitserve vitserve
 RUN pip --python /opt/venv/bin/python install --no-deps --no-warn-script-location --root /code .
 
 FROM ${PYTHON_IMAGE}

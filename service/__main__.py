@@ -1,18 +1,31 @@
-"""`vitserve`: the composition root and the command line.
+"""`vitserve`: the command line.
 
-Each subcommand is a module of `service.cli`. Torch is imported only when a model is loaded, so
-that `vitserve classify --url` needs none and `vitserve --help` is quick.
+Each subcommand is a module of `service.cli` with `add_arguments` and `run`. Only the module of the
+chosen one is imported, so that `vitserve --help` is quick and `vitserve classify --url` needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from model.errors import VitError
-from service.cli import attention, bench, classify, convert, evaluate, inspect, serve, train
 from service.errors import ServiceError
+
+COMMANDS = {
+    "serve": "serve a checkpoint over HTTP (the default)",
+    "classify": "classify files or folders of pictures",
+    "attention": "draw a heat map of where the model looks",
+    "evaluate": "measure a checkpoint's accuracy on labelled pictures",
+    "train": "train or fine-tune a model on a folder of pictures",
+    "inspect": "print what a checkpoint is, draw what it learned",
+    "convert": "write a checkpoint as vitserve's own folder",
+    "bench": "measure a running server",
+}
+"""Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,22 +35,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 after an error that one line explains.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (serve, classify, attention, evaluate, train, inspect, convert, bench):
-        module.add_parser(commands)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
-    parsed = parser.parse_args(arguments)
+    if arguments[0] == "--version":
+        from importlib.metadata import version  # noqa: PLC0415  twice what the rest of start-up takes
+
+        print(f"vitserve {version('vitserve')}")  # noqa: T201
+        return 0
+    parsed = _parser(arguments[0]).parse_args(arguments)
     try:
-        code: int = parsed.run(parsed)
+        code: int = _command(arguments[0]).run(parsed)
     except (VitError, ServiceError) as error:
         print(f"vitserve: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """Return a parser that knows the name of every subcommand, and the flags of the chosen one."""
+    parser = argparse.ArgumentParser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name == chosen:
+            _command(name).add_arguments(subparser)
+    return parser
+
+
+def _command(name: str) -> ModuleType:
+    return importlib.import_module(f"service.cli.{name}")
 
 
 if __name__ == "__main__":

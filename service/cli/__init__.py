@@ -1,1 +1,1 @@
-"""The command line, one file a subcommand; each has `add_parser` and `run`."""
+"""The command line, one file a subcommand: each has `add_arguments`, which declares its flags, and `run`."""

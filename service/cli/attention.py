@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from service.cli.model_flags import add_model_flags, predictor_from
 from service.web.routes.attention import MAX_SIZE, parse_head, parse_layer
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve attention`."""
-    parser = commands.add_parser("attention", help="draw a heat map of where the model looks")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve attention`."""
     parser.add_argument("file", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="PNG, or .npy for the numbers")
     parser.add_argument("--layer", type=int, default=-1, help="negatives count from the end (default: the last)")
@@ -28,15 +26,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--colormap", choices=COLORMAPS)
     parser.add_argument("--size", type=int, help=f"longer side in pixels, at most {MAX_SIZE}")
     add_model_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the map and print what was seen.
+    """Write the map of one image, and print its best class and facts of the map.
 
     Raises:
-        InputError: a file that is not there, or an option out of range.
-        ImageError: the file is no picture.
+        InputError: the file cannot be read, or an option is out of range.
+        ImageError: the file cannot be decoded.
     """
     if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
         raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")

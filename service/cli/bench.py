@@ -7,125 +7,119 @@ import asyncio
 import itertools
 import os
 import platform
-import statistics
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
+import numpy as np
 
 from model.errors import InputError
-from service.cli.classify import find_pictures
+from service.cli.image_files import EXAMPLE_IMAGE, find_images
 from service.schemas import Classification, ModelDescription
-
-_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dog.jpg"
 
 
 @dataclass(slots=True)
-class Result:
-    """What the clients saw.
+class LoadMeasurement:
+    """What the clients of one server saw.
 
     Attributes:
-        latencies: seconds of each request answered 200.
-        batch_sizes: of each of these answers, as the server told it.
-        refused: answers by status, other than 200.
+        latencies: seconds of each request answered with 200.
+        batch_sizes: the batch size that each of these answers names.
+        refused: count of the other answers, by status.
         seconds: from the first request to the last answer.
     """
 
     latencies: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
-    refused: dict[int, int] = field(default_factory=dict)
+    refused: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve bench`."""
-    parser = commands.add_parser("bench", help="measure a running server")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve bench`."""
     parser.add_argument("pictures", nargs="*", type=Path, metavar="FILE|FOLDER", help="default: the example picture")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", default=os.environ.get("VIT_API_KEY"), help="[VIT_API_KEY]")
     parser.add_argument("--concurrency", type=int, default=32, help="clients, each with one request under way")
     parser.add_argument("--seconds", type=float, default=10, help="how long to measure, after one second of warm-up")
     parser.add_argument("--attention", action="store_true", help="ask for the attention map, too")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print.
+    """Load the server and print what its clients saw.
 
     Raises:
-        InputError: no pictures, an option out of range, or no server at the URL.
+        InputError: no images, an option out of range, or no server at the URL.
     """
     if arguments.concurrency < 1 or arguments.seconds <= 0:
         raise InputError("concurrency", "--concurrency and --seconds must be above zero")
-    paths = arguments.pictures or [_EXAMPLE]
-    pictures = [path.read_bytes() for path in find_pictures(paths)]
-    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
+    images = [file.read_bytes() for file in find_images(arguments.pictures)] or [EXAMPLE_IMAGE.read_bytes()]
     try:
-        model, result = asyncio.run(_measure(arguments, pictures, headers))
+        model, measurement = asyncio.run(_measure(arguments, images))
     except httpx.HTTPStatusError as error:
         raise InputError("url", f"{arguments.url}: {error.response.status_code}: {error.response.text}") from None
     except httpx.TransportError as error:
         raise InputError("url", f"{arguments.url}: {error}: is the server running?") from None
-    _print(arguments, model, len(pictures), result)
-    return int(not result.latencies)
+    _print(arguments, model, len(images), measurement)
+    return int(not measurement.latencies)
 
 
-async def _measure(
-    arguments: argparse.Namespace, pictures: list[bytes], headers: dict[str, str]
-) -> tuple[ModelDescription, Result]:
+async def _measure(arguments: argparse.Namespace, images: list[bytes]) -> tuple[ModelDescription, LoadMeasurement]:
+    """Load the server for a second that does not count, and then for as long as the arguments say."""
+    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
     limits = httpx.Limits(max_connections=arguments.concurrency)
-    query = {"attention": "true"} if arguments.attention else {}
-    result = Result()
-    turn = itertools.cycle(pictures)
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, limits=limits, timeout=60) as http:
         model = ModelDescription.model_validate_json((await http.get("/model")).raise_for_status().content)
-
-        async def client(until: float, counted: bool) -> None:
-            while time.perf_counter() < until:
-                started = time.perf_counter()
-                response = await http.post(
-                    "/classify", params=query, content=next(turn), headers={"Content-Type": "image/*"}
-                )
-                if not counted:
-                    continue
-                if response.status_code == 200:
-                    result.latencies.append(time.perf_counter() - started)
-                    result.batch_sizes.append(Classification.model_validate_json(response.content).batch_size)
-                else:
-                    result.refused[response.status_code] = result.refused.get(response.status_code, 0) + 1
-
-        async def clients(seconds: float, counted: bool) -> None:
-            until = time.perf_counter() + seconds
-            await asyncio.gather(*(client(until, counted) for _ in range(arguments.concurrency)))
-
-        await clients(1.0, counted=False)
-        started = time.perf_counter()
-        await clients(arguments.seconds, counted=True)
-        result.seconds = time.perf_counter() - started
-    return model, result
+        turn = itertools.cycle(images)
+        for seconds in (1.0, arguments.seconds):
+            measurement = LoadMeasurement()
+            started = time.perf_counter()
+            clients = (
+                _client(http, turn, arguments.attention, started + seconds, measurement)
+                for _ in range(arguments.concurrency)
+            )
+            await asyncio.gather(*clients)
+            measurement.seconds = time.perf_counter() - started
+    return model, measurement
 
 
-def _print(arguments: argparse.Namespace, model: ModelDescription, pictures: int, result: Result) -> None:
+async def _client(
+    http: httpx.AsyncClient, images: Iterator[bytes], attention: bool, until: float, measurement: LoadMeasurement
+) -> None:
+    """Send one request after another until `until`, in seconds of `time.perf_counter`."""
+    query = {"attention": "true"} if attention else {}
+    while (started := time.perf_counter()) < until:
+        response = await http.post("/classify", params=query, content=next(images), headers={"Content-Type": "image/*"})
+        if response.status_code == 200:
+            measurement.latencies.append(time.perf_counter() - started)
+            measurement.batch_sizes.append(Classification.model_validate_json(response.content).batch_size)
+        else:
+            measurement.refused[response.status_code] += 1
+
+
+def _print(arguments: argparse.Namespace, model: ModelDescription, images: int, measurement: LoadMeasurement) -> None:
+    latencies = measurement.latencies
     rows = {
         "server": arguments.url,
         "model": f"{model.name}, {model.device} in {model.dtype}, {model.backend}, compile: {model.compiled}",
-        "load": f"{arguments.concurrency} clients, {pictures} picture(s), attention {str(arguments.attention).lower()}",
+        "load": f"{arguments.concurrency} clients, {images} picture(s), attention {str(arguments.attention).lower()}",
         "client": f"httpx {httpx.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores shared",
-        "answered": f"{len(result.latencies)} in {result.seconds:.1f} s",
+        "answered": f"{len(latencies)} in {measurement.seconds:.1f} s",
     }
-    if result.latencies:
-        cuts = statistics.quantiles(result.latencies, n=100, method="inclusive") if len(result.latencies) > 1 else None
+    if latencies:
+        p50, p99 = np.percentile(latencies, (50, 99))
         # Each batch answers as many requests as it is large, so its size counts once for each of them.
-        batches = sum(1 / size for size in result.batch_sizes)
+        batches = sum(1 / size for size in measurement.batch_sizes)
         rows |= {
-            "requests/s": f"{len(result.latencies) / result.seconds:.1f}",
-            "p50": f"{1000 * statistics.median(result.latencies):.1f} ms",
-            "p99": f"{1000 * (cuts[98] if cuts else result.latencies[0]):.1f} ms",
-            "mean batch": f"{len(result.batch_sizes) / batches:.1f}",
+            "requests/s": f"{len(latencies) / measurement.seconds:.1f}",
+            "p50": f"{1000 * p50:.1f} ms",
+            "p99": f"{1000 * p99:.1f} ms",
+            "mean batch": f"{len(latencies) / batches:.1f}",
         }
-    if result.refused:
-        rows["refused"] = ", ".join(f"{count} x {status}" for status, count in sorted(result.refused.items()))
+    if measurement.refused:
+        rows["refused"] = ", ".join(f"{count} x {status}" for status, count in sorted(measurement.refused.items()))
     for name, value in rows.items():
         print(f"{name:12} {value}")  # noqa: T201

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from model.errors import InputError
 from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
 from service.engine.loading import checkpoint_from
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve convert`."""
-    parser = commands.add_parser("convert", help="write a checkpoint as vitserve's own folder")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve convert`."""
     parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if absent")
     parser.add_argument(
@@ -23,15 +21,14 @@ def add_parser(commands: Any) -> None:
         help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
     )
     add_model_flags(parser, CHECKPOINT_FLAGS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, check, write.
+    """Read a checkpoint, check its weights, and write it as a native folder.
 
     Raises:
-        CheckpointError: it cannot be read exactly.
-        InputError: the folder cannot be written, or holds something else.
+        CheckpointError: the checkpoint cannot be read exactly.
+        InputError: the folder cannot be written, or is not empty.
     """
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import DTYPES  # noqa: PLC0415

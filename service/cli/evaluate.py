@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from model.evaluation.evaluation_set import EvaluationSet
 
 Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
-"""How many pictures, and a number's picture as a file -> scores [N, K] in class order."""
+"""Takes the count N of images and a function from number to image file; returns scores [N, K] in class order."""
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve evaluate`."""
-    parser = commands.add_parser("evaluate", help="measure a checkpoint's accuracy on labelled pictures")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve evaluate`."""
     parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
     )
@@ -45,15 +44,14 @@ def add_parser(commands: Any) -> None:
         "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
     )
     add_model_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print.
+    """Measure the accuracy and print it.
 
     Raises:
         DatasetError: the data cannot be read, or are not what the model was made for.
-        InputError: no server at the URL, or one that fails; or flags that do not go together.
+        InputError: the server cannot be asked, or the flags do not go together.
     """
     if arguments.card is not None and not arguments.robustness:
         raise InputError("card", "--card needs --robustness")
@@ -127,7 +125,7 @@ def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:
 def _robustness(
     card: Path | None, variants: Mapping[str, Callable[[int], bytes]], score: Scorer, truth: NDArray[np.int64]
 ) -> None:
-    """Accuracy of each variant, and its distance from the first."""
+    """Print the accuracy of each variant and its distance from the first, and write them into the card."""
     found: dict[str, float] = {}
     width = max(map(len, variants))
     print("as users send them, through the service's own preprocessing:")  # noqa: T201

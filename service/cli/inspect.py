@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from model.config import PreprocessConfig
 from model.errors import FigureError, ImageError, InputError
-from model.images.preprocess import preprocess
 from model.insight import figures
-from service.cli.classify import find_pictures
+from service.cli.image_files import find_images, read_pixels
 from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from model.checkpoint import Checkpoint
     from model.network.vit import VisionTransformer
 
@@ -32,9 +35,8 @@ DISTANCE_NUMBERS: Final = "attention_distance.csv"
 _BATCH: Final = 8
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve inspect`."""
-    parser = commands.add_parser("inspect", help="print what a checkpoint is, draw what it learned")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve inspect`."""
     parser.add_argument("checkpoint", nargs="?", default="bundled", help="as `vitserve serve --checkpoint` takes it")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw what the network learned, as PNG files here")
     parser.add_argument(
@@ -44,119 +46,134 @@ def add_parser(commands: Any) -> None:
         help="pictures, in subfolders too, on which --figures measures how far attention reaches",
     )
     add_model_flags(parser, CHECKPOINT_FLAGS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint as the service does, weights and all, print it, and draw it where asked to.
 
     Returns:
-        0, or 1 if a picture was left out.
+        0, or 1 if an image was left out.
 
     Raises:
-        CheckpointError: it cannot be read exactly.
+        CheckpointError: the checkpoint cannot be read exactly.
         FigureError: matplotlib is missing, or a figure cannot be written.
-        InputError: no folder of pictures at `--images`, or none of them can be read.
+        InputError: `--images` names no folder of images, or none of them can be read.
     """
-    if arguments.images is not None and arguments.figures is None:
+    out: Path | None = arguments.figures
+    if arguments.images is not None and out is None:
         raise InputError("images", "--images needs --figures DIR, where the figures go")
-    files = [] if arguments.images is None else find_pictures([arguments.images])
-    if arguments.figures is not None:
-        figures.require()
-        try:
-            arguments.figures.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FigureError(f"{arguments.figures}: cannot be made: {error.strerror}") from error
-    from model.insight.summary import summarise  # noqa: PLC0415  torch takes seconds to import
-
+    files = [] if arguments.images is None else find_images([arguments.images])
+    if out is not None:
+        _prepare(out)
     settings = settings_from(arguments)
     checkpoint = checkpoint_from(settings)
     model = checkpoint.build()  # names, shapes and values of the weights are checked here
+    _print_summary(checkpoint)
+    if out is None:
+        return 0
+    _draw_filters(model, out / FILTERS)
+    _draw_positions(model, out / POSITIONS)
+    if not files:
+        print(f"{DISTANCE}: not drawn, it needs pictures: --images FOLDER")  # noqa: T201
+        return 0
+    unreadable: list[Path] = []
+    images = _readable(files, checkpoint.preprocess, settings, on_unreadable=unreadable.append)
+    text = _draw_attention(checkpoint, model, images, out)
+    print(f"{out / DISTANCE}: {len(files) - len(unreadable)} pictures, {text}")  # noqa: T201
+    return int(bool(unreadable))
+
+
+def _prepare(out: Path) -> None:
+    """Check that figures can be drawn, and make their folder."""
+    figures.require()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FigureError(f"{out}: cannot be made: {error.strerror}") from error
+
+
+def _print_summary(checkpoint: Checkpoint) -> None:
+    from model.insight.summary import summarise  # noqa: PLC0415  torch takes seconds to import
+
     rows = summarise(checkpoint)
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:{width}}  {value}")  # noqa: T201
-    if arguments.figures is None:
-        return 0
-    _draw_weights(model, arguments.figures)
-    if not files:
-        print(f"{DISTANCE}: not drawn, it needs pictures: --images FOLDER")  # noqa: T201
-        return 0
-    return _draw_attention(checkpoint, model, files, settings, arguments.figures)
 
 
-def _draw_weights(model: VisionTransformer, out: Path) -> None:
-    """The figures that need no pictures; those that this model cannot have are named."""
+def _draw_filters(model: VisionTransformer, path: Path) -> None:
+    """Draw the principal components of the patch filters, or print why this model has none."""
     from model.insight.patch_filters import patch_filters  # noqa: PLC0415  torch takes seconds to import
-    from model.insight.position_similarity import position_similarity  # noqa: PLC0415
 
     try:
         found = patch_filters(model)
-        figures.patch_filters(found.components.numpy(), found.explained.numpy(), out / FILTERS)
-        print(f"{out / FILTERS}: {len(found.components)} components, {found.explained.sum():.1%} of the variance")  # noqa: T201
     except InputError as error:
-        print(f"{FILTERS}: not drawn, {error}")  # noqa: T201
+        print(f"{path.name}: not drawn, {error}")  # noqa: T201
+        return
+    figures.patch_filters(found.components.numpy(), found.explained.numpy(), path)
+    print(f"{path}: {len(found.components)} components, {found.explained.sum():.1%} of the variance")  # noqa: T201
+
+
+def _draw_positions(model: VisionTransformer, path: Path) -> None:
+    """Draw how alike the position embeddings are, or print why this model has none."""
+    from model.insight.position_similarity import position_similarity  # noqa: PLC0415  torch takes seconds to import
+
     try:
-        figures.position_similarity(position_similarity(model).numpy(), out / POSITIONS)
-        print(f"{out / POSITIONS}: {model.config.grid[0]}x{model.config.grid[1]} positions")  # noqa: T201
+        similarity = position_similarity(model)
     except InputError as error:
-        print(f"{POSITIONS}: not drawn, {error}")  # noqa: T201
+        print(f"{path.name}: not drawn, {error}")  # noqa: T201
+        return
+    figures.position_similarity(similarity.numpy(), path)
+    print(f"{path}: {model.config.grid[0]}x{model.config.grid[1]} positions")  # noqa: T201
 
 
 def _draw_attention(
-    checkpoint: Checkpoint, model: VisionTransformer, files: list[Path], settings: Settings, out: Path
-) -> int:
-    """Mean attention distance as figure and as CSV; pictures that cannot be read are named and left out."""
-    import torch  # noqa: PLC0415
-
-    from model.insight.attention_distance import (  # noqa: PLC0415
+    checkpoint: Checkpoint, model: VisionTransformer, images: Iterator[NDArray[np.uint8]], out: Path
+) -> str:
+    """Draw the mean attention distance, write its numbers, and return a line about them."""
+    from model.insight.attention_distance import (  # noqa: PLC0415  torch takes seconds to import
         even_attention_distance,
         mean_attention_distance,
     )
 
-    mean = torch.tensor(checkpoint.preprocess.mean).reshape(-1, 1, 1)
-    std = torch.tensor(checkpoint.preprocess.std).reshape(-1, 1, 1)
-    bad: list[Path] = []
+    distance = mean_attention_distance(model, _normalised_batches(images, checkpoint.preprocess)).numpy()
+    _write_distances(distance, out / DISTANCE_NUMBERS)
+    even = even_attention_distance(checkpoint.config)
+    figures.attention_distance(distance, out / DISTANCE, even=even)
+    means = distance.mean(axis=1)
+    return (
+        f"mean over heads {means[0]:.1f} px in the first layer, {means[-1]:.1f} px in the last, "
+        f"{even:.1f} px if spread evenly; numbers in {DISTANCE_NUMBERS}"
+    )
 
-    def pictures() -> Iterator[NDArray[np.uint8]]:
-        for file in tqdm(files, desc="attention", unit="img", disable=None):
-            try:
-                yield preprocess(
-                    file.read_bytes(),
-                    checkpoint.preprocess,
-                    max_pixels=settings.max_image_pixels,
-                    scaled_decode=settings.scaled_decode,
-                )
-            except (ImageError, OSError) as error:
-                bad.append(file)
-                print(f"vitserve: {file}: left out: {error}", file=sys.stderr)  # noqa: T201
 
-    def batches() -> Iterator[torch.Tensor]:
-        waiting: list[NDArray[np.uint8]] = []
-        for picture in pictures():
-            waiting.append(picture)
-            if len(waiting) == _BATCH:
-                yield normalised(waiting)
-                waiting = []
-        if waiting:
-            yield normalised(waiting)
+def _readable(
+    files: list[Path], config: PreprocessConfig, settings: Settings, on_unreadable: Callable[[Path], None]
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield the pixels of each file, uint8 [H, W, C]; a file that cannot be read is named on stderr and left out."""
+    for file in tqdm(files, desc="attention", unit="img", disable=None):
+        try:
+            yield read_pixels(file, config, settings)
+        except (ImageError, OSError) as error:
+            on_unreadable(file)
+            print(f"vitserve: {file}: left out: {error}", file=sys.stderr)  # noqa: T201
 
-    def normalised(waiting: list[NDArray[np.uint8]]) -> torch.Tensor:
-        return (torch.from_numpy(np.stack(waiting)).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
-    distance = mean_attention_distance(model, batches()).numpy()
+def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessConfig) -> Iterator[Tensor]:
+    """Yield float32 [B, C, H, W] of at most `_BATCH` images."""
+    import torch  # noqa: PLC0415  torch takes seconds to import
+
+    mean = torch.tensor(config.mean).reshape(-1, 1, 1)
+    std = torch.tensor(config.std).reshape(-1, 1, 1)
+    while batch := list(islice(images, _BATCH)):
+        yield (torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+
+def _write_distances(distance: NDArray[np.float64], path: Path) -> None:
     try:
-        with (out / DISTANCE_NUMBERS).open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["layer", "head", "distance_px"])
             writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
     except OSError as error:
-        raise FigureError(f"{out / DISTANCE_NUMBERS}: cannot be written: {error.strerror}") from error
-    even = even_attention_distance(checkpoint.config)
-    figures.attention_distance(distance, out / DISTANCE, even=even)
-    means = distance.mean(axis=1)
-    print(  # noqa: T201
-        f"{out / DISTANCE}: {len(files) - len(bad)} pictures, mean over heads {means[0]:.1f} px in the first layer, "
-        f"{means[-1]:.1f} px in the last, {even:.1f} px if spread evenly; numbers in {DISTANCE_NUMBERS}"
-    )
-    return int(bool(bad))
+        raise FigureError(f"{path}: cannot be written: {error.strerror}") from error

@@ -18,7 +18,7 @@ _NAMES = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
 
 
 def add_model_flags(parser: argparse.ArgumentParser, names: Sequence[str] = _NAMES) -> None:
-    """`--checkpoint`, `--device` and the like, as `vitserve serve` has them."""
+    """Add `--checkpoint`, `--device` and the like, as `vitserve serve` has them."""
     for name in names:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -30,16 +30,16 @@ def add_model_flags(parser: argparse.ArgumentParser, names: Sequence[str] = _NAM
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Settings from the given flags and the environment.
+    """Build settings from the given flags and the environment.
 
     Raises:
-        SettingsError: a value that is not allowed.
+        SettingsError: a value is not allowed.
     """
     return load_settings({name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)})
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
-    """A warm predictor, what it serves, and the settings it was made from.
+    """Return a warm predictor, the facts of its model, and the settings that it was made from.
 
     Raises:
         SettingsError, CheckpointError, DeviceError: one line that says why not.

@@ -6,7 +6,7 @@ import argparse
 import logging
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from service import logs
 from service.engine.loading import load_predictor
@@ -17,9 +17,8 @@ from service.web.single_process import run_single_process
 logger = logging.getLogger("vitserve")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command; every setting is a flag, and each flag an environment variable."""
-    parser = commands.add_parser("serve", help="serve a checkpoint over HTTP (the default)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every setting as a flag; each flag is an environment variable too."""
     for name, field in Settings.model_fields.items():
         default = "" if field.default in (None, ()) else f" Default: {field.default}."
         parser.add_argument(
@@ -29,7 +28,6 @@ def add_parser(commands: Any) -> None:
             default=argparse.SUPPRESS,
             help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
         )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:

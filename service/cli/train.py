@@ -19,7 +19,7 @@ def _share_or_count(text: str) -> int | float:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """`224`, or `224x160` (rows x columns)."""
+    """Parse `224`, or `224x160` (rows x columns)."""
     rows, _, columns = text.lower().partition("x")
     return int(rows), int(columns or rows)
 
@@ -36,16 +36,14 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "seed": (int, "N", "decides the split and all random choices"),
     "threads": (int, "N", "threads of one operator on the CPU"),
 }
-"""Flag, which is the recipe's field with dashes: its type, what stands for its value, and its help."""
+"""Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
 
 
-def add_parser(commands: Any) -> None:
-    """Flags of `vitserve train`."""
-    parser = commands.add_parser(
-        "train",
-        help="train or fine-tune a model on a folder of pictures",
-        description="Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
-        "The result is a folder that `vitserve serve --checkpoint` takes.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve train`."""
+    parser.description = (
+        "Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
+        "The result is a folder that `vitserve serve --checkpoint` takes."
     )
     parser.add_argument(
         "--data",
@@ -90,7 +88,6 @@ def add_parser(commands: Any) -> None:
         metavar="FIELD=VALUE",
         help="any field, as optimiser.learning_rate=1e-4 (repeatable)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,7 +141,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What TOML would read, or else the text itself, so that a string needs no quotes."""
+    """Parse a TOML value; text that is none is taken as it stands, so that a string needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -18,7 +18,7 @@ from model.data import cifar10
 from model.evaluation.evaluate import measure, predict_scores
 from model.runtime.predictor import Predictor
 from service.schemas import Classification
-from tests.acceptance.server import ServerProcess
+from tests.launcher import ServerProcess
 
 COUNT = 1000
 CONCURRENCY = 32

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from model.images.formats import SUPPORTED_FORMATS
-from tests.acceptance.server import ServerProcess
+from tests.launcher import ServerProcess
 
 SIDE = 32
 """Pixels at which pictures are compared: no more than any model here sees."""

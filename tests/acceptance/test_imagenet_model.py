@@ -20,7 +20,7 @@ from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
 from model.runtime.predictor import Predictor
 from service.client import Client
-from tests.acceptance.server import ServerProcess
+from tests.launcher import ServerProcess
 from tests.timm_reference import timm
 
 CLASSES = 1000

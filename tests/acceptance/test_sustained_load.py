@@ -18,8 +18,8 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from model.runtime.predictor import Predictor
-from tests.acceptance.server import ServerProcess
 from tests.e2e.serving import Pictures, client, problem
+from tests.launcher import ServerProcess
 
 logger = logging.getLogger(__name__)
 

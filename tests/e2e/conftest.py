@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     started: list[Served] = []
 
     def serve(**settings: object) -> Served:
-        defaults = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "threads": 1}
+        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "threads": 1}
         server = Served(folder / f"server-{len(started)}.log", **(defaults | settings))
         started.append(server)
         return server

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,30 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from model.images.preprocess import preprocess
 from model.runtime.predictor import Predictor
-from tests.acceptance.server import ServerProcess
+from tests.launcher import PATIENCE, ServerProcess
 
 SIZE = 16
 CHECKPOINT_NAME = "tiny"
 LABELS = tuple(f"label {i}" for i in range(10))
 
-PATIENCE = 60.0
-"""Seconds after which a test gives up, on however busy a machine."""
-
-
 Serve = Callable[..., "Served"]
 """What the fixtures `serve` and `serve_module` give: starts a server with settings as keywords."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so.
-
-    Raises:
-        AssertionError: it is not so for `PATIENCE` seconds.
-    """
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
 
 
 class Served:
@@ -223,14 +206,6 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(count) as pool:
         futures: list[Future[Any]] = [pool.submit(work, i) for i in range(count)]
         return [future.result(PATIENCE) for future in futures]
-
-
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S")

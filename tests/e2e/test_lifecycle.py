@@ -6,8 +6,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import LOG_LINE, PATIENCE, Pictures, Raw, Serve, Served, client, free_port, problem, until
+from tests.e2e.serving import LOG_LINE, Pictures, Raw, Serve, Served, client, problem
+from tests.launcher import PATIENCE, free_port, run_vitserve, until
 
 
 def end(server: Served, number: signal.Signals = signal.SIGTERM) -> None:
@@ -42,17 +41,7 @@ def refuses_connections(server: Served) -> bool:
 
 def complaint(*arguments: str, **settings: str) -> str:
     """What a server that cannot start says on standard error; it must end with code 1."""
-    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "VIT_LOG_LEVEL": "warning"}
-    environment |= {f"VIT_{name.upper()}": value for name, value in settings.items()}
-    done = subprocess.run(
-        [sys.executable, "-m", "service", "serve", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=PATIENCE,
-        check=False,
-        cwd=Path(__file__).resolve().parents[2],
-    )
+    done = run_vitserve("serve", *arguments, log_level="warning", **settings)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     return done.stderr.strip()

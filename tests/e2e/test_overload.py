@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together, until
+from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together
+from tests.launcher import until
 
 PLACES = 4
 MAX_BATCH = 3

@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import LABELS, PATIENCE, Pictures, Serve, Served, client, free_port, problem, together, until
+from tests.e2e.serving import LABELS, Pictures, Serve, Served, client, problem, together
+from tests.launcher import PATIENCE, free_port, until
 
 WORKERS = 2
 PLACES = 48

@@ -148,8 +148,8 @@ def plain(value: Any) -> Any:
 
 def parse(arguments: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
-    return {k: v for k, v in vars(parser.parse_args(["serve", *arguments])).items() if k in Settings.model_fields}
+    serve.add_arguments(parser)
+    return vars(parser.parse_args(arguments))
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -11,44 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from model.checkpoint import Checkpoint, native
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
-from service.__main__ import main
+from tests.service.cli.command_line import run, write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = ViTConfig(image_size=(16, 16), patch_size=8, width=16, depth=2, heads=2, mlp_width=32, num_classes=3)
-    torch.manual_seed(0)
-    model = VisionTransformer(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    native.write(
-        folder,
-        Checkpoint(
-            name="tiny",
-            source="made",
-            format="vitserve",
-            architecture="vit",
-            config=config,
-            preprocess=PreprocessConfig(
-                size=(16, 16),
-                resize="shortest_edge",
-                resize_size=(16, 16),
-                interpolation="bicubic",
-                mean=(0.5, 0.5, 0.5),
-                std=(0.5, 0.5, 0.5),
-            ),
-            labels=("cat", "dog", "bird, flying"),
-            tensors=model.state_dict(),
-        ),
-    )
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ("cat", "dog", "bird, flying"))
 
 
 @pytest.fixture
@@ -60,12 +30,6 @@ def pictures(tmp_path: Path) -> Path:
         Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
     (tmp_path / "pictures" / "notes.txt").write_text("no picture")
     return tmp_path / "pictures"
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
@@ -192,12 +156,3 @@ def test_convert_writes_a_folder_that_answers_the_same(
     code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
     assert code == 1
     assert "not an empty folder" in err
-
-
-def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
-    for name in ("serve", "classify", "attention", "evaluate", "train", "inspect", "convert", "bench"):
-        assert name in out

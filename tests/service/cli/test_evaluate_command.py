@@ -7,35 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from model.checkpoint import Checkpoint, native
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
-from service.__main__ import main
+from tests.service.cli.command_line import run, write_checkpoint
 
 LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    config = ViTConfig(image_size=(32, 32), patch_size=16, width=16, depth=1, heads=2, mlp_width=32, num_classes=10)
-    torch.manual_seed(0)
-    model = VisionTransformer(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    preprocess = PreprocessConfig(
-        size=(32, 32),
-        resize="shortest_edge",
-        resize_size=(32, 32),
-        interpolation="bicubic",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    folder = tmp_path / "m"
-    native.write(folder, Checkpoint("tiny", "m", "vitserve", "vit", config, preprocess, LABELS, model.state_dict()))
-    return folder
+    return write_checkpoint(tmp_path / "m", LABELS, image_size=(32, 32), patch_size=16, depth=1)
 
 
 @pytest.fixture
@@ -49,12 +30,6 @@ def cifar(tmp_path: Path) -> Path:
     np.concatenate([labels, pixels], axis=1).astype(np.uint8).tofile(folder / "test_batch.bin")
     (folder / "batches.meta.txt").write_text("\n".join(LABELS))
     return folder
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_flat_pictures_are_answered_alike_whichever_way_they_are_sent(

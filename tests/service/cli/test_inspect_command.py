@@ -7,44 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from model.checkpoint import Checkpoint, native
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
-from service.__main__ import main
+from tests.service.cli.command_line import run, write_checkpoint
 
 
-def write_checkpoint(folder: Path, **changes: object) -> Path:
-    values: dict[str, object] = {
-        "image_size": (16, 24),
-        "patch_size": 8,
-        "width": 16,
-        "depth": 3,
-        "heads": 2,
-        "mlp_width": 32,
-        "num_classes": 2,
-    }
-    config = ViTConfig.model_validate(values | changes)
-    torch.manual_seed(0)
-    model = VisionTransformer(config)
-    for name, parameter in model.named_parameters():
-        if name != "pos_embed" or config.position_embedding == "learned":
-            torch.nn.init.normal_(parameter, std=0.5)
-    tensors = dict(model.state_dict())
-    if config.position_embedding == "sincos2d":
-        tensors["pos_embed"] = model.fixed_position_embedding()
-    preprocess = PreprocessConfig(
-        size=config.image_size,
-        resize="squash",
-        resize_size=config.image_size,
-        interpolation="bilinear",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    native.write(folder, Checkpoint("tiny", "m", "vitserve", "vit", config, preprocess, ("a", "b"), tensors))
-    return folder
+def write(folder: Path, **changes: object) -> Path:
+    return write_checkpoint(folder, "ab", resize="squash", image_size=(16, 24), depth=3, **changes)
 
 
 @pytest.fixture
@@ -57,15 +26,9 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_figures_and_numbers_are_written(tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "figures"
-    code, told, _ = run(capsys, "inspect", write_checkpoint(tmp_path / "m"), "--figures", out, "--images", pictures)
+    code, told, _ = run(capsys, "inspect", write(tmp_path / "m"), "--figures", out, "--images", pictures)
     assert code == 0
     assert "3 pictures" in told
     names = ("attention_distance.csv", "attention_distance.png", "filters.png", "position_similarity.png")
@@ -81,7 +44,7 @@ def test_figures_and_numbers_are_written(tmp_path: Path, pictures: Path, capsys:
 def test_without_pictures_two_figures_are_drawn_and_the_third_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, told, _ = run(capsys, "inspect", write_checkpoint(tmp_path / "m"), "--figures", tmp_path / "out")
+    code, told, _ = run(capsys, "inspect", write(tmp_path / "m"), "--figures", tmp_path / "out")
     assert code == 0
     assert told.splitlines()[-1] == "attention_distance.png: not drawn, it needs pictures: --images FOLDER"
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["filters.png", "position_similarity.png"]
@@ -90,7 +53,7 @@ def test_without_pictures_two_figures_are_drawn_and_the_third_is_asked_for(
 def test_a_figure_that_a_model_cannot_have_is_named_and_the_others_drawn(
     tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "m", position_embedding="sincos2d")
+    checkpoint = write(tmp_path / "m", position_embedding="sincos2d")
     code, told, _ = run(capsys, "inspect", checkpoint, "--figures", tmp_path / "out", "--images", pictures)
     assert code == 0
     assert "position_similarity.png: not drawn, no position similarity" in told
@@ -100,7 +63,7 @@ def test_a_figure_that_a_model_cannot_have_is_named_and_the_others_drawn(
 def test_a_picture_that_cannot_be_read_is_named_and_left_out(
     tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "m")
+    checkpoint = write(tmp_path / "m")
     run(capsys, "inspect", checkpoint, "--figures", tmp_path / "good", "--images", pictures)
     (pictures / "0.png").write_bytes((pictures / "1.png").read_bytes()[:100])
     code, told, err = run(capsys, "inspect", checkpoint, "--figures", tmp_path / "bad", "--images", pictures)
@@ -130,7 +93,7 @@ def test_what_cannot_be_drawn_is_one_line(
         "no matplotlib": (["--figures", tmp_path / "out"], "pip install 'vitserve[figures]'"),
         "a file": (["--figures", tmp_path / "file"], "file: cannot be made"),
     }[missing]
-    code, _, err = run(capsys, "inspect", write_checkpoint(tmp_path / "m"), *flags)
+    code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)
     assert code == 1
     lines = [line for line in err.splitlines() if "left out" not in line]
     assert len(lines) == 1

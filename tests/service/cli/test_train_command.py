@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import csv
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from model.checkpoint import Checkpoint, load_checkpoint, native
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
+from model.checkpoint import load_checkpoint
 from model.training.recipe import RECIPES, read_recipe
 from service.__main__ import main
-from tests.e2e.serving import Served, until
+from tests.e2e.serving import Served
+from tests.launcher import VitserveProcess, until
+from tests.service.cli.command_line import write_checkpoint
 
 COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def picture(colour: str, seed: int) -> Image.Image:
@@ -44,25 +40,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A tiny checkpoint of five classes at 16 pixels."""
-    config = ViTConfig(image_size=(16, 16), patch_size=8, width=32, depth=2, heads=2, mlp_width=64, num_classes=5)
-    model = VisionTransformer(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    half = (0.5, 0.5, 0.5)
-    preprocess = PreprocessConfig(
-        size=(16, 16), resize="shortest_edge", resize_size=(16, 16), interpolation="bicubic", mean=half, std=half
-    )
-    checkpoint = Checkpoint(
-        name="start",
-        source="made",
-        format=native.FORMAT,
-        architecture="vit",
-        config=config,
-        preprocess=preprocess,
-        labels=tuple("abcde"),
-        tensors=model.state_dict(),
-    )
-    native.write(tmp_path / "start", checkpoint)
-    return tmp_path / "start"
+    return write_checkpoint(tmp_path / "start", "abcde", width=32, mlp_width=64)
 
 
 def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
@@ -94,14 +72,9 @@ def test_a_folder_of_pictures_becomes_a_served_model(data: Path, start: Path, tm
 
 def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "service", *flags(data, start, out, "--epochs", "60", "--threads", "1")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
-    try:
-        until(lambda: len(epochs_done(out)) >= 2 or process.poll() is not None)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    with VitserveProcess(tmp_path / "log", *flags(data, start, out, "--epochs", "60", "--threads", "1")) as training:
+        until(lambda: len(epochs_done(out)) >= 2 or training.process.poll() is not None)
+    assert training.process.returncode == -signal.SIGKILL
     before = epochs_done(out)
     assert 2 <= len(before) < 60
     assert not (out / "config.json").exists()

@@ -1,0 +1,72 @@
+"""The callers that the project brings, against a running service: the client and the subcommands that take a URL."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from service.__main__ import main
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
+from vitserve.client import Classification, Client, FailedItem, ProblemError
+
+
+@pytest.fixture(scope="module")
+def server(serve_module: Serve) -> Served:
+    return serve_module(api_keys="right")
+
+
+def test_the_client_speaks_the_language_of_the_service(server: Served, pictures: Pictures) -> None:
+    with Client(server.url, api_key="right") as client:
+        assert client.model().name == CHECKPOINT_NAME
+        assert client.labels() == list(LABELS)
+        found = client.classify(pictures.files[0], top_k=3, attention=True)
+        pictures.check(0, found.model_dump())
+        assert len(found.predictions) == 3
+        assert found.attention is not None
+        first, second = client.classify_batch([pictures.files[1], b"no picture"]).results
+        assert isinstance(first, Classification)
+        pictures.check(1, first.model_dump())
+        assert isinstance(second, FailedItem)
+        assert second.error.status == 415
+        assert client.heat_map(pictures.files[0], overlay=False).startswith(b"\x89PNG")
+        with pytest.raises(ProblemError, match="422 invalid_parameter"):
+            client.classify(pictures.files[0], top_k=11)
+    with Client(server.url, api_key="wrong") as client, pytest.raises(ProblemError, match="401 unauthorized"):
+        client.labels()
+
+
+def test_classify_asks_a_server(
+    server: Served, pictures: Pictures, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(2):
+        (tmp_path / f"{index}.png").write_bytes(pictures.files[index])
+    (tmp_path / "2.png").write_bytes(b"no picture")
+    asked = ["classify", str(tmp_path), "--url", server.url, "--api-key"]
+    assert main([*asked, "right", "--json", "--top-k", "99"]) == 1
+    captured = capsys.readouterr()
+    *good, bad = [json.loads(line) for line in captured.out.splitlines()]
+    for index, answer in enumerate(good):
+        pictures.check(index, answer)
+        assert len(answer["predictions"]) == len(LABELS)
+    assert bad["error"].startswith("415 unsupported_media_type")
+    assert "1 of 3 files have no answer" in captured.err
+    assert main([*asked, "wrong", "--csv"]) == 1
+    captured = capsys.readouterr()
+    assert list(csv.DictReader(io.StringIO(captured.out))) == []
+    assert "401 unauthorized" in captured.err
+
+
+def test_bench_sends_the_example_and_prints_a_row_a_figure(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--url", server.url, "--concurrency", "2", "--seconds", "0.2", "--api-key"]
+    assert main([*arguments, "right"]) == 0
+    rows = {line[:12].strip(): line[12:].strip() for line in capsys.readouterr().out.splitlines()}
+    assert list(rows)[4:] == ["answered", "requests/s", "p50", "p99", "mean batch"]
+    assert rows["model"].startswith(f"{CHECKPOINT_NAME}, cpu")
+    assert rows["load"] == "2 clients, 1 picture(s), attention false"
+    assert 1 <= float(rows["mean batch"]) <= 2
+    assert main([*arguments, "wrong"]) == 1
+    assert "401" in capsys.readouterr().err

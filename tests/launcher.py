@@ -1,0 +1,170 @@
+"""The one launcher of `vitserve` processes, for tests that see what a user would see.
+
+The logs of the processes that a failed test used are shown in its report; tests/conftest.py sees to that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+PATIENCE = 60.0
+"""Seconds after which a test gives up, on however busy a machine."""
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_SHOWN = 10_000
+
+_started: list[VitserveProcess] = []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds.
+
+    Raises:
+        AssertionError: it does not hold within `PATIENCE` seconds.
+    """
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"it did not come true within {PATIENCE:g} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_vitserve(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run `vitserve` to its end with its output captured; settings in lower case."""
+    return subprocess.run(
+        _command(arguments),
+        cwd=_REPOSITORY,
+        env=_environment(settings),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+class VitserveProcess:
+    """A `vitserve` process; as a context manager it is killed at the end.
+
+    Args:
+        log: file for everything that it writes.
+        arguments: of the command line.
+        settings: in lower case; the settings of the tests' own environment do not reach the process.
+    """
+
+    def __init__(self, log: Path, *arguments: str, **settings: object) -> None:
+        self.command = " ".join(("vitserve", *arguments))
+        self._log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                _command(arguments), cwd=_REPOSITORY, env=_environment(settings), stdout=out, stderr=subprocess.STDOUT
+            )
+        _started.append(self)
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return self._log.read_text(errors="replace")
+
+    def terminate(self) -> int:
+        """Send SIGTERM, and return the exit code."""
+        self.process.terminate()
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """End it with SIGKILL unless it has ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class ServerProcess(VitserveProcess):
+    """A `vitserve serve` process, by default on a free port and without a delay before it stops.
+
+    Args:
+        wait: until it is ready; without it there is no `url`.
+    """
+
+    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
+        super().__init__(log, "serve", **({"port": 0, "drain_delay": 0} | settings))
+        if wait:
+            self.url = self._wait_until_ready()
+
+    def _wait_until_ready(self) -> str:
+        def has_ended_or_is_ready() -> bool:
+            return self.process.poll() is not None or self._ready_url() is not None
+
+        try:
+            until(has_ended_or_is_ready)
+        except AssertionError:
+            self.kill()
+            raise AssertionError(f"the server was not ready within {PATIENCE:g} s:\n{self.log}") from None
+        url = self._ready_url()
+        assert url is not None, f"the server ended with {self.process.returncode}:\n{self.log}"
+        return url
+
+    def _ready_url(self) -> str | None:
+        found = re.search(r"ready: (http://[\d.:]+)", self.log)
+        return found[1] if found else None
+
+    def metrics(self) -> dict[str, float]:
+        """Each sample of /metrics by its name with labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def resident_bytes(self) -> int:
+        """Memory of the process right now."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` count from now on."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process had since `reset_peak`."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        [kibibytes] = re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        return int(kibibytes) << 10
+
+
+def recent_logs() -> list[tuple[str, str]]:
+    """Return command line and end of the log of every process that lives or has ended since `forget_ended`."""
+    return [(found.command, found.log[-_SHOWN:]) for found in _started]
+
+
+def forget_ended() -> None:
+    """Leave the processes that have ended out of `recent_logs`."""
+    _started[:] = [found for found in _started if found.process.poll() is None]
+
+
+def _command(arguments: tuple[str, ...]) -> list[str]:
+    return [sys.executable, "-m", "service", *arguments]
+
+
+def _environment(settings: dict[str, object]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
+    return inherited | {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}

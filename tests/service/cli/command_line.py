@@ -1,0 +1,44 @@
+"""What the tests of subcommands share: a run of the command line, and a tiny checkpoint to run it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint, native
+from model.config import PreprocessConfig, ViTConfig
+from model.network.vit import VisionTransformer
+from service.__main__ import main
+
+HALF = (0.5, 0.5, 0.5)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `vitserve` with these arguments, in this process."""
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def write_checkpoint(folder: Path, labels: Sequence[str], *, resize: str = "shortest_edge", **changes: Any) -> Path:
+    """Write a native folder called `tiny` with random weights that are always the same; `changes` to its config."""
+    sizes = {"image_size": (16, 16), "patch_size": 8, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    config = ViTConfig.model_validate({**sizes, "num_classes": len(labels), **changes})
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    for name, parameter in model.named_parameters():
+        if name != "pos_embed" or config.position_embedding == "learned":
+            torch.nn.init.normal_(parameter, std=0.5)
+    tensors = dict(model.state_dict())
+    if config.position_embedding == "sincos2d":
+        tensors["pos_embed"] = model.fixed_position_embedding()
+    size = config.image_size
+    preprocess = PreprocessConfig.model_validate(
+        {"size": size, "resize": resize, "resize_size": size, "interpolation": "bicubic", "mean": HALF, "std": HALF}
+    )
+    native.write(folder, Checkpoint("tiny", "made", native.FORMAT, "vit", config, preprocess, tuple(labels), tensors))
+    return folder

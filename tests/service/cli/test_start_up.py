@@ -1,0 +1,71 @@
+"""What the command line imports before it runs a subcommand, and how the subcommand is found."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import service.cli
+from service.__main__ import COMMANDS, main
+from tests.conftest import REPOSITORY
+
+HEAVY = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "numpy", "PIL", "torch", "prometheus_client"}
+
+LIST_MODULES = """
+import sys
+from service.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules that a new interpreter has imported after this command line."""
+    command = [sys.executable, "-c", LIST_MODULES, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_import_no_library_and_no_subcommand(flag: str) -> None:
+    modules = imported_by(flag)
+    assert not modules & HEAVY
+    assert not {name for name in modules if name.startswith("service.cli.")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: str) -> None:
+    modules = imported_by(name, "--help")
+    assert {other for other in COMMANDS if f"service.cli.{other}" in modules} == {name}
+    assert "torch" not in modules
+
+
+def test_every_subcommand_is_in_the_table() -> None:
+    modules = {found.name for found in pkgutil.iter_modules(service.cli.__path__)}
+    assert {name for name in modules if hasattr(importlib.import_module(f"service.cli.{name}"), "run")} == set(COMMANDS)
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out and summary in out for name, summary in COMMANDS.items())
+
+
+def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vitserve {version('vitserve')}\n"
+
+
+def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--port", "http"]) == 1
+    assert capsys.readouterr().err.startswith("vitserve: VIT_PORT='http': ")

@@ -1,0 +1,32 @@
+"""What a failed test shows of the processes that it started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ServerProcess, VitserveProcess, forget_ended, recent_logs, run_vitserve
+
+
+def test_the_log_of_a_process_is_shown_until_it_has_ended_and_is_forgotten(tmp_path: Path) -> None:
+    forget_ended()
+    before = recent_logs()
+    with VitserveProcess(tmp_path / "log", "--version") as process:
+        assert process.process.wait(60) == 0
+    assert process.log.startswith("vitserve ")
+    assert recent_logs() == [*before, ("vitserve --version", process.log)]
+    forget_ended()
+    assert recent_logs() == before
+
+
+def test_a_server_that_does_not_start_fails_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)ended with 1:.*VIT_MAX_BATCH='0'"):
+        ServerProcess(tmp_path / "log", max_batch=0)
+
+
+def test_settings_of_the_tests_own_environment_do_not_reach_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_MAX_BATCH", "0")
+    done = run_vitserve("serve", port="http")
+    assert done.returncode == 1
+    assert done.stderr.startswith("vitserve: VIT_PORT='http': ")
