@@ -19,12 +19,12 @@ class SharedLimiter(Limiter):
         self._board = board
         self._worker = worker
 
-    def take(self) -> None:
-        """See `Limiter.take`."""
+    def acquire(self) -> None:
+        """See `Limiter.acquire`."""
         self._board.take_place(self._worker)
-        self.taken += 1
+        self.in_use += 1
 
-    def give_back(self, count: int) -> None:
-        """See `Limiter.give_back`."""
-        super().give_back(count)
-        self._board.places_taken[self._worker] = self.taken
+    def release(self, count: int = 1) -> None:
+        """See `Limiter.release`."""
+        super().release(count)
+        self._board.places_taken[self._worker] = self.in_use

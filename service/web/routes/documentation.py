@@ -1,21 +1,29 @@
-"""OpenAPI fragments that several routes share."""
+"""GET /docs and /openapi.json, and the OpenAPI fragments that several routes share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from fastapi import APIRouter
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from service.schemas import FIELD, ProblemDocument
 from service.web.problems import MEDIA_TYPE
+from service.web.routes.endpoint import Endpoint
 
-_BINARY = {"type": "string", "format": "binary"}
+router = APIRouter(include_in_schema=False, route_class=Endpoint)
+
+BINARY = {"type": "string", "format": "binary"}
 
 ONE_PICTURE: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
-            "multipart/form-data": {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: _BINARY}}},
-            "image/*": {"schema": _BINARY},
-            "application/octet-stream": {"schema": _BINARY},
+            "multipart/form-data": {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: BINARY}}},
+            "image/*": {"schema": BINARY},
+            "application/octet-stream": {"schema": BINARY},
         },
     }
 }
@@ -28,7 +36,7 @@ SEVERAL_PICTURES: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "required": [FIELD],
-                    "properties": {FIELD: {"type": "array", "items": _BINARY}},
+                    "properties": {FIELD: {"type": "array", "items": BINARY}},
                 }
             }
         },
@@ -37,6 +45,19 @@ SEVERAL_PICTURES: dict[str, Any] = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route."""
+    """Return the OpenAPI description of a route's error answers."""
     content = {MEDIA_TYPE: {"schema": ProblemDocument.model_json_schema()}}
     return {status: {"description": "Problem details (RFC 9457)", "content": content} for status in statuses}
+
+
+@router.api_route("/openapi.json", methods=["GET", "HEAD"])
+async def openapi(request: Request) -> Response:
+    """Describe the service for machines."""
+    return JSONResponse(request.app.openapi())
+
+
+@router.api_route("/docs", methods=["GET", "HEAD"])
+async def docs(request: Request) -> Response:
+    """Describe the service for people."""
+    url = request.scope.get("root_path", "").rstrip("/") + "/openapi.json"
+    return get_swagger_ui_html(openapi_url=url, title=f"{request.app.title} - Swagger UI")

@@ -28,21 +28,21 @@ def run(script: str) -> str:
 def test_places_are_counted_over_all_workers() -> None:
     with SharedCounters(workers=2, engines=1, places=3) as board:
         one, two = SharedLimiter(board, 0), SharedLimiter(board, 1)
-        with one.reserve() as both, two.reserve():
+        with one.permit() as both, two.permit():
             both.extend()
             for places in (one, two):
                 with pytest.raises(QueueFull, match="all 3 places"):
-                    places.reserve()
+                    places.permit()
             assert board.places_taken.tolist() == [2, 1]
-        with two.reserve():
+        with two.permit():
             assert board.places_taken.tolist() == [0, 1]
 
 
 def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
     with SharedCounters(workers=2, engines=1, places=3) as board:
         other, places = SharedLimiter(board, 0), SharedLimiter(board, 1)
-        with other.reserve():
-            with pytest.raises(QueueFull), places.reserve() as permit:
+        with other.permit():
+            with pytest.raises(QueueFull), places.permit() as permit:
                 permit.extend()
                 permit.extend()
             assert board.places_taken.tolist() == [1, 0]
@@ -51,14 +51,14 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
 def test_a_dead_workers_places_are_free_again() -> None:
     with SharedCounters(workers=2, engines=2, places=2) as board:
         dead = SharedLimiter(board, 0)
-        dead.take()
-        dead.take()
+        dead.acquire()
+        dead.acquire()
         board.images_out[0] = (1, 1)
         board.worker_state[0] = SharedCounters.SERVING
         board.forget_worker(0)
         assert not board.images_out.any()
         assert not board.worker_state.any()
-        with SharedLimiter(board, 1).reserve() as permit:
+        with SharedLimiter(board, 1).permit() as permit:
             permit.extend()
 
 
@@ -76,13 +76,13 @@ for worker in range(3):
         places, refused, taken = SharedLimiter(board, worker), 0, 0
         while taken < 3000:
             try:
-                places.take()
+                places.acquire()
             except QueueFull:
                 refused += 1
                 continue
             taken += 1
             assert board.places_taken.sum() <= 2
-            places.give_back(1)
+            places.release()
         os._exit(0)
 codes = [os.wait()[1] for _ in range(3)]
 print(codes, board.places_taken.tolist())

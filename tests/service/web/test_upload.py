@@ -21,9 +21,9 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.upload import Limits, Picture, read_pictures
+from service.web.upload import UploadedFile, UploadLimits, read_files
 
-ROOMY = Limits(file_bytes=10_000, body_bytes=100_000, files=8)
+ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
 BOUNDARY = "xYz"
 MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 
@@ -57,17 +57,17 @@ class Channel:
 def read(
     chunks: bytes | Sequence[bytes] | Channel,
     content_type: str | None = MULTIPART,
-    limits: Limits = ROOMY,
+    limits: UploadLimits = ROOMY,
     on_further: Callable[[], None] = lambda: None,
     **headers: str,
-) -> list[Picture]:
+) -> list[UploadedFile]:
     if isinstance(chunks, bytes):
         chunks = [chunks]
     channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
         given_headers["content-type"] = content_type
-    pictures: list[Picture] = finish(read_pictures(Headers(given_headers), channel, limits, on_further))
+    pictures: list[UploadedFile] = finish(read_files(Headers(given_headers), channel, limits, on_further))
     return pictures
 
 
@@ -119,7 +119,7 @@ def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     assert len(further) == len(files) - 1
 
 
-def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[Picture] | type[ServiceError]:
+def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[UploadedFile] | type[ServiceError]:
     try:
         return read(chunks, content_type)
     except ServiceError as error:
@@ -233,14 +233,14 @@ def test_a_quoted_boundary_is_understood() -> None:
 )
 def test_broken_multipart_is_malformed(broken: bytes) -> None:
     with pytest.raises(MalformedRequest):
-        read(broken, limits=Limits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
+        read(broken, limits=UploadLimits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
 
 
 def test_a_form_of_endless_tiny_parts_is_malformed_and_not_read_to_its_end_when_its_size_is_known() -> None:
     tiny = form(*[b"\r\n"] * 20_000)
     channel = Channel(cut(tiny, range(0, len(tiny), 10_000)))
     with pytest.raises(MalformedRequest, match="parts"):
-        read(channel, limits=Limits(10**6, 10**6, 1), content_length=str(len(tiny)))
+        read(channel, limits=UploadLimits(10**6, 10**6, 1), content_length=str(len(tiny)))
     assert channel.received < len(channel.chunks) / 2
 
 
@@ -298,13 +298,13 @@ def test_a_body_of_unknown_length_is_refused_when_the_limit_is_passed_and_its_si
 ) -> None:
     channel = Channel([b"junk" * 250] * 1000)
     with pytest.raises(UploadTooLarge):
-        read(channel, content_type, limits=Limits(file_bytes=5_000, body_bytes=5_000, files=1))
+        read(channel, content_type, limits=UploadLimits(file_bytes=5_000, body_bytes=5_000, files=1))
     assert channel.received == 6
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1000, True), (1001, False)])
 def test_the_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
-    limits = Limits(file_bytes=1000, body_bytes=100_000, files=1)
+    limits = UploadLimits(file_bytes=1000, body_bytes=100_000, files=1)
     picture = b"x" * size
     for body, kind in ((form(part(picture)), MULTIPART), (picture, "image/png")):
         if fits:
@@ -316,11 +316,11 @@ def test_the_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
 
 def test_the_smaller_limit_counts_for_a_raw_body() -> None:
     with pytest.raises(UploadTooLarge):
-        read(b"x" * 60, "image/png", Limits(file_bytes=100, body_bytes=50, files=1))
+        read(b"x" * 60, "image/png", UploadLimits(file_bytes=100, body_bytes=50, files=1))
 
 
 def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
-    limits = Limits(file_bytes=10, body_bytes=100_000, files=3)
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=3)
     body = form(part(b"a"), part(b"b" * 11), part(b"c" * 10))
     for chunks in ([body], cut(body, range(len(body)))):
         first, second, third = read(chunks, limits=limits)
@@ -329,7 +329,7 @@ def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
 
 
 def test_one_file_too_many_is_refused_while_it_arrives() -> None:
-    limits = Limits(file_bytes=10, body_bytes=100_000, files=2)
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=2)
     assert len(read(form(*[part(b"x")] * 2), limits=limits)) == 2
     channel = Channel([*cut(form(*[part(b"x")] * 3)[:-10], []), b"never read", b"never read"])
     with pytest.raises(TooManyImages, match="2 file"):

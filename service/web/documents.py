@@ -1,0 +1,47 @@
+"""Results of the model as the documents of `service.schemas`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.prediction import AttentionMap
+from service.schemas import Attention, AttentionDocument, Prediction
+
+
+def ranked_predictions(
+    labels: Sequence[str], indices: NDArray[np.int64], scores: NDArray[np.float32]
+) -> list[Prediction]:
+    """Return the classes `indices` [k] with their `scores` [k], in the order given."""
+    return [
+        Prediction(label=labels[index], index=index, score=_significant(score))
+        for index, score in zip(indices.tolist(), scores.tolist(), strict=True)
+    ]
+
+
+def attention_of(found: AttentionMap, *, image_id: str | None) -> Attention:
+    """Return a map as a part of the answer of POST /classify."""
+    return Attention(url=None if image_id is None else f"/attention?id={image_id}", **_map_fields(found))
+
+
+def attention_document(found: AttentionMap, *, image_id: str | None, method: str) -> AttentionDocument:
+    """Return a map as the answer of /attention in JSON."""
+    return AttentionDocument(id=image_id, method=method, **_map_fields(found))
+
+
+def _map_fields(found: AttentionMap) -> dict[str, Any]:
+    return {
+        "grid": found.values.shape,
+        "layer": found.layer,
+        "head": found.head,
+        "values": found.values.astype(np.float64).round(7).tolist(),
+        "kept_mass": _significant(found.kept_mass),
+    }
+
+
+def _significant(value: float) -> float:
+    """Return a float32 without the digits that it does not have: 0.8299999833 becomes 0.83."""
+    return float(f"{value:.7g}")
