@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as types. They know no HTTP: `service.web.problems` maps them.
+"""The errors of a request, as types. They know no HTTP: `service.web.problems` maps them.
 
     ServiceError
       SettingsError           start-up only

@@ -1,4 +1,4 @@
-"""What is on the wire, as pydantic models: answers are built from them and documented by them."""
+"""The documents on the wire, as pydantic models: answers are built from them and documented by them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ disconnect. So overload costs a refusal and no work, and memory is bounded.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from service.errors import QueueFull
@@ -75,8 +74,6 @@ class Permit:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._limiter.release(self._held)
         self._held = 0

@@ -124,12 +124,5 @@ def create_app(
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
     """Log what is served."""
-    logger.info(
-        "vitserve %s: %s on %s in %s, %s, compile: %s",
-        VERSION,
-        info.name,
-        info.device,
-        info.dtype,
-        info.backend,
-        status.compiled,
-    )
+    served = (VERSION, info.name, info.device, info.dtype, info.backend, status.compiled)
+    logger.info("vitserve %s: %s on %s in %s, %s, compile: %s", *served)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.prediction import AttentionMap
-from service.schemas import Attention, AttentionDocument, Prediction
+from service.schemas import Prediction
 
 
 def ranked_predictions(
@@ -22,17 +22,8 @@ def ranked_predictions(
     ]
 
 
-def attention_of(found: AttentionMap, *, image_id: str | None) -> Attention:
-    """Return a map as a part of the answer of POST /classify."""
-    return Attention(url=None if image_id is None else f"/attention?id={image_id}", **_map_fields(found))
-
-
-def attention_document(found: AttentionMap, *, image_id: str | None, method: str) -> AttentionDocument:
-    """Return a map as the answer of /attention in JSON."""
-    return AttentionDocument(id=image_id, method=method, **_map_fields(found))
-
-
-def _map_fields(found: AttentionMap) -> dict[str, Any]:
+def map_fields(found: AttentionMap) -> dict[str, Any]:
+    """Return what `Attention` and `AttentionDocument` say of a map."""
     return {
         "grid": found.values.shape,
         "layer": found.layer,

@@ -1,14 +1,13 @@
-"""The one table from errors to HTTP, and RFC 9457 problem documents made from it."""
+"""The table from errors to HTTP, and the problem documents (RFC 9457) made from it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 from model import errors as model_errors
 from service import errors
+from service.schemas import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -30,16 +29,16 @@ class Problem:
     detail: str
     headers: dict[str, str]
 
-    def document(self, request_id: str) -> dict[str, Any]:
-        """Return the JSON object of RFC 9457, with our `code` and `request_id`."""
-        return {
-            "type": "about:blank",
-            "title": HTTPStatus(self.status).phrase,
-            "status": self.status,
-            "detail": self.detail,
-            "code": self.code,
-            "request_id": request_id,
-        }
+    def document(self, request_id: str) -> ProblemDocument:
+        """Return the document of RFC 9457, with our `code` and `request_id`."""
+        return ProblemDocument(
+            type="about:blank",
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.detail,
+            code=self.code,
+            request_id=request_id,
+        )
 
 
 TABLE: dict[type[Exception], tuple[int, str]] = {
@@ -89,4 +88,4 @@ def _headers(error: Exception) -> dict[str, str]:
 
 def body(problem: Problem, request_id: str) -> bytes:
     """Return the problem document, encoded."""
-    return json.dumps(problem.document(request_id), ensure_ascii=False).encode()
+    return problem.document(request_id).model_dump_json().encode()

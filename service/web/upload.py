@@ -53,7 +53,7 @@ async def read_files(
     """Read the body: one raw picture, or the parts named `file` of a multipart form.
 
     Args:
-        headers: the request's.
+        headers: those of the request.
         receive: ASGI channel of the body.
         limits: see `UploadLimits`.
         on_further_file: called before the second and each later file is read; may refuse it.
@@ -78,9 +78,7 @@ async def read_files(
     refusal = _refusal(headers, kind, options.get(b"boundary"))
     if refusal is not None and declared:
         raise refusal
-    reader = (
-        _FormReader(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawReader()
-    )
+    reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
     total = 0
     async for chunk in _bounded(receive, limit):
         total += len(chunk)
@@ -91,7 +89,7 @@ async def read_files(
                 refusal = error
         if refusal is not None and declared:
             raise refusal
-        # The size of a body goes before its form, and without a Content-Length only reading on tells it.
+        # A body's size is checked before its form, and without a Content-Length only reading on shows it.
     if not total:
         raise MissingImage("the body is empty")
     if refusal is not None:
@@ -136,8 +134,8 @@ async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
             return
 
 
-class _RawReader:
-    """Takes the body as one file."""
+class _RawBody:
+    """A body that is one file."""
 
     def __init__(self) -> None:
         self._file = bytearray()
@@ -149,8 +147,8 @@ class _RawReader:
         return [self._file]
 
 
-class _FormReader:
-    """Collects the files of a multipart form as they arrive (RFC 7578)."""
+class _FormBody:
+    """A multipart form (RFC 7578), whose files are collected as they arrive."""
 
     def __init__(self, boundary: bytes, limits: UploadLimits, on_further_file: Callable[[], None]) -> None:
         self._limits = limits

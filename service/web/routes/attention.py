@@ -18,7 +18,7 @@ from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
 from model.prediction import AttentionMap, MapRequest, parse_head, parse_layer
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
-from service.web.documents import attention_document
+from service.web.documents import map_fields
 from service.web.pipeline import Deadline, Pipeline, pipeline_of, unless_disconnected
 from service.web.routes.documentation import BINARY, ONE_PICTURE, problems
 from service.web.routes.endpoint import Endpoint
@@ -41,7 +41,7 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 
 
 class AttentionQuery(BaseModel, frozen=True):
-    """The query of both endpoints, as sent: None is what was not."""
+    """The query of both endpoints; None is what was not sent."""
 
     method: Annotated[str, Field(description=f"one of: {', '.join(METHODS)}")] = "cls"
     layer: Annotated[int | None, Field(description="default the last; negatives count from the end")] = None
@@ -62,17 +62,15 @@ class KeptPictureQuery(AttentionQuery):
 
 @router.get("/attention", response_class=Response, responses=_ANSWERS | problems(401, 404, 422, 503, 504))
 async def kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
-    """A map of a picture that was classified before and is still kept."""
+    """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
     map_request = _map_request(query, pipeline.model().config)
     pixels = pipeline.image_store.get(query.id)
     if pixels is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
-        deadline = pipeline.deadline(request)
-        return await unless_disconnected(
-            request.receive, _answer(pipeline, query, map_request, pixels, deadline, query.id)
-        )
+        answer = _answer(pipeline, query, map_request, pixels, pipeline.deadline(request), query.id)
+        return await unless_disconnected(request.receive, answer)
 
 
 @router.post(
@@ -82,15 +80,13 @@ async def kept_picture(request: Request, query: Annotated[KeptPictureQuery, Quer
     responses=_ANSWERS | problems(400, 401, 408, 413, 415, 422, 500, 503, 504),
 )
 async def new_picture(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
-    """A map of the picture in the body."""
+    """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
     map_request = _map_request(query, pipeline.model().config)
     with pipeline.admit() as permit:
         file = await pipeline.read_one(request, permit)
-        deadline = pipeline.deadline(request)
-        return await unless_disconnected(
-            request.receive, _decode_and_answer(pipeline, query, map_request, file, deadline)
-        )
+        answer = _decode_and_answer(pipeline, query, map_request, file, pipeline.deadline(request))
+        return await unless_disconnected(request.receive, answer)
 
 
 async def _decode_and_answer(
@@ -118,7 +114,7 @@ async def _answer(
         image_id = pipeline.image_store.put(pixels)
     headers = {} if image_id is None else {"Content-Location": f"/attention?id={image_id}"}
     if query.format == "json":
-        document = attention_document(found, image_id=image_id, method=query.method)
+        document = AttentionDocument(id=image_id, method=query.method, **map_fields(found))
         return Response(document.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)

@@ -12,8 +12,8 @@ from model.errors import ImageError
 from model.prediction import MapRequest
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
-from service.schemas import BatchClassification, Classification, FailedItem, ProblemDocument, Timings
-from service.web.documents import attention_of, ranked_predictions
+from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
+from service.web.documents import map_fields, ranked_predictions
 from service.web.middleware import request_context
 from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
 from service.web.problems import problem_of
@@ -106,7 +106,7 @@ class _Classifier:
             id=image_id,
             model=self._info.name,
             predictions=predictions,
-            attention=None if result.map is None else attention_of(result.map, image_id=image_id),
+            attention=None if result.map is None else Attention(url=_url(image_id), **map_fields(result.map)),
             timings_ms=Timings(
                 decode=_milliseconds(decoded.seconds),
                 queue=_milliseconds(result.queue_seconds),
@@ -123,7 +123,11 @@ class _Classifier:
         except (ImageError, ServiceError) as error:
             problem = problem_of(error)
             self._pipeline.metrics.rejected.labels(problem.code).inc()
-            return FailedItem(error=ProblemDocument(**problem.document(self._context.request_id)))
+            return FailedItem(error=problem.document(self._context.request_id))
+
+
+def _url(image_id: str | None) -> str | None:
+    return None if image_id is None else f"/attention?id={image_id}"
 
 
 def _milliseconds(seconds: float) -> float:

@@ -17,7 +17,7 @@ router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
 <h1>vitserve</h1>
-<p>Post a picture: <code>curl -F file=@photo.jpg {base}classify</code></p>
+<p>Post a picture: <code>curl -F file=@photo.jpg …/classify</code></p>
 <ul><li><a href="docs">API documentation</a><li><a href="model">Model</a><li><a href="labels">Labels</a>
 <li><a href="readyz">Readiness</a><li><a href="metrics">Metrics</a></ul></html>
 """
@@ -25,8 +25,8 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve<
 
 @router.get("/", include_in_schema=False)
 async def index(request: Request) -> HTMLResponse:
-    """A short text with links."""
-    return HTMLResponse(_PAGE.replace("{base}", "…/"))
+    """Show a short text with links."""
+    return HTMLResponse(_PAGE)
 
 
 @router.get("/model", response_model=Model, responses=problems(401, 503))
@@ -67,7 +67,7 @@ async def model(request: Request) -> Model:
 
 @router.get("/labels", response_model=Labels, responses=problems(401, 503))
 async def labels(request: Request) -> Labels:
-    """The classes, in index order."""
+    """Return the classes in index order."""
     info = pipeline_of(request).model()
     return Labels(model=info.name, labels=list(info.labels))
 
@@ -75,14 +75,14 @@ async def labels(request: Request) -> Labels:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def healthz(request: Request) -> JSONResponse:
-    """The process lives."""
+    """Answer as long as the process lives."""
     return JSONResponse({"status": "ok"})
 
 
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses=problems(503))
 async def readyz(request: Request) -> JSONResponse:
-    """200 only when the model is loaded and warm, and the service is not about to stop."""
+    """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
     pipeline = pipeline_of(request)
     pipeline.lifecycle.check()
     pipeline.model()
@@ -91,5 +91,5 @@ async def readyz(request: Request) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(pipeline_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
