@@ -75,7 +75,7 @@ def create_app(
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
-    image_store = image_store or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
+    image_store = image_store or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
     threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 from starlette.datastructures import Headers
@@ -78,8 +79,8 @@ class RequestContext:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float, linger: LingerLimits
     ) -> None:
-        headers = Headers(scope=scope)
-        self.request_id = request_id_from(headers.get("x-request-id", ""))
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated one the first counts
+        self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
         self.status: int | None = None
         self._scope = scope
@@ -87,7 +88,7 @@ class RequestContext:
         self._send = send
         self._lifecycle = lifecycle
         self._linger_limits = linger
-        self._unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     async def receive(self) -> Message:
         """Return the next message of the body.
@@ -159,6 +160,9 @@ class RequestContextMiddleware:
     ) -> None:
         self._app = app
         self._metrics = metrics
+        # A child of a metric is looked up under a lock; there are few of them.
+        self._requests = lru_cache(maxsize=512)(metrics.requests.labels)
+        self._duration = lru_cache(maxsize=64)(metrics.request_duration.labels)
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
         self._clock = clock
@@ -176,7 +180,7 @@ class RequestContextMiddleware:
             self._metrics.inflight.inc()
         try:
             await self._app(scope, context.receive, context.send)
-        except Exception:  # the last barrier, of what `ProblemMiddleware` has answered or can answer no more
+        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
             logger.exception("request %s failed", context.request_id)
         finally:
             if counted:
@@ -188,8 +192,8 @@ class RequestContextMiddleware:
         endpoint = path if path in self._endpoints else "other"
         seconds = self._clock() - context.started
         status = context.status or CLIENT_DISCONNECTED
-        self._metrics.requests.labels(endpoint, str(status)).inc()
-        self._metrics.request_duration.labels(endpoint).observe(seconds)
+        self._requests(endpoint, str(status)).inc()
+        self._duration(endpoint).observe(seconds)
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         level = logging.DEBUG if path in PROBES else logging.INFO

@@ -11,7 +11,7 @@ from PIL import Image
 
 from service.errors import DeadlineExceeded
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import app, form, kept, pipeline_of
+from tests.service.web.apps import Clock, app, form, kept, pipeline_of
 
 
 @on_a_loop
@@ -145,3 +145,14 @@ async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> No
     late = await service.get("/attention", f"id={image_id}")
     assert (late.status, late.code) == (504, "deadline_exceeded")
     assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_kept_picture_is_gone_when_its_time_is_up() -> None:
+    clock = Clock()
+    service = app(clock, recent_ttl=60)
+    image_id = await kept(service)
+    clock.now += 59
+    assert (await service.get("/attention", f"id={image_id}")).status == 200
+    clock.now += 1
+    assert (await service.get("/attention", f"id={image_id}")).status == 404
