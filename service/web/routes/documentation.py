@@ -17,31 +17,15 @@ router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
 BINARY = {"type": "string", "format": "binary"}
 
-ONE_PICTURE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: BINARY}}},
-            "image/*": {"schema": BINARY},
-            "application/octet-stream": {"schema": BINARY},
-        },
-    }
-}
 
-SEVERAL_PICTURES: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": [FIELD],
-                    "properties": {FIELD: {"type": "array", "items": BINARY}},
-                }
-            }
-        },
-    }
-}
+def _body(file: dict[str, Any], **raw: Any) -> dict[str, Any]:
+    """Return the description of a body: a form with the field `file`, or one of the media types `raw`."""
+    form = {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: file}}}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": form, **raw}}}
+
+
+ONE_PICTURE = _body(BINARY, **{kind: {"schema": BINARY} for kind in ("image/*", "application/octet-stream")})
+SEVERAL_PICTURES = _body({"type": "array", "items": BINARY})
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
