@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from model.errors import InputError
+
 Head = int | Literal["mean", "max"]
 """One attention head by number, or all of them combined."""
 
@@ -23,6 +25,34 @@ class MapRequest:
 
     layer: int
     head: Head = "mean"
+
+
+def parse_layer(layer: int | None, depth: int) -> int:
+    """Return a layer's number from 0; None is the last, negatives count from the end.
+
+    Raises:
+        InputError: a model of `depth` layers has no such layer.
+    """
+    if layer is None:
+        return depth - 1
+    if not -depth <= layer < depth:
+        raise InputError("layer", f"layer {layer}: the model has layers {-depth} ... {depth - 1}")
+    return layer % depth
+
+
+def parse_head(head: str | None, heads: int) -> Head:
+    """Return how heads are combined (None is `mean`), or one head's number.
+
+    Raises:
+        InputError: a model of `heads` heads has no such head.
+    """
+    if head is None or head == "mean":
+        return "mean"
+    if head == "max":
+        return "max"
+    if not head.isascii() or not head.isdecimal() or len(head) > 4 or int(head) >= heads:
+        raise InputError("head", f"head {head[:20]!r}: expected mean, max, or 0 ... {heads - 1}")
+    return int(head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as types. They know no HTTP: `service.web.problems` maps them.
+"""The errors of a request, as types. They know no HTTP: `service.web.problems` maps them.
 
     ServiceError
       SettingsError           start-up only
@@ -24,6 +24,8 @@ Errors of the picture itself come from `model.errors`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ServiceError(Exception):
     """Root of the service's own errors. The message is for the caller."""
@@ -46,7 +48,15 @@ class NotFound(ServiceError):
 
 
 class MethodNotAllowed(ServiceError):
-    """The path exists, the method on it does not."""
+    """The path exists, the method on it does not.
+
+    Attributes:
+        allowed: the methods that the path has.
+    """
+
+    def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
 
 
 class RequestTimeout(ServiceError):

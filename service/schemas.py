@@ -1,14 +1,10 @@
-"""What is on the wire, as pydantic models: answers are built from them and documented by them."""
+"""The documents on the wire, as pydantic models: answers are built from them and documented by them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field
-
-from model.prediction import AttentionMap
 
 FIELD = "file"
 """Name of the multipart field that carries a picture."""
@@ -126,28 +122,3 @@ class ModelDescription(BaseModel):
         str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
     ]
     attention_methods: list[str]
-
-
-def significant(value: float, digits: int = 7) -> float:
-    """A float32 without the digits that it does not have: 0.8299999833 -> 0.83."""
-    return float(f"{value:.{digits}g}")
-
-
-def rounded(values: NDArray[np.float32]) -> list[list[float]]:
-    """A map as nested lists, to 7 decimals."""
-    nested: list[list[float]] = values.astype(np.float64).round(7).tolist()
-    return nested
-
-
-def attention_document(found: AttentionMap, *, image_id: str | None, method: str) -> AttentionDocument:
-    """The JSON form of a map."""
-    rows, columns = found.values.shape
-    return AttentionDocument(
-        id=image_id,
-        method=method,
-        layer=found.layer,
-        head=found.head,
-        grid=(rows, columns),
-        values=rounded(found.values),
-        kept_mass=significant(found.kept_mass),
-    )

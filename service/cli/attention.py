@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from model.errors import InputError
-from model.images.heatmap import COLORMAPS, render_heatmap
+from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
 from model.images.preprocess import preprocess
-from model.prediction import Head, MapRequest
+from model.prediction import Head, MapRequest, parse_head, parse_layer
 from service.cli.model_flags import add_model_flags, predictor_from
-from service.web.routes.attention import MAX_SIZE, parse_head, parse_layer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

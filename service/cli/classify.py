@@ -23,7 +23,8 @@ from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
 from service.cli.model_flags import add_model_flags, predictor_from
 from service.client import Client, ClientError
-from service.schemas import Prediction, significant
+from service.schemas import Prediction
+from service.web.documents import ranked_predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,8 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
                 if isinstance(pixels, str) or found is None:
                     yield ClassifiedFile(file, [], str(pixels))
                     continue
-                ranked = zip(found.indices[row].tolist(), found.scores[row].tolist(), strict=True)
+                yield ClassifiedFile(file, ranked_predictions(info.labels, found.indices[row], found.scores[row]))
                 row += 1
-                yield ClassifiedFile(
-                    file, [Prediction(label=info.labels[i], index=i, score=significant(s)) for i, s in ranked]
-                )
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:

@@ -19,12 +19,12 @@ class SharedLimiter(Limiter):
         self._counters = counters
         self._worker = worker
 
-    def take(self) -> None:
-        """See `Limiter.take`."""
+    def acquire(self) -> None:
+        """Take a place that is counted for all workers; see `Limiter.acquire`."""
         self._counters.acquire_permit(self._worker)
-        self.taken += 1
+        self.in_use += 1
 
-    def give_back(self, count: int) -> None:
-        """See `Limiter.give_back`."""
-        super().give_back(count)
-        self._counters.permits_taken[self._worker] = self.taken
+    def release(self, count: int = 1) -> None:
+        """Give places back for all workers; see `Limiter.release`."""
+        super().release(count)
+        self._counters.permits_taken[self._worker] = self.in_use

@@ -2,45 +2,47 @@
 
 With several web workers the bound is over all of them, and the count lies in the memory that they share.
 
-A place is reserved from the request's head, before its body is read, and given back with the answer,
-the error or the disconnect. So overload costs a refusal and no work, and memory is bounded.
+A permit is taken from the request's head, before its body is read, and released with the answer, the error or the
+disconnect. So overload costs a refusal and no work, and memory is bounded.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from service.errors import QueueFull
 
 
 class Limiter:
-    """Counts the places that are taken. Belongs to one event loop.
+    """Counts the places in the service that are taken. Belongs to one event loop.
 
     Args:
         capacity: images in the service at most.
+
+    Attributes:
+        in_use: places that are taken now.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.taken = 0
+        self.in_use = 0
 
-    def take(self) -> None:
-        """One place.
+    def acquire(self) -> None:
+        """Take one place.
 
         Raises:
             QueueFull: none is free.
         """
-        if self.taken >= self.capacity:
+        if self.in_use >= self.capacity:
             raise QueueFull(f"all {self.capacity} places in the service are taken")
-        self.taken += 1
+        self.in_use += 1
 
-    def give_back(self, count: int) -> None:
-        """Give back places that are no longer needed."""
-        self.taken -= count
+    def release(self, count: int = 1) -> None:
+        """Give back `count` places."""
+        self.in_use -= count
 
-    def reserve(self) -> Permit:
-        """One place, at once.
+    def permit(self) -> Permit:
+        """Take one place, and return the permit that holds it.
 
         Raises:
             QueueFull: none is free.
@@ -51,29 +53,27 @@ class Limiter:
 
 
 class Permit:
-    """The places of one request; a context manager that gives them back.
+    """The places of one request; a context manager that releases them.
 
-    All or none: when `extend` fails, the request fails, and leaving the context frees what it had.
+    All or none: when `extend` fails, the request fails, and leaving the context releases what it had.
     """
 
-    def __init__(self, places: Limiter) -> None:
-        self._places = places
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
         self._held = 0
 
     def extend(self) -> None:
-        """One place more.
+        """Take one place more.
 
         Raises:
             QueueFull: none is free.
         """
-        self._places.take()
+        self._limiter.acquire()
         self._held += 1
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._places.give_back(self._held)
+    def __exit__(self, *_: object) -> None:
+        self._limiter.release(self._held)
         self._held = 0

@@ -1,4 +1,4 @@
-"""The application: routes, middleware, and one table from errors to answers.
+"""The application: routes, middleware, and what they share.
 
 Engines are handed in: nothing here imports a model or torch.
 """
@@ -8,47 +8,44 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from model.errors import VitError
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
-from service.errors import (
-    ClientDisconnected,
-    InvalidParameter,
-    MalformedRequest,
-    MethodNotAllowed,
-    NotFound,
-    ServiceError,
-)
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter
 from service.web.image_store import ImageStore, MemoryImageStore
 from service.web.lifecycle import Lifecycle
-from service.web.middleware import PROBES, ApiKeyMiddleware, RequestContextMiddleware
+from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline
-from service.web.problems import MEDIA_TYPE, body, problem_of
-from service.web.routes import attention, classify, operations
-from service.web.shortcut import Shortcut
+from service.web.routes import attention, classify, documentation, operations
+from service.web.routes.endpoint import Endpoint, no_such_path
 
 logger = logging.getLogger("vitserve")
 
 VERSION = importlib.metadata.version("vitserve")
 
-_ROUTERS = (classify.router, attention.router, operations.router)
+_ROUTERS = (classify.router, attention.router, operations.router, documentation.router)
 _PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
+
+
+class _Application(FastAPI):
+    """FastAPI's routes and their description without its layers around each request.
+
+    `ProblemMiddleware` answers errors, and no route leaves a context open.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self.router(scope, receive, send)
 
 
 def create_app(
@@ -57,10 +54,13 @@ def create_app(
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
-    places: Limiter | None = None,
-    recent: ImageStore | None = None,
+    limiter: Limiter | None = None,
+    image_store: ImageStore | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    linger: LingerLimits | None = None,
 ) -> ASGIApp:
-    """The ASGI application around an engine.
+    """Return the ASGI application around an engine.
 
     Args:
         settings: see `service.settings`.
@@ -68,15 +68,16 @@ def create_app(
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
-        places: those that other processes count in too; by default this application's own.
-        recent: pictures that other processes keep too; by default this application's own.
+        limiter: one that other processes count in too; by default this application's own.
+        image_store: one that other processes keep pictures in too; by default this application's own.
+        clock: monotonic seconds, for requests' deadlines and durations.
+        linger: how long an unread body is read after an early refusal.
     """
     lifecycle = lifecycle or Lifecycle()
-    places = places or Limiter(settings.queue_size)
-    recent = recent or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
+    limiter = limiter or Limiter(settings.queue_size)
+    image_store = image_store or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
     threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-    pipeline = Pipeline(settings, engine, metrics, places, recent, lifecycle, pool)
 
     def engine_changed() -> None:
         for replica in replicas(engine):
@@ -91,29 +92,24 @@ def create_app(
         await engine.close()
         pool.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(
+    app = _Application(
         title="vitserve",
         version=VERSION,
         description="Image classification with a Vision Transformer.",
         lifespan=lifespan,
         redirect_slashes=False,
-        redoc_url=None,
+        openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = pipeline
-    for router in _ROUTERS:
-        app.include_router(router)
-    app.add_exception_handler(ServiceError, _on_error)
-    app.add_exception_handler(VitError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_error)
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(Exception, _on_error)  # a defect of ours; raised again after its answer, and logged
+    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, image_store, lifecycle, pool, clock)
+    app.router.routes = [route for router in _ROUTERS for route in router.routes]
+    app.router.default = no_such_path
 
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
-    metrics.watch_recent(recent.usage)
+    metrics.watch_recent(image_store.usage)
 
     public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]
-    layers: ASGIApp = ApiKeyMiddleware(Shortcut(app, pipeline), keys, public, metrics)
+    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, keys, public), metrics)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -122,64 +118,11 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
-    endpoints = {route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route)}
-    return RequestContextMiddleware(layers, metrics, endpoints | {"/docs", "/openapi.json"}, lifecycle)
+    endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
+    return RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock, linger=linger)
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
-    """Log what is served, once it is."""
-    logger.info(
-        "vitserve %s: %s on %s in %s, %s, compile: %s",
-        VERSION,
-        info.name,
-        info.device,
-        info.dtype,
-        info.backend,
-        status.compiled,
-    )
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    """Every error of a route becomes a problem document."""
-    if isinstance(error, ClientDisconnected):
-        # Nobody is left to read it: the answer is never sent, and not counted as one.
-        return _NoAnswer()
-    translated = _translate(request, error)
-    headers = {"Allow": _allowed(request)} if isinstance(translated, MethodNotAllowed) else {}
-    problem = problem_of(translated)
-    pipeline: Pipeline = request.app.state.pipeline
-    if request.url.path not in PROBES:
-        pipeline.metrics.rejected.labels(problem.code).inc()
-    content = body(problem, request.scope["vit.request_id"])
-    return Response(content, problem.status, headers | problem.headers(), MEDIA_TYPE)
-
-
-def _translate(request: Request, error: Exception) -> Exception:
-    """FastAPI's own errors as ours."""
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        name = first["loc"][-1]
-        return InvalidParameter(f"{name}: {str(first['msg'])[:1].lower()}{str(first['msg'])[1:]}")
-    if isinstance(error, HTTPException):
-        if error.status_code == 404:
-            return NotFound(f"{request.url.path}: no such path")
-        if error.status_code == 405:
-            return MethodNotAllowed(f"{request.method} {request.url.path}: no such method on this path")
-        return MalformedRequest(str(error.detail))
-    return error
-
-
-def _allowed(request: Request) -> str:
-    """The methods that the request's path has; each is a route of its own."""
-    methods: set[str] = set()
-    for route in (*request.app.routes, *(route for router in _ROUTERS for route in router.routes)):
-        if isinstance(route, Route) and route.path == request.url.path:
-            methods |= route.methods or set()
-    return ", ".join(sorted(methods))
-
-
-class _NoAnswer(Response):
-    """Says nothing to a caller that went away."""
-
-    async def __call__(self, scope: object, receive: object, send: object) -> None:
-        """Send nothing."""
+    """Log what is served."""
+    served = (VERSION, info.name, info.device, info.dtype, info.backend, status.compiled)
+    logger.info("vitserve %s: %s on %s in %s, %s, compile: %s", *served)

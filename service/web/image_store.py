@@ -16,23 +16,23 @@ _OVERHEAD_BYTES = 512
 
 
 class ImageStore(Protocol):
-    """Where pictures are kept."""
+    """Keeps pictures, uint8 [H, W, C], under ids."""
 
     def put(self, pixels: NDArray[np.uint8]) -> str | None:
-        """Keep a picture; its unguessable id, or None if nothing is kept."""
+        """Keep a picture, and return its unguessable id, or None if nothing is kept."""
         ...
 
     def get(self, image_id: str) -> NDArray[np.uint8] | None:
-        """The picture, or None if it is unknown, expired or pushed out."""
+        """Return the picture, or None if it is unknown, expired or pushed out."""
         ...
 
     def usage(self) -> tuple[int, int]:
-        """(pictures, bytes) kept now."""
+        """Return how many pictures and bytes are kept now."""
         ...
 
 
 class MemoryImageStore:
-    """Bounded memory of model-size pictures, oldest out first, each good for `ttl` seconds.
+    """Keeps model-size pictures in bounded memory, each for `ttl` seconds; the oldest goes first.
 
     Belongs to one event loop.
 
@@ -67,13 +67,13 @@ class MemoryImageStore:
         return image_id
 
     def get(self, image_id: str) -> NDArray[np.uint8] | None:
-        """The picture, or None if it is unknown, expired or pushed out."""
+        """Return the picture, or None if it is unknown, expired or pushed out."""
         self._drop_expired()
         found = self._pictures.get(image_id)
         return found[1] if found else None
 
     def usage(self) -> tuple[int, int]:
-        """(pictures, bytes) kept now."""
+        """Return how many pictures and bytes are kept now."""
         self._drop_expired()
         return len(self._pictures), self._bytes
 

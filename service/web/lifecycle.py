@@ -1,4 +1,4 @@
-"""Whether the service takes work: shared by the routes that ask and the server that decides."""
+"""The service's state between start and stop, shared by the server that decides and the routes that ask."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from service.errors import Draining
 
 
 class Lifecycle:
-    """Attributes:
-    draining: set once, when the process is about to end.
-    exit_code: what the process should end with.
+    """Whether the process takes new work.
+
+    Attributes:
+        draining: set once, when the process is about to end.
+        exit_code: what the process should end with.
     """
 
     def __init__(self) -> None:
@@ -28,8 +30,9 @@ class Lifecycle:
 
 
 def settle() -> None:
-    """Take what start-up made out of the garbage collector's sight: it stays until the end, and looking through all of
-    it again and again costs each request a few hundredths of its time.
+    """Exempt the objects of start-up from garbage collection.
+
+    They live until the end, and looking through them again and again costs requests a few hundredths of their time.
     """
     gc.collect()
     gc.freeze()

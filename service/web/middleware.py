@@ -1,9 +1,10 @@
-"""What surrounds every request, as plain ASGI: identity, measure, keys, and a polite early refusal.
+"""The layers around every request, as plain ASGI.
 
-RequestContextMiddleware          request id, start time, metrics, log line, defects of ours, unread bodies
-  (CORS)          Starlette's
-    ApiKeyMiddleware       Authorization: Bearer
-      routes
+RequestContextMiddleware      request id, start time, metrics, log line, unread bodies
+  (CORSMiddleware)            Starlette's
+    ProblemMiddleware         errors become problem documents
+      ApiKeyMiddleware        Authorization: Bearer
+        routes
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import MalformedRequest, Unauthorized
+from service.errors import ClientDisconnected, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
-from service.web.problems import CLIENT_DISCONNECTED, MEDIA_TYPE, body, problem_of
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,94 +39,63 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 BROKEN_FRAMING = "vit.broken_framing"
 """Key of the scope under which the HTTP protocol says how a body broke its framing."""
 
-# How long, how long without a byte, and how much of an unread body is read and thrown away after an early refusal.
-_LINGER_SECONDS = 10.0
-_LINGER_IDLE_SECONDS = 2.0
-_LINGER_BYTES = 256 << 20
+_CONTEXT = "vit.context"
+
+
+@dataclass(frozen=True, slots=True)
+class LingerLimits:
+    """How much of an unread body is read and thrown away after an early refusal.
+
+    Attributes:
+        seconds: of reading altogether.
+        idle_seconds: without a byte.
+        max_bytes: of the body.
+    """
+
+    seconds: float = 10.0
+    idle_seconds: float = 2.0
+    max_bytes: int = 256 << 20
 
 
 def request_id_from(given: str) -> str:
-    """The caller's id for its request if it is fit for headers and logs, else one of ours."""
+    """Return the caller's id for its request if it is fit for headers and logs, else one of ours."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-class RequestContextMiddleware:
-    """The outermost layer: one request and its answer.
+def request_context(scope: Scope) -> RequestContext:
+    """Return the context of a request that came through `RequestContextMiddleware`."""
+    return cast(RequestContext, scope[_CONTEXT])
 
-    Args:
-        app: what it surrounds.
-        metrics: request metrics are counted here and nowhere else.
-        endpoints: paths that may become label values; any other is `other`.
-        lifecycle: while draining, every answer closes its connection.
+
+class RequestContext:
+    """One request, its answer on the way out, and what is left unread of its body.
+
+    Attributes:
+        request_id: the caller's, or ours.
+        started: monotonic seconds at which its head had been read.
+        status: of the answer; None until it starts.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Iterable[str], lifecycle: Lifecycle) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._endpoints = frozenset(endpoints)
-        self._lifecycle = lifecycle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        answer = _Answer(scope, receive, send, self._lifecycle)
-        counted = scope["path"] not in PROBES
-        self._metrics.inflight.inc(counted)
-        try:
-            await self._app(scope, answer.receive, answer.send)
-        except Exception as error:  # the last barrier: a defect of ours still gets its answer
-            logger.exception("request %s failed", answer.request_id)
-            if not answer.started:
-                await answer.send_problem(error)
-        finally:
-            self._metrics.inflight.dec(counted)
-            self._finish(scope, answer)
-
-    def _finish(self, scope: Scope, answer: _Answer) -> None:
-        path = scope["path"]
-        endpoint = path if path in self._endpoints else "other"
-        seconds = time.monotonic() - scope["vit.started"]
-        self._metrics.requests.labels(endpoint, str(answer.status)).inc()
-        self._metrics.request_duration.labels(endpoint).observe(seconds)
-        if answer.status == CLIENT_DISCONNECTED:
-            self._metrics.cancelled.inc()
-        level = logging.DEBUG if path in PROBES else logging.INFO
-        if logger.isEnabledFor(level):
-            fields = {
-                "request_id": answer.request_id,
-                "method": scope["method"],
-                "path": path,
-                "status": answer.status,
-                "duration_ms": round(1000 * seconds, 1),
-            }
-            logger.log(
-                level,
-                "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s",
-                # Paths come from outside: no line break may start a log line of their own.
-                {**fields, "path": path.encode("unicode_escape").decode("ascii")},
-                extra={"fields": fields},
-            )
-
-
-class _Answer:
-    """One answer on its way out, and what is left unread of its request."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle) -> None:
-        headers = Headers(scope=scope)
-        self.request_id = request_id_from(headers.get("x-request-id", ""))
-        self.status = CLIENT_DISCONNECTED  # until an answer starts
-        self.started = False
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float, linger: LingerLimits
+    ) -> None:
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated one the first counts
+        self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
+        self.started = started
+        self.status: int | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
-        self._unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        scope["vit.started"] = time.monotonic()
-        scope["vit.request_id"] = self.request_id
+        self._linger_limits = linger
+        self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     async def receive(self) -> Message:
+        """Return the next message of the body.
+
+        Raises:
+            MalformedRequest: the body broke its framing.
+        """
         message = await self._receive_any()
         if BROKEN_FRAMING in self._scope:
             raise MalformedRequest(self._scope[BROKEN_FRAMING])
@@ -136,14 +110,13 @@ class _Answer:
         return message
 
     async def send(self, message: Message) -> None:
+        """Send a message of the answer, with the headers that every answer has."""
         if message["type"] == "http.response.start":
-            self.started = True
             self.status = message["status"]
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            headers["X-Request-ID"] = self.request_id
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             if self._lifecycle.draining or self._unread:
-                headers["Connection"] = "close"
-            message = {**message, "headers": headers.raw}
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
         elif self._unread and not message.get("more_body", False):
             # Closing a connection with bytes unread resets it, and the caller may never see the answer.
             # So the answer goes out whole, then the rest of the body is thrown away within bounds.
@@ -152,43 +125,151 @@ class _Answer:
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 
-    async def send_problem(self, error: Exception) -> None:
-        problem = problem_of(error)
-        await send_problem(self.send, problem.status, problem.headers(), body(problem, self.request_id))
-
     async def _linger(self) -> None:
-        left = _LINGER_BYTES
+        left = self._linger_limits.max_bytes
         try:
-            async with asyncio.timeout(_LINGER_SECONDS):
+            async with asyncio.timeout(self._linger_limits.seconds):
                 while self._unread and left > 0:
-                    async with asyncio.timeout(_LINGER_IDLE_SECONDS):
+                    async with asyncio.timeout(self._linger_limits.idle_seconds):
                         left -= len((await self._receive_any()).get("body", b""))
         except TimeoutError:
             return
 
 
+class RequestContextMiddleware:
+    """The outermost layer: gives each request its context, measures and logs it.
+
+    Args:
+        app: what it surrounds.
+        metrics: request metrics are counted here and nowhere else.
+        endpoints: paths that may become label values; any other is `other`.
+        lifecycle: while draining, every answer closes its connection.
+        clock: monotonic seconds.
+        linger: how long an unread body is read after an early refusal.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        endpoints: Iterable[str],
+        lifecycle: Lifecycle,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        linger: LingerLimits | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        # A child of a metric is looked up under a lock; there are few of them.
+        self._requests = lru_cache(maxsize=512)(metrics.requests.labels)
+        self._duration = lru_cache(maxsize=64)(metrics.request_duration.labels)
+        self._endpoints = frozenset(endpoints)
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self._linger = linger or LingerLimits()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
+        scope[_CONTEXT] = context
+        counted = scope["path"] not in PROBES
+        if counted:
+            self._metrics.inflight.inc()
+        try:
+            await self._app(scope, context.receive, context.send)
+        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+            logger.exception("request %s failed", context.request_id)
+        finally:
+            if counted:
+                self._metrics.inflight.dec()
+            self._finish(scope, context)
+
+    def _finish(self, scope: Scope, context: RequestContext) -> None:
+        path = scope["path"]
+        endpoint = path if path in self._endpoints else "other"
+        seconds = self._clock() - context.started
+        status = context.status or CLIENT_DISCONNECTED
+        self._requests(endpoint, str(status)).inc()
+        self._duration(endpoint).observe(seconds)
+        if status == CLIENT_DISCONNECTED:
+            self._metrics.cancelled.inc()
+        level = logging.DEBUG if path in PROBES else logging.INFO
+        if logger.isEnabledFor(level):
+            fields = {
+                "request_id": context.request_id,
+                "method": scope["method"],
+                "path": path,
+                "status": status,
+                "duration_ms": round(1000 * seconds, 1),
+            }
+            logger.log(
+                level,
+                "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s",
+                # Paths come from outside: no line break may start a log line of their own.
+                {**fields, "path": path.encode("unicode_escape").decode("ascii")},
+                extra={"fields": fields},
+            )
+
+
+class ProblemMiddleware:
+    """Answers what its layers raise with a problem document, and counts it.
+
+    A defect of ours is raised again after its answer, so that it is logged.
+
+    Args:
+        app: what it surrounds.
+        metrics: refusals are counted.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        try:
+            await self._app(scope, receive, send)
+        except ClientDisconnected:
+            return  # nobody is left to read an answer
+        except Exception as error:
+            if scope["type"] != "http" or request_context(scope).status is not None:
+                raise
+            problem = problem_of(error)
+            # A probe that is told to wait is no refusal; one without a key is.
+            if scope["path"] not in PROBES or isinstance(error, Unauthorized):
+                self._metrics.rejected.labels(problem.code).inc()
+            content = body(problem, request_context(scope).request_id)
+            await Response(content, problem.status, problem.headers, MEDIA_TYPE)(scope, receive, send)
+            if problem.code == INTERNAL_ERROR:
+                raise
+
+
 class ApiKeyMiddleware:
-    """`Authorization: Bearer KEY` on every path but the public ones.
+    """Asks for `Authorization: Bearer KEY` on every path but the public ones.
 
     Args:
         app: what it surrounds.
         keys: accepted keys; none means that no key is asked for.
         public: paths that need none.
-        metrics: refusals are counted.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], public: Iterable[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], public: Iterable[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._public = frozenset(public)
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] != "http" or not self._keys or scope["path"] in self._public or self._knows(scope):
-            await self._app(scope, receive, send)
-            return
-        await refuse(scope, send, Unauthorized("an API key is needed: Authorization: Bearer KEY"), self._metrics)
+        """Serve one ASGI connection.
+
+        Raises:
+            Unauthorized: the key is missing or wrong.
+        """
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._public and not self._knows(scope):
+            raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+        await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -196,18 +277,3 @@ class ApiKeyMiddleware:
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
         matches = [hmac.compare_digest(offered, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
-
-
-async def refuse(scope: Scope, send: Send, error: Exception, metrics: Metrics) -> None:
-    """Answer a request with what its error is on the wire, and count that."""
-    problem = problem_of(error)
-    metrics.rejected.labels(problem.code).inc()
-    await send_problem(send, problem.status, problem.headers(), body(problem, scope["vit.request_id"]))
-
-
-async def send_problem(send: Send, status: int, headers: dict[str, str], content: bytes) -> None:
-    """A problem document as a whole ASGI answer."""
-    raw = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(content)).encode())]
-    raw += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": content})

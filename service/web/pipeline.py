@@ -1,4 +1,4 @@
-"""One image's way through the service: place, body, decoding, queue, answer.
+"""One image's way through the service: admission, body, decoding, queue, answer.
 
 Each step is one method, so that routes read as the list of steps that they are.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.types import Receive
 
+from model.config import PreprocessConfig
 from model.images.preprocess import preprocess
 from model.prediction import MapRequest
 from service.engine.base import Engine
@@ -34,20 +36,27 @@ from service.settings import Settings
 from service.web.admission import Limiter, Permit
 from service.web.image_store import ImageStore
 from service.web.lifecycle import Lifecycle
-from service.web.upload import Limits, Picture, read_pictures
+from service.web.middleware import request_context
+from service.web.upload import UploadedFile, UploadLimits, read_files
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a request's time is up, in the event loop's (monotonic) seconds."""
+    """When a request's time is up.
+
+    Attributes:
+        at: seconds of `clock`.
+        clock: monotonic seconds.
+    """
 
     at: float
+    clock: Callable[[], float] = time.monotonic
 
     def remaining(self) -> float:
-        """Seconds left, never below zero."""
-        return max(0.0, self.at - time.monotonic())
+        """Return the seconds left, never below zero."""
+        return max(0.0, self.at - self.clock())
 
     def check(self) -> None:
         """Stop work that nobody may use any more.
@@ -61,7 +70,12 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A picture as the model sees it, and the seconds that decoding took."""
+    """A picture as the model sees it.
+
+    Attributes:
+        pixels: uint8 [H, W, C], the model's input size.
+        seconds: what decoding took.
+    """
 
     pixels: NDArray[np.uint8]
     seconds: float
@@ -69,18 +83,24 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Everything a request needs on its way; built once by `service.web.app`."""
+    """Everything a request needs on its way; built once by `service.web.app`.
+
+    Attributes:
+        pool: the decode threads.
+        clock: monotonic seconds, the same that requests' contexts have.
+    """
 
     settings: Settings
     engine: Engine
     metrics: Metrics
-    places: Limiter
-    recent: ImageStore
+    limiter: Limiter
+    image_store: ImageStore
     lifecycle: Lifecycle
     pool: ThreadPoolExecutor
+    clock: Callable[[], float] = time.monotonic
 
     def model(self) -> ModelInfo:
-        """What is served.
+        """Return what is served.
 
         Raises:
             EngineUnavailable: no model is ready.
@@ -91,49 +111,50 @@ class Pipeline:
         return info
 
     def admit(self) -> Permit:
-        """A place in the service, before any work; use it as a context manager.
+        """Take a place in the service before any work; use the permit as a context manager.
 
         Raises:
-            Draining, EngineUnavailable, QueueFull: no place, and why.
+            Draining, EngineUnavailable, QueueFull: there is no place, and why.
         """
         self.lifecycle.check()
         self.model()
-        return self.places.reserve()
+        return self.limiter.permit()
 
     def deadline(self, request: Request) -> Deadline:
-        """When this request's time is up, counted from its head."""
-        return Deadline(request.scope["vit.started"] + self.settings.request_timeout)
+        """Return when this request's time is up, counted from its head."""
+        return Deadline(request_context(request.scope).started + self.settings.request_timeout, self.clock)
 
-    async def read(self, request: Request, permit: Permit, *, files: int = 1) -> list[Picture]:
-        """The pictures in the body; each beyond the first takes one more place.
+    async def read(self, request: Request, permit: Permit, *, files: int = 1) -> list[UploadedFile]:
+        """Return the files in the body, at most `files`; each beyond the first takes one more place.
 
         Raises:
             RequestTimeout: the body did not arrive in time.
-            ServiceError: see `service.web.upload.read_pictures`.
+            ServiceError: see `service.web.upload.read_files`.
         """
-        started = time.monotonic()
-        limits = Limits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
+        started = self.clock()
+        limits = UploadLimits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
         try:
             async with asyncio.timeout(self.deadline(request).remaining()):
-                pictures = await read_pictures(request.headers, request.receive, limits, permit.extend)
+                uploaded = await read_files(request.headers, request.receive, limits, permit.extend)
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        self.metrics.stages["read"].observe(time.monotonic() - started)
-        return pictures
+        self.metrics.stages["read"].observe(self.clock() - started)
+        return uploaded
 
     async def read_one(self, request: Request, permit: Permit) -> bytearray:
-        """The only picture in the body.
+        """Return the bytes of the only file in the body.
 
         Raises:
-            UploadTooLarge: it is too large; and as `read`.
+            UploadTooLarge: it is too large.
+            RequestTimeout, ServiceError: see `read`.
         """
-        [picture] = await self.read(request, permit)
-        if isinstance(picture, UploadTooLarge):
-            raise picture
-        return picture
+        [file] = await self.read(request, permit)
+        if isinstance(file, UploadTooLarge):
+            raise file
+        return file
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Bytes to one picture of the model's size, on a decode thread.
+        """Decode a file to one picture of the model's size, on a decode thread.
 
         Raises:
             ImageError: see `model.images.preprocess.preprocess`.
@@ -142,22 +163,20 @@ class Pipeline:
         """
         if not data:
             raise MissingImage("the picture is empty")
-        info = self.model()
-
-        def work() -> Decoded:
-            deadline.check()
-            started = time.perf_counter()
-            pixels = preprocess(
-                data,
-                info.preprocess,
-                max_pixels=self.settings.max_image_pixels,
-                scaled_decode=self.settings.scaled_decode,
-            )
-            return Decoded(pixels, time.perf_counter() - started)
-
-        decoded = await self.in_thread(work)
+        decoded = await self.in_thread(partial(self._decode, data, self.model().preprocess, deadline))
         self.metrics.stages["decode"].observe(decoded.seconds)
         return decoded
+
+    def _decode(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
+        deadline.check()
+        started = time.perf_counter()
+        pixels = preprocess(
+            data,
+            config,
+            max_pixels=self.settings.max_image_pixels,
+            scaled_decode=self.settings.scaled_decode,
+        )
+        return Decoded(pixels, time.perf_counter() - started)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run CPU work beside the event loop, on the decode threads.
@@ -165,18 +184,12 @@ class Pipeline:
         When the caller is cancelled, work that no thread has begun is skipped; but the call ends only after the
         thread has let go of the picture, so that its place in the service is not given to another before.
         """
-        abandoned = False
-
-        def unless_abandoned() -> T:
-            if abandoned:
-                raise ClientDisconnected("the caller went away")
-            return work()
-
-        future = asyncio.get_running_loop().run_in_executor(self.pool, unless_abandoned)
+        job = _Job(work)
+        future = asyncio.get_running_loop().run_in_executor(self.pool, job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            abandoned = True
+            job.abandoned = True
             await asyncio.wait((future,))
             if not future.cancelled():
                 future.exception()  # seen, though nobody asks for it any more
@@ -185,7 +198,7 @@ class Pipeline:
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
     ) -> InferenceResult:
-        """The model's answer.
+        """Return the model's answer to one picture, uint8 [H, W, C].
 
         Raises:
             DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: see `Engine.infer`.
@@ -195,6 +208,38 @@ class Pipeline:
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
         return result
+
+
+class _Job(Generic[T]):
+    """Work for a decode thread, which is skipped when it was abandoned before a thread began it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.abandoned = False
+        self._work = work
+
+    def __call__(self) -> T:
+        if self.abandoned:
+            raise ClientDisconnected("the caller went away")
+        return self._work()
+
+
+def pipeline_of(request: Request) -> Pipeline:
+    """Return the pipeline of the application that the request came to."""
+    return cast(Pipeline, request.app.state.pipeline)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side and return what they return, in order.
+
+    When one fails the others are cancelled, and its error is raised only after they have ended: until then they hold
+    what they were given.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
@@ -219,7 +264,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         watcher.cancel()
         if not task.done():
             task.cancel()
-            # Its places are given back only after it has let go of what it holds.
+            # Its permit is released only after it has let go of what it holds.
             await asyncio.wait((task,))
 
 

@@ -1,45 +1,44 @@
-"""The one table from errors to HTTP, and RFC 9457 problem documents made from it."""
+"""The table from errors to HTTP, and the problem documents (RFC 9457) made from it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 from model import errors as model_errors
 from service import errors
+from service.schemas import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 
 
+INTERNAL_ERROR = "internal_error"
+"""Code of an error that the table does not have: a defect of ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the wire knows it."""
+    """An error as it is answered.
+
+    Attributes:
+        headers: those that belong to the status.
+    """
 
     status: int
     code: str
     detail: str
-    retry_after: int | None = None
+    headers: dict[str, str]
 
-    def document(self, request_id: str) -> dict[str, Any]:
-        """The JSON object of RFC 9457, with our `code` and `request_id`."""
-        return {
-            "type": "about:blank",
-            "title": HTTPStatus(self.status).phrase,
-            "status": self.status,
-            "detail": self.detail,
-            "code": self.code,
-            "request_id": request_id,
-        }
-
-    def headers(self) -> dict[str, str]:
-        """Headers that belong to the status."""
-        if self.retry_after is not None:
-            return {"Retry-After": str(self.retry_after)}
-        if self.status == HTTPStatus.UNAUTHORIZED:
-            return {"WWW-Authenticate": "Bearer"}
-        return {}
+    def document(self, request_id: str) -> ProblemDocument:
+        """Return the document of RFC 9457, with our `code` and `request_id`."""
+        return ProblemDocument(
+            type="about:blank",
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.detail,
+            code=self.code,
+            request_id=request_id,
+        )
 
 
 TABLE: dict[type[Exception], tuple[int, str]] = {
@@ -69,15 +68,24 @@ CLIENT_DISCONNECTED = 499
 
 
 def problem_of(error: Exception) -> Problem:
-    """An error's place in the table; what is not in it is a defect of ours, and says nothing of itself."""
+    """Return an error's row in the table; an error without one is a defect of ours, and its message stays here."""
     for kind in type(error).__mro__:
         if kind in TABLE:
-            status, code = TABLE[kind]
-            retry_after = error.retry_after if isinstance(error, errors.Unavailable) else None
-            return Problem(status, code, str(error), retry_after)
-    return Problem(500, "internal_error", "the service failed on this request")
+            return Problem(*TABLE[kind], str(error), _headers(error))
+    return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    match error:
+        case errors.Unavailable():
+            return {"Retry-After": str(error.retry_after)}
+        case errors.Unauthorized():
+            return {"WWW-Authenticate": "Bearer"}
+        case errors.MethodNotAllowed():
+            return {"Allow": ", ".join(error.allowed)}
+    return {}
 
 
 def body(problem: Problem, request_id: str) -> bytes:
-    """The problem document, encoded."""
-    return json.dumps(problem.document(request_id), ensure_ascii=False).encode()
+    """Return the problem document, encoded."""
+    return problem.document(request_id).model_dump_json().encode()

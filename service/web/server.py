@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     Args:
         app: the ASGI application.
         settings: see `service.settings`.
-        lifecycle: told when draining begins.
+        lifecycle: says from when on new work is refused, and with what code the process ends.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port listened on, once started; of use when 0 was asked for."""
+        """Return the port listened on, which differs from the setting when that is 0; the server has started."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
 

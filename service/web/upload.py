@@ -1,6 +1,6 @@
-"""From a request's body to the bytes of its pictures, bounded at every step.
+"""Read the files in a request's body, bounded at every step.
 
-Nothing is written to disk, nothing is kept of parts that are no picture, and a body that is too large
+Nothing is written to disk, nothing is kept of parts that are no file, and a body that is too large
 is refused when the limit is passed, not when its end is reached.
 """
 
@@ -28,16 +28,18 @@ from service.schemas import FIELD
 # A body of nothing but tiny parts would cost the event loop a minute of parsing.
 _MAX_OTHER_PARTS = 1000
 
-Picture = bytearray | UploadTooLarge
-"""The bytes of one file, or that they were too many."""
+UploadedFile = bytearray | UploadTooLarge
+"""The bytes of one file, or the error that they are too many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Attributes:
-    file_bytes: of one picture.
-    body_bytes: of the whole body.
-    files: pictures in one request.
+class UploadLimits:
+    """How much one request may send.
+
+    Attributes:
+        file_bytes: bytes of one file.
+        body_bytes: bytes of the whole body.
+        files: files in one request.
     """
 
     file_bytes: int
@@ -45,26 +47,26 @@ class Limits:
     files: int
 
 
-async def read_pictures(
-    headers: Headers, receive: Receive, limits: Limits, on_further_picture: Callable[[], None]
-) -> list[Picture]:
+async def read_files(
+    headers: Headers, receive: Receive, limits: UploadLimits, on_further_file: Callable[[], None]
+) -> list[UploadedFile]:
     """Read the body: one raw picture, or the parts named `file` of a multipart form.
 
     Args:
-        headers: the request's.
+        headers: those of the request.
         receive: ASGI channel of the body.
-        limits: see `Limits`.
-        on_further_picture: called before the second and each later picture is read; may refuse it.
+        limits: see `UploadLimits`.
+        on_further_file: called before the second and each later file is read; may refuse it.
 
     Returns:
-        At least one picture, in the order sent.
+        At least one file, in the order sent.
 
     Raises:
-        UploadTooLarge: the body, or the only picture of a request.
-        MissingImage: an empty body, or no part named `file`.
+        UploadTooLarge: the body, or the only file of a request, is too large.
+        MissingImage: the body is empty, or no part is named `file`.
         UnsupportedMediaType: the declared type holds no picture.
-        MalformedRequest: broken multipart.
-        TooManyImages: more than `limits.files`.
+        MalformedRequest: the multipart form is broken.
+        TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
     """
     kind, options = parse_options_header(headers.get("content-type", ""))
@@ -76,23 +78,23 @@ async def read_pictures(
     refusal = _refusal(headers, kind, options.get(b"boundary"))
     if refusal is not None and declared:
         raise refusal
-    pictures = _Form(options[b"boundary"], limits, on_further_picture) if multipart and refusal is None else _Raw()
+    reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
     total = 0
     async for chunk in _bounded(receive, limit):
         total += len(chunk)
         if refusal is None:
             try:
-                pictures.feed(chunk)
+                reader.feed(chunk)
             except MalformedRequest as error:
                 refusal = error
         if refusal is not None and declared:
             raise refusal
-        # The size of a body goes before its form, and without a Content-Length only reading on tells it.
+        # A body's size is checked before its form, and without a Content-Length only reading on shows it.
     if not total:
         raise MissingImage("the body is empty")
     if refusal is not None:
         raise refusal
-    return pictures.finish()
+    return reader.finish()
 
 
 def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
@@ -132,26 +134,26 @@ async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
             return
 
 
-class _Raw:
-    """The body is the picture."""
+class _RawBody:
+    """A body that is one file."""
 
     def __init__(self) -> None:
-        self._picture = bytearray()
+        self._file = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        self._picture += chunk
+        self._file += chunk
 
-    def finish(self) -> list[Picture]:
-        return [self._picture]
+    def finish(self) -> list[UploadedFile]:
+        return [self._file]
 
 
-class _Form:
-    """The pictures of a multipart form, collected as they arrive (RFC 7578)."""
+class _FormBody:
+    """A multipart form (RFC 7578), whose files are collected as they arrive."""
 
-    def __init__(self, boundary: bytes, limits: Limits, on_further_picture: Callable[[], None]) -> None:
+    def __init__(self, boundary: bytes, limits: UploadLimits, on_further_file: Callable[[], None]) -> None:
         self._limits = limits
-        self._on_further_picture = on_further_picture
-        self._pictures: list[Picture] = []
+        self._on_further_file = on_further_file
+        self._files: list[UploadedFile] = []
         self._current: bytearray | None = None
         self._header = bytearray()
         self._value = bytearray()
@@ -181,14 +183,14 @@ class _Form:
         except FormParserError as error:
             raise MalformedRequest(f"multipart: {error}") from None
 
-    def finish(self) -> list[Picture]:
+    def finish(self) -> list[UploadedFile]:
         if not self._ended:
             raise MalformedRequest("multipart: the body ends before its last boundary")
-        if not self._pictures:
+        if not self._files:
             raise MissingImage(f"no part is named {FIELD!r}")
-        if self._limits.files == 1 and isinstance(self._pictures[0], UploadTooLarge):
-            raise self._pictures[0]
-        return self._pictures
+        if self._limits.files == 1 and isinstance(self._files[0], UploadTooLarge):
+            raise self._files[0]
+        return self._files
 
     def _on_part_begin(self) -> None:
         self._field = None
@@ -211,12 +213,12 @@ class _Form:
     def _on_headers_finished(self) -> None:
         if self._field != FIELD.encode():
             return
-        if len(self._pictures) >= self._limits.files:
+        if len(self._files) >= self._limits.files:
             raise TooManyImages(f"more than {self._limits.files} file(s) in one request")
-        if self._pictures:
-            self._on_further_picture()
+        if self._files:
+            self._on_further_file()
         self._current = bytearray()
-        self._pictures.append(self._current)
+        self._files.append(self._current)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._current is None:
@@ -226,7 +228,7 @@ class _Form:
             if self._limits.files == 1:
                 raise error
             # The other files of the request may be fine: drop this one's bytes and read on.
-            self._pictures[-1] = error
+            self._files[-1] = error
             self._current = None
             return
         self._current += data[start:end]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem, until
 
 Files = list[tuple[str, tuple[str, bytes]]]
 
@@ -234,11 +233,8 @@ def test_keys_cors_json_logs_and_short_memories(serve: Serve, pictures: Pictures
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
 
     kept = f"/attention?id={answer.json()['id']}&format=npy"
-    end = time.monotonic() + 30
-    while (expired := server.get(kept, headers=with_key)).status_code == 200:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert problem(expired) == (404, "not_found")
+    until(lambda: server.get(kept, headers=with_key).status_code != 200)
+    assert problem(server.get(kept, headers=with_key)) == (404, "not_found")
 
     lines = [httpx.Response(200, content=line).json() for line in server.log.splitlines()]
     requests = [line for line in lines if line.get("path") == "/classify"]

@@ -1,10 +1,9 @@
-"""Stand-ins for the model and for HTTP: small, deterministic, and controllable without a sleep."""
+"""Stand-ins for the model: small, deterministic, and controllable without a sleep."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -25,8 +24,7 @@ from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
-from service.engine.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from service.errors import ServiceError
+from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -249,150 +247,3 @@ async def running(
             predictor.gate.set()
             await rig.close()
             await rig.until_state("failed" if "failed" in rig.states else "closed")
-
-
-class FakeEngine:
-    """An engine without a thread: answers by red value, or with the error it was told to."""
-
-    def __init__(self, info: ModelInfo | None = None) -> None:
-        self.info: ModelInfo | None = info or model_info()
-        self.state = "ready"
-        self.reason = ""
-        self.error: ServiceError | Exception | None = None
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.waiting = 0
-        self.cancelled = 0
-        self.timeouts: list[float] = []
-
-    @property
-    def status(self) -> EngineStatus:
-        return EngineStatus("cpu", self.state, self.reason, "off", None, self.waiting)  # type: ignore[arg-type]
-
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        on_change()
-
-    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        self.timeouts.append(timeout)
-        self.waiting += 1
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.waiting -= 1
-        if self.error is not None:
-            raise self.error
-        red = int(request.pixels[0, 0, 0])
-        scores, indices = answer(red, request.top_k)
-        found = None
-        if request.map is not None:
-            values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
-            found = AttentionMap(request.map.layer, request.map.head, values, 0.9)
-        return InferenceResult(scores, indices, found, 1, 0.001, 0.002)
-
-    async def close(self) -> None:
-        self.state = "closed"
-
-
-Message = dict[str, Any]
-
-
-class Exchange:
-    """One HTTP request to an ASGI application, message by message, as a server would bring them."""
-
-    def __init__(
-        self,
-        app: Any,
-        method: str,
-        path: str,
-        *,
-        headers: dict[str, str] | None = None,
-        body: bytes | None = b"",
-        query: str = "",
-    ) -> None:
-        raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        if body is None:
-            raw.append((b"transfer-encoding", b"chunked"))
-        elif body and not any(name in (b"content-length", b"transfer-encoding") for name, _ in raw):
-            raw.append((b"content-length", str(len(body)).encode()))
-        self.scope: Message = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": raw,
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 80),
-            "state": {},
-        }
-        self.app = app
-        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self.sent: list[Message] = []
-        self.received = 0
-        if body is not None:
-            self.feed(body, more=False)
-
-    def feed(self, body: bytes, *, more: bool = True) -> None:
-        self.inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
-
-    def disconnect(self) -> None:
-        self.inbox.put_nowait({"type": "http.disconnect"})
-
-    async def _receive(self) -> Message:
-        self.received += 1
-        return await self.inbox.get()
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    async def run(self) -> Exchange:
-        async with asyncio.timeout(PATIENCE):
-            await self.app(self.scope, self._receive, self._send)
-        return self
-
-    def start(self) -> asyncio.Task[Exchange]:
-        return asyncio.create_task(self.run())
-
-    @property
-    def answered(self) -> bool:
-        return bool(self.sent)
-
-    @property
-    def status(self) -> int:
-        status: int = self.sent[0]["status"]
-        return status
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {name.decode().lower(): value.decode() for name, value in self.sent[0]["headers"]}
-
-    @property
-    def content(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent[1:])
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.content)
-
-    @property
-    def code(self) -> str:
-        """The problem code; the answer must be a whole problem document."""
-        assert self.headers["content-type"] == "application/problem+json"
-        document = self.json
-        assert set(document) == {"type", "title", "status", "detail", "code", "request_id"}
-        assert document["status"] == self.status
-        assert document["request_id"] == self.headers["x-request-id"]
-        assert "\n" not in document["detail"]
-        code: str = document["code"]
-        return code

@@ -2,163 +2,133 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from model.errors import ImageError
 from model.prediction import MapRequest
-from service.engine.messages import InferenceResult, ModelInfo
+from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
-from service.schemas import (
-    Attention,
-    BatchClassification,
-    Classification,
-    FailedItem,
-    Prediction,
-    ProblemDocument,
-    Timings,
-    rounded,
-    significant,
-)
-from service.web.pipeline import Deadline, Pipeline, unless_disconnected
+from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
+from service.web.documents import map_fields, ranked_predictions
+from service.web.middleware import request_context
+from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
 from service.web.problems import problem_of
-from service.web.routes.dependencies import PipelineDependency
 from service.web.routes.documentation import ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.upload import Picture
+from service.web.routes.endpoint import Endpoint
+from service.web.upload import UploadedFile
 
-router = APIRouter(tags=["classify"])
-
-TopK = Annotated[int | None, Query(ge=1, description="classes to answer with; default the smaller of 5 and all")]
-WithAttention = Annotated[bool, Query(description="answer with the last layer's attention map, too")]
+router = APIRouter(tags=["classify"], route_class=Endpoint)
 
 _DEFAULT_TOP_K = 5
+
+
+class ClassifyQuery(BaseModel, frozen=True):
+    """The query of both endpoints."""
+
+    top_k: Annotated[
+        int | None, Field(ge=1, description="classes to answer with; default the smaller of 5 and all")
+    ] = None
+    attention: Annotated[bool, Field(description="answer with the last layer's attention map, too")] = False
 
 
 @router.post(
     "/classify",
     response_model=Classification,
+    response_model_exclude_none=True,
     openapi_extra=ONE_PICTURE,
     responses=problems(400, 401, 408, 413, 415, 422, 500, 503, 504),
 )
-async def classify(
-    request: Request, pipeline: PipelineDependency, top_k: TopK = None, attention: WithAttention = False
-) -> Response:
+async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Classification:
     """Classify one picture: a multipart field `file`, or the raw body."""
-    return await classify_one(request, pipeline, top_k, attention)
-
-
-async def classify_one(request: Request, pipeline: Pipeline, top_k: int | None, attention: bool) -> Response:
-    """The answer to POST /classify; `service.web.shortcut` asks for it, too.
-
-    Args:
-        request: its body is not read yet.
-        pipeline: see there.
-        top_k: positive, or None for the default.
-        attention: whether the answer has a map.
-
-    Raises:
-        ServiceError, VitError: the answer is a problem.
-    """
-    question = _Question(pipeline, request, top_k, attention)
+    pipeline = pipeline_of(request)
+    classifier = _Classifier(pipeline, request, query)
     with pipeline.admit() as permit:
-        picture = await pipeline.read_one(request, permit)
-        answer = await unless_disconnected(request.receive, question.answer(picture))
-    return _json(answer)
+        file = await pipeline.read_one(request, permit)
+        return await unless_disconnected(request.receive, classifier.classify(file))
 
 
 @router.post(
     "/classify/batch",
     response_model=BatchClassification,
+    response_model_exclude_none=True,
     openapi_extra=SEVERAL_PICTURES,
     responses=problems(400, 401, 408, 413, 415, 422, 503),
 )
-async def classify_batch(
-    request: Request, pipeline: PipelineDependency, top_k: TopK = None, attention: WithAttention = False
-) -> Response:
+async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> BatchClassification:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
-    question = _Question(pipeline, request, top_k, attention)
+    pipeline = pipeline_of(request)
+    classifier = _Classifier(pipeline, request, query)
     with pipeline.admit() as permit:
-        pictures = await pipeline.read(request, permit, files=pipeline.settings.max_images_per_request)
-        answers = asyncio.gather(*(question.answer_or_problem(picture) for picture in pictures))
-        results = await unless_disconnected(request.receive, answers)
-    return _json(BatchClassification(results=results))
+        files = await pipeline.read(request, permit, files=pipeline.settings.max_images_per_request)
+        items = all_of(classifier.classify_item(file) for file in files)
+        return BatchClassification(results=await unless_disconnected(request.receive, items))
 
 
-def _json(answer: Classification | BatchClassification) -> Response:
-    return Response(answer.model_dump_json(exclude_none=True), media_type="application/json")
-
-
-class _Question:
-    """What one request asks of each of its pictures.
+class _Classifier:
+    """Classifies the files of one request.
 
     Raises:
         InvalidParameter: `top_k` is above the number of classes.
         EngineUnavailable: no model is ready.
     """
 
-    def __init__(self, pipeline: Pipeline, request: Request, top_k: int | None, attention: bool) -> None:
+    def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
         self._info: ModelInfo = pipeline.model()
         classes = self._info.config.num_classes
-        if top_k is not None and top_k > classes:
-            raise InvalidParameter(f"top_k {top_k}: the model has {classes} classes")
-        self._top_k = top_k or min(_DEFAULT_TOP_K, classes)
-        self._map = MapRequest(self._info.config.depth - 1) if attention else None
-        self._deadline: Deadline = pipeline.deadline(request)
-        self._started: float = request.scope["vit.started"]
-        self._request_id: str = request.scope["vit.request_id"]
+        if query.top_k is not None and query.top_k > classes:
+            raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
+        self._top_k = query.top_k or min(_DEFAULT_TOP_K, classes)
+        self._map_request = MapRequest(self._info.config.depth - 1) if query.attention else None
+        self._context = request_context(request.scope)
+        self._deadline = pipeline.deadline(request)
 
-    async def answer(self, picture: Picture) -> Classification:
-        """Decode, infer, keep, answer."""
-        if isinstance(picture, UploadTooLarge):
-            raise picture
-        decoded = await self._pipeline.decode(picture, self._deadline)
-        result = await self._pipeline.infer(decoded.pixels, self._deadline, top_k=self._top_k, map_request=self._map)
-        image_id = self._pipeline.recent.put(decoded.pixels)
-        predictions = [
-            Prediction(label=self._info.labels[index], index=index, score=significant(score))
-            for index, score in zip(result.indices.tolist(), result.scores.tolist(), strict=True)
-        ]
-        self._pipeline.metrics.images.inc()
-        self._pipeline.metrics.top1_score.observe(predictions[0].score)
+    async def classify(self, file: UploadedFile) -> Classification:
+        """Decode a picture, compute its classes, keep it, and return the answer.
+
+        Raises:
+            ImageError, ServiceError: this picture has no answer.
+        """
+        if isinstance(file, UploadTooLarge):
+            raise file
+        pipeline = self._pipeline
+        decoded = await pipeline.decode(file, self._deadline)
+        result = await pipeline.infer(decoded.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
+        image_id = pipeline.image_store.put(decoded.pixels)
+        predictions = ranked_predictions(self._info.labels, result.indices, result.scores)
+        pipeline.metrics.images.inc()
+        pipeline.metrics.top1_score.observe(predictions[0].score)
         return Classification(
             id=image_id,
             model=self._info.name,
             predictions=predictions,
-            attention=_attention(result, image_id),
+            attention=None if result.map is None else Attention(url=_url(image_id), **map_fields(result.map)),
             timings_ms=Timings(
-                decode=round(1000 * decoded.seconds, 2),
-                queue=round(1000 * result.queue_seconds, 2),
-                inference=round(1000 * result.inference_seconds, 2),
-                total=round(1000 * (time.monotonic() - self._started), 2),
+                decode=_milliseconds(decoded.seconds),
+                queue=_milliseconds(result.queue_seconds),
+                inference=_milliseconds(result.inference_seconds),
+                total=_milliseconds(pipeline.clock() - self._context.started),
             ),
             batch_size=result.batch_size,
         )
 
-    async def answer_or_problem(self, picture: Picture) -> Classification | FailedItem:
-        """The same, with the picture's own error in place of an answer."""
+    async def classify_item(self, file: UploadedFile) -> Classification | FailedItem:
+        """Return the answer to one picture of a batch, or its error."""
         try:
-            return await self.answer(picture)
+            return await self.classify(file)
         except (ImageError, ServiceError) as error:
             problem = problem_of(error)
             self._pipeline.metrics.rejected.labels(problem.code).inc()
-            return FailedItem(error=ProblemDocument(**problem.document(self._request_id)))
+            return FailedItem(error=problem.document(self._context.request_id))
 
 
-def _attention(result: InferenceResult, image_id: str | None) -> Attention | None:
-    if result.map is None:
-        return None
-    rows, columns = result.map.values.shape
-    return Attention(
-        url=None if image_id is None else f"/attention?id={image_id}",
-        grid=(rows, columns),
-        layer=result.map.layer,
-        head=result.map.head,
-        values=rounded(result.map.values),
-        kept_mass=significant(result.map.kept_mass),
-    )
+def _url(image_id: str | None) -> str | None:
+    return None if image_id is None else f"/attention?id={image_id}"
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 2)

@@ -1,18 +1,20 @@
-"""The routes that operators and their tools ask: /model, /labels, /healthz, /readyz, /metrics and the front page."""
+"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics and the front page."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from service.engine.messages import attributes
 from service.metrics.metrics import CONTENT_TYPE
 from service.schemas import Labels, ModelDescription
+from service.web.pipeline import pipeline_of
 from service.web.routes.attention import METHODS
-from service.web.routes.dependencies import PipelineDependency
 from service.web.routes.documentation import problems
+from service.web.routes.endpoint import Endpoint
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
 <h1>vitserve</h1>
@@ -23,14 +25,15 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve<
 
 
 @router.get("/", include_in_schema=False)
-async def index() -> HTMLResponse:
-    """Answer with a short text and links."""
+async def index(request: Request) -> HTMLResponse:
+    """Show a short text with links."""
     return HTMLResponse(_PAGE)
 
 
 @router.get("/model", response_model=ModelDescription, responses=problems(401, 503))
-async def model(pipeline: PipelineDependency) -> ModelDescription:
+async def model(request: Request) -> ModelDescription:
     """Describe what is served, and how."""
+    pipeline = pipeline_of(request)
     info = pipeline.model()
     config = info.config
     return ModelDescription(
@@ -45,29 +48,30 @@ async def model(pipeline: PipelineDependency) -> ModelDescription:
 
 
 @router.get("/labels", response_model=Labels, responses=problems(401, 503))
-async def labels(pipeline: PipelineDependency) -> Labels:
-    """List the classes, in index order."""
-    info = pipeline.model()
+async def labels(request: Request) -> Labels:
+    """Return the classes in index order."""
+    info = pipeline_of(request).model()
     return Labels(model=info.name, labels=list(info.labels))
 
 
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
-async def healthz() -> JSONResponse:
-    """Answer 200 as long as the process lives."""
+async def healthz(request: Request) -> JSONResponse:
+    """Answer as long as the process lives."""
     return JSONResponse({"status": "ok"})
 
 
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses=problems(503))
-async def readyz(pipeline: PipelineDependency) -> JSONResponse:
+async def readyz(request: Request) -> JSONResponse:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
+    pipeline = pipeline_of(request)
     pipeline.lifecycle.check()
     pipeline.model()
     return JSONResponse({"status": "ready"})
 
 
 @router.get("/metrics")
-async def metrics(pipeline: PipelineDependency) -> Response:
-    """Answer with all metrics in Prometheus' text format."""
-    return Response(pipeline.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    return Response(pipeline_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})

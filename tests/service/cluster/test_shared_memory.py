@@ -16,21 +16,21 @@ from tests.service.cluster.scripts import run
 def test_places_are_counted_over_all_workers() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
         one, two = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
-        with one.reserve() as both, two.reserve():
+        with one.permit() as both, two.permit():
             both.extend()
             for places in (one, two):
                 with pytest.raises(QueueFull, match="all 3 places"):
-                    places.reserve()
+                    places.permit()
             assert counters.permits_taken.tolist() == [2, 1]
-        with two.reserve():
+        with two.permit():
             assert counters.permits_taken.tolist() == [0, 1]
 
 
 def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
         other, places = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
-        with other.reserve():
-            with pytest.raises(QueueFull), places.reserve() as permit:
+        with other.permit():
+            with pytest.raises(QueueFull), places.permit() as permit:
                 permit.extend()
                 permit.extend()
             assert counters.permits_taken.tolist() == [1, 0]
@@ -39,14 +39,14 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
 def test_a_dead_workers_places_are_free_again() -> None:
     with closing(SharedCounters(workers=2, engines=2, capacity=2)) as counters:
         dead = SharedLimiter(counters, 0)
-        dead.take()
-        dead.take()
+        dead.acquire()
+        dead.acquire()
         counters.outstanding[0] = (1, 1)
         counters.worker_state[0] = SharedCounters.SERVING
         counters.forget_worker(0)
         assert not counters.outstanding.any()
         assert not counters.worker_state.any()
-        with SharedLimiter(counters, 1).reserve() as permit:
+        with SharedLimiter(counters, 1).permit() as permit:
             permit.extend()
 
 
@@ -64,13 +64,13 @@ for worker in range(3):
         places, refused, taken = SharedLimiter(counters, worker), 0, 0
         while taken < 3000:
             try:
-                places.take()
+                places.acquire()
             except QueueFull:
                 refused += 1
                 continue
             taken += 1
             assert counters.permits_taken.sum() <= 2
-            places.give_back(1)
+            places.release()
         os._exit(0)
 codes = [os.wait()[1] for _ in range(3)]
 print(codes, counters.permits_taken.tolist())

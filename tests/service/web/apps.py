@@ -1,7 +1,10 @@
-"""The application around a fake engine, and its settings."""
+"""The application around a fake engine, its settings, and what tests do with it."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +12,23 @@ from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
 from service.web.lifecycle import Lifecycle
+from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline
-from tests.service.fakes import Exchange, FakeEngine, png
+from tests.service.fakes import PATIENCE, png
+from tests.service.web.exchange import Exchange
+from tests.service.web.fake_engine import FakeEngine
+
+BOUNDARY = "b0undary"
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -21,9 +39,13 @@ class App:
     engine: FakeEngine = field(default_factory=FakeEngine)
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.asgi = create_app(self.settings, self.engine, self.metrics, self.lifecycle)
+        linger = LingerLimits(idle_seconds=0.3)
+        self.asgi = create_app(
+            self.settings, self.engine, self.metrics, self.lifecycle, clock=self.clock, linger=linger
+        )
 
     def exchange(self, method: str, path: str, **options: Any) -> Exchange:
         return Exchange(self.asgi, method, path, **options)
@@ -43,8 +65,8 @@ class App:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def app(**settings: Any) -> App:
-    return App(load_settings({"decode_threads": 1, **settings}))
+def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
+    return App(load_settings({"decode_threads": 1, **settings}), clock=clock)
 
 
 def pipeline_of(running: App) -> Pipeline:
@@ -54,3 +76,28 @@ def pipeline_of(running: App) -> Pipeline:
         layer = getattr(layer, "app", None) or layer._app
     pipeline: Pipeline = layer.state.pipeline
     return pipeline
+
+
+def form(*files: bytes) -> dict[str, Any]:
+    """Headers and body of a multipart request with `file` parts."""
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'.encode()
+    body = b"".join(head + data + b"\r\n" for data in files) + f"--{BOUNDARY}--\r\n".encode()
+    return {"headers": {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "body": body}
+
+
+async def kept(service: App, red: int = 100) -> str:
+    """Classify a picture; its id."""
+    image_id: str = (await service.classify(png(red))).json["id"]
+    return image_id
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def settle() -> None:
+    """Let the event loop do all that it can do without an outside event."""
+    for _ in range(100):
+        await asyncio.sleep(0)

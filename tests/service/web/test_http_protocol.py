@@ -13,15 +13,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from service.web import http_protocol, middleware
+from service.web import http_protocol
 from service.web.http_protocol import HttpProtocol
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import App, app, pipeline_of
-
-
-@pytest.fixture(autouse=True)
-def short_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.3)
 
 
 @dataclass
@@ -206,7 +201,7 @@ async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: 
         assert answer.headers["x-request-id"] == "mine"
         assert answer.headers["connection"] == "close"
         assert await connection.is_closed()
-        assert pipeline_of(server.app).places.taken == 0
+        assert pipeline_of(server.app).limiter.in_use == 0
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="400") == 1
         assert server.app.metric("vit_cancelled_total") == 0
         assert (await server.ask(post(png(1)))).status == 200
@@ -265,7 +260,7 @@ async def test_leaving_with_another_request_in_line_cancels_the_one_that_is_bein
         assert server.app.engine.cancelled == 1
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="499") == 1
         assert server.app.metric("vit_rejected_total", reason="internal_error") == 0
-        assert pipeline_of(server.app).places.taken == 0
+        assert pipeline_of(server.app).limiter.in_use == 0
 
 
 @on_a_loop
@@ -278,7 +273,7 @@ async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None
                 await asyncio.sleep(0.001)
         server.app.engine.gate.set()
         async with asyncio.timeout(PATIENCE):
-            while pipeline_of(server.app).places.taken or server.state.tasks:
+            while pipeline_of(server.app).limiter.in_use or server.state.tasks:
                 await asyncio.sleep(0.001)
         assert server.app.metric("vit_inflight_requests") == 0
 
@@ -324,7 +319,7 @@ async def test_framing_without_end_is_refused(start: bytes, endless: bytes) -> N
         assert sent < 1 << 20
         answer = await connection.answer()
         assert (answer.status, answer.code) == (400, "malformed_request")
-        assert pipeline_of(server.app).places.taken == 0
+        assert pipeline_of(server.app).limiter.in_use == 0
 
 
 @on_a_loop
@@ -334,7 +329,7 @@ async def test_a_slow_body_is_408_and_closes() -> None:
         answer = await connection.answer()
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert answer.headers["connection"] == "close"
-        assert pipeline_of(server.app).places.taken == 0
+        assert pipeline_of(server.app).limiter.in_use == 0
         await connection.send(png(1)[-20:])
         assert await connection.is_closed()
 

@@ -10,11 +10,15 @@ import re
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from service.logs import JsonFormatter
-from service.web import middleware
+from service.metrics.metrics import Metrics
+from service.web.lifecycle import Lifecycle
+from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContextMiddleware
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
+from tests.service.web.exchange import Exchange
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -86,6 +90,13 @@ async def test_metrics_are_open_unless_they_are_told_not_to_be(public: str, stat
 
 
 @on_a_loop
+async def test_a_scrape_without_a_key_counts_as_a_refusal() -> None:
+    service = app(api_keys="one", metrics_public="false")
+    await service.get("/metrics")
+    assert service.metric("vit_rejected_total", reason="unauthorized") == 1
+
+
+@on_a_loop
 async def test_without_keys_everything_is_open() -> None:
     assert (await app().get("/model")).status == 200
 
@@ -121,8 +132,15 @@ async def test_every_key_is_compared_whole_whichever_matches(monkeypatch: pytest
 @on_a_loop
 async def test_browsers_of_the_allowed_origins_may_read_answers_and_errors() -> None:
     service = app(cors_origins="https://a.example,https://b.example", api_keys="one")
-    for path, status in (("/healthz", 200), ("/model", 401)):
-        exchange = await service.get(path, origin="https://b.example")
+    picture = {"origin": "https://b.example", "content-type": "image/png"}
+    service.engine.error = KeyError("a defect")
+    key = {"authorization": "Bearer one"}
+    for exchange, status in (
+        (await service.get("/healthz", origin="https://b.example"), 200),
+        (await service.get("/model", origin="https://b.example"), 401),
+        (await service.get("/nope", origin="https://b.example", **key), 404),
+        (await service.request("POST", "/classify", headers=picture | key, body=png(1)), 500),
+    ):
         assert exchange.status == status
         assert exchange.headers["access-control-allow-origin"] == "https://b.example"
         assert "X-Request-ID" in exchange.headers["access-control-expose-headers"]
@@ -175,27 +193,24 @@ async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_re
 
 
 @on_a_loop
-async def test_reading_away_ends_when_nothing_comes_or_too_much_or_for_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    service = app()
-
-    async def refuse(*chunks: bytes) -> int:
-        exchange = service.exchange("POST", "/nope", body=None)
-        for chunk in chunks:
-            exchange.feed(chunk)
-        await exchange.run()
-        assert exchange.sent[-1]["more_body"] is False
-        return exchange.received
-
-    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.02)
-    assert await refuse(b"x", b"x") == 3
-    monkeypatch.setattr(middleware, "_LINGER_BYTES", 10)
-    assert await refuse(*[b"xxxxx"] * 10) == 2
-    monkeypatch.setattr(middleware, "_LINGER_BYTES", 1000)
-    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 60)
-    monkeypatch.setattr(middleware, "_LINGER_SECONDS", 0.02)
-    assert await refuse(b"x") == 2
+@pytest.mark.parametrize(
+    ("limits", "chunks", "received"),
+    [
+        (LingerLimits(idle_seconds=0), 2, 3),
+        (LingerLimits(seconds=0), 1, 2),
+        (LingerLimits(max_bytes=10), 10, 2),
+    ],
+    ids=["nothing comes", "for too long", "too much"],
+)
+async def test_reading_away_has_its_limits(limits: LingerLimits, chunks: int, received: int) -> None:
+    refusal = Response(status_code=404)
+    layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle(), linger=limits)
+    exchange = Exchange(layer, "POST", "/nope", body=None)
+    for _ in range(chunks):
+        exchange.feed(b"xxxxx")
+    await exchange.run()
+    assert exchange.sent[-1]["more_body"] is False
+    assert exchange.received == received
 
 
 @on_a_loop
@@ -213,14 +228,14 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 
 
 @on_a_loop
-async def test_broken_framing_of_a_body_is_the_requests_own_400(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "_LINGER_IDLE_SECONDS", 0.02)
+async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
     service = app()
     for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
         headers = {"content-type": content_type, "x-request-id": "mine"}
         exchange = service.exchange("POST", path, headers=headers, body=None)
-        exchange.scope[middleware.BROKEN_FRAMING] = "Invalid HTTP request received."
+        exchange.scope[BROKEN_FRAMING] = "Invalid HTTP request received."
         exchange.feed(png(1)[:10], more=False)
+        exchange.disconnect()
         await exchange.run()
         assert (exchange.status, exchange.code) == (400, "malformed_request")
         assert exchange.headers["x-request-id"] == "mine"

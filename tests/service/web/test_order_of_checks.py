@@ -93,10 +93,10 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
     service.lifecycle.draining = draft.draining
     with ExitStack() as stack:
         if draft.full:
-            stack.enter_context(pipeline_of(service).places.reserve())
+            stack.enter_context(pipeline_of(service).limiter.permit())
         code = asyncio.run(ask())
     service.lifecycle.draining = False
-    assert pipeline_of(service).places.taken == 0
+    assert pipeline_of(service).limiter.in_use == 0
     return code
 
 

@@ -72,16 +72,16 @@ def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
     problem = problem_of(KeyError("secret"))
     assert problem.status == 500
     assert "secret" not in problem.detail
-    assert problem.headers() == {}
+    assert problem.headers == {}
 
 
 @pytest.mark.parametrize("kind", [errors.QueueFull, errors.EngineUnavailable, errors.Draining])
 def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
-    assert int(problem_of(kind("later")).headers()["Retry-After"]) >= 1
+    assert int(problem_of(kind("later")).headers["Retry-After"]) >= 1
 
 
 def test_401_names_the_scheme() -> None:
-    assert problem_of(errors.Unauthorized("who?")).headers() == {"WWW-Authenticate": "Bearer"}
+    assert problem_of(errors.Unauthorized("who?")).headers == {"WWW-Authenticate": "Bearer"}
 
 
 def test_the_document_is_rfc_9457_with_code_and_request_id() -> None:

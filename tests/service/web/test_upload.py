@@ -1,90 +1,21 @@
-"""From a body's bytes to its pictures, however the network cuts them."""
+"""From a body's bytes to its files, however the network cuts them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from starlette.datastructures import Headers
 
 from service.errors import (
-    ClientDisconnected,
     MalformedRequest,
     MissingImage,
-    QueueFull,
     ServiceError,
-    TooManyImages,
     UnsupportedMediaType,
-    UploadTooLarge,
 )
-from service.web.upload import Limits, Picture, read_pictures
-
-ROOMY = Limits(file_bytes=10_000, body_bytes=100_000, files=8)
-BOUNDARY = "xYz"
-MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
-
-
-def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that never has to wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it waits")
-
-
-class Channel:
-    """An ASGI receive channel over chunks that are all there."""
-
-    def __init__(self, chunks: Sequence[bytes], *, disconnect: bool = False) -> None:
-        self.chunks = list(chunks)
-        self.disconnect = disconnect
-        self.received = 0
-
-    async def __call__(self) -> dict[str, Any]:
-        if self.received == len(self.chunks):
-            assert self.disconnect, "read past the end"
-            return {"type": "http.disconnect"}
-        self.received += 1
-        more = self.disconnect or self.received < len(self.chunks)
-        return {"type": "http.request", "body": self.chunks[self.received - 1], "more_body": more}
-
-
-def read(
-    chunks: bytes | Sequence[bytes] | Channel,
-    content_type: str | None = MULTIPART,
-    limits: Limits = ROOMY,
-    on_further: Callable[[], None] = lambda: None,
-    **headers: str,
-) -> list[Picture]:
-    if isinstance(chunks, bytes):
-        chunks = [chunks]
-    channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
-    given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    if content_type is not None:
-        given_headers["content-type"] = content_type
-    pictures: list[Picture] = finish(read_pictures(Headers(given_headers), channel, limits, on_further))
-    return pictures
-
-
-def part(content: bytes, name: str = "file", *, extra: str = "") -> bytes:
-    head = f'Content-Disposition: form-data; name="{name}"; filename="a.png"\r\n{extra}\r\n'
-    return head.encode() + content
-
-
-def form(*parts: bytes, boundary: str = BOUNDARY) -> bytes:
-    delimiter = f"--{boundary}".encode()
-    return b"".join(delimiter + b"\r\n" + p + b"\r\n" for p in parts) + delimiter + b"--\r\n"
-
-
-def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
-    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[a:b] for a, b in itertools.pairwise(edges)]
-
+from service.web.upload import UploadedFile, UploadLimits
+from tests.service.web.uploads import BOUNDARY, MULTIPART, Channel, cut, form, part, read
 
 # Contents made of what is likely to be taken for a boundary.
 CONTENTS = st.lists(
@@ -119,7 +50,7 @@ def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     assert len(further) == len(files) - 1
 
 
-def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[Picture] | type[ServiceError]:
+def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[UploadedFile] | type[ServiceError]:
     try:
         return read(chunks, content_type)
     except ServiceError as error:
@@ -233,14 +164,14 @@ def test_a_quoted_boundary_is_understood() -> None:
 )
 def test_broken_multipart_is_malformed(broken: bytes) -> None:
     with pytest.raises(MalformedRequest):
-        read(broken, limits=Limits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
+        read(broken, limits=UploadLimits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
 
 
 def test_a_form_of_endless_tiny_parts_is_malformed_and_not_read_to_its_end_when_its_size_is_known() -> None:
     tiny = form(*[b"\r\n"] * 20_000)
     channel = Channel(cut(tiny, range(0, len(tiny), 10_000)))
     with pytest.raises(MalformedRequest, match="parts"):
-        read(channel, limits=Limits(10**6, 10**6, 1), content_length=str(len(tiny)))
+        read(channel, limits=UploadLimits(10**6, 10**6, 1), content_length=str(len(tiny)))
     assert channel.received < len(channel.chunks) / 2
 
 
@@ -271,82 +202,3 @@ def test_a_part_that_looks_like_a_form_is_only_bytes() -> None:
 def test_what_stands_before_and_behind_the_form_is_ignored() -> None:
     body = b"\r\n" + form(part(b"x")) + b"epilogue"
     assert read(body) == [b"x"]
-
-
-def test_a_declared_length_beyond_the_limit_is_refused_before_a_byte_is_read() -> None:
-    for kind in ("image/png", MULTIPART, "application/json", "multipart/form-data"):
-        channel = Channel([b"x"])
-        with pytest.raises(UploadTooLarge, match="100001 bytes"):
-            read(channel, kind, content_length="100001")
-        assert channel.received == 0
-
-
-def test_a_declared_length_within_the_limit_lets_form_errors_through_at_once() -> None:
-    channel = Channel([b"x" * 50] * 100)
-    with pytest.raises(UnsupportedMediaType):
-        read(channel, "application/json", content_length="5000")
-    assert channel.received == 0
-    channel = Channel([b"x" * 50] * 100)
-    with pytest.raises(MalformedRequest):
-        read(channel, MULTIPART, content_length="5000")
-    assert channel.received == 1
-
-
-@pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json", "multipart/form-data", None])
-def test_a_body_of_unknown_length_is_refused_when_the_limit_is_passed_and_its_size_goes_before_its_form(
-    content_type: str | None,
-) -> None:
-    channel = Channel([b"junk" * 250] * 1000)
-    with pytest.raises(UploadTooLarge):
-        read(channel, content_type, limits=Limits(file_bytes=5_000, body_bytes=5_000, files=1))
-    assert channel.received == 6
-
-
-@pytest.mark.parametrize(("size", "fits"), [(1000, True), (1001, False)])
-def test_the_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
-    limits = Limits(file_bytes=1000, body_bytes=100_000, files=1)
-    picture = b"x" * size
-    for body, kind in ((form(part(picture)), MULTIPART), (picture, "image/png")):
-        if fits:
-            assert read(body, kind, limits) == [picture]
-        else:
-            with pytest.raises(UploadTooLarge):
-                read(body, kind, limits)
-
-
-def test_the_smaller_limit_counts_for_a_raw_body() -> None:
-    with pytest.raises(UploadTooLarge):
-        read(b"x" * 60, "image/png", Limits(file_bytes=100, body_bytes=50, files=1))
-
-
-def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
-    limits = Limits(file_bytes=10, body_bytes=100_000, files=3)
-    body = form(part(b"a"), part(b"b" * 11), part(b"c" * 10))
-    for chunks in ([body], cut(body, range(len(body)))):
-        first, second, third = read(chunks, limits=limits)
-        assert (first, third) == (b"a", b"c" * 10)
-        assert isinstance(second, UploadTooLarge)
-
-
-def test_one_file_too_many_is_refused_while_it_arrives() -> None:
-    limits = Limits(file_bytes=10, body_bytes=100_000, files=2)
-    assert len(read(form(*[part(b"x")] * 2), limits=limits)) == 2
-    channel = Channel([*cut(form(*[part(b"x")] * 3)[:-10], []), b"never read", b"never read"])
-    with pytest.raises(TooManyImages, match="2 file"):
-        read(channel, limits=limits)
-    assert channel.received == 1
-
-
-def test_a_further_picture_may_be_refused_for_want_of_room() -> None:
-    def full() -> None:
-        raise QueueFull("all places are taken")
-
-    assert read(form(part(b"x")), on_further=full) == [b"x"]
-    with pytest.raises(QueueFull):
-        read(form(part(b"x"), part(b"y")), on_further=full)
-
-
-@pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json"])
-def test_a_caller_that_goes_away_ends_the_reading(content_type: str) -> None:
-    with pytest.raises(ClientDisconnected):
-        read(Channel([form(part(b"x"))[:20]], disconnect=True), content_type)

@@ -1,8 +1,10 @@
-"""What the service says of its model, name by name."""
+"""The routes of operators and their tools."""
 
 from __future__ import annotations
 
-from tests.service.fakes import on_a_loop
+import pytest
+
+from tests.service.fakes import CLASSES, on_a_loop
 from tests.service.web.apps import app
 
 
@@ -45,3 +47,23 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "attention_source": "cls",
         "attention_methods": ["cls"],
     }
+
+
+@on_a_loop
+async def test_labels_are_told_in_index_order() -> None:
+    assert (await app().get("/labels")).json == {"model": "fake", "labels": [f"label {i}" for i in range(CLASSES)]}
+
+
+@on_a_loop
+@pytest.mark.parametrize(("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")])
+async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: str, reason: str) -> None:
+    service = app()
+    service.engine.state, service.engine.reason = state, reason
+    assert (await service.get("/healthz")).status == 200
+    assert (await service.get("/metrics")).status == 200
+    assert (await service.get("/")).status == 200
+    for exchange in (await service.get("/readyz"), await service.classify(), await service.get("/model")):
+        assert (exchange.status, exchange.code) == (503, "engine_unavailable")
+        assert exchange.json["detail"] == reason
+        assert int(exchange.headers["retry-after"]) > 0
+    assert service.metric("vit_engine_up", device="cpu") == 0

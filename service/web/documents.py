@@ -1,0 +1,38 @@
+"""Results of the model as the documents of `service.schemas`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.prediction import AttentionMap
+from service.schemas import Prediction
+
+
+def ranked_predictions(
+    labels: Sequence[str], indices: NDArray[np.int64], scores: NDArray[np.float32]
+) -> list[Prediction]:
+    """Return the classes `indices` [k] with their `scores` [k], in the order given."""
+    return [
+        Prediction(label=labels[index], index=index, score=_significant(score))
+        for index, score in zip(indices.tolist(), scores.tolist(), strict=True)
+    ]
+
+
+def map_fields(found: AttentionMap) -> dict[str, Any]:
+    """Return what `Attention` and `AttentionDocument` say of a map."""
+    return {
+        "grid": found.values.shape,
+        "layer": found.layer,
+        "head": found.head,
+        "values": found.values.astype(np.float64).round(7).tolist(),
+        "kept_mass": _significant(found.kept_mass),
+    }
+
+
+def _significant(value: float) -> float:
+    """Return a float32 without the digits that it does not have: 0.8299999833 becomes 0.83."""
+    return float(f"{value:.7g}")

@@ -1,0 +1,61 @@
+"""An engine without a thread, for tests of the web side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from model.prediction import AttentionMap
+from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from tests.service.fakes import answer, model_info
+
+
+class FakeEngine:
+    """Answers by red value, or with `error`; every call waits for `gate`."""
+
+    def __init__(self, info: ModelInfo | None = None) -> None:
+        self.info: ModelInfo | None = info or model_info()
+        self.state = "ready"
+        self.reason = ""
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.cancelled = 0
+        self.timeouts: list[float] = []
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus("cpu", self.state, self.reason, "off", None, self.waiting)  # type: ignore[arg-type]
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        on_change()
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        self.timeouts.append(timeout)
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+        if self.error is not None:
+            raise self.error
+        red = int(request.pixels[0, 0, 0])
+        scores, indices = answer(red, request.top_k)
+        found = None
+        if request.map is not None:
+            values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
+            found = AttentionMap(request.map.layer, request.map.head, values, 0.9)
+        return InferenceResult(scores, indices, found, 1, 0.001, 0.002)
+
+    async def close(self) -> None:
+        self.state = "closed"

@@ -1,0 +1,158 @@
+"""GET and POST /attention."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from service.errors import DeadlineExceeded
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import Clock, app, form, kept, pipeline_of
+
+
+@on_a_loop
+async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
+    service = app()
+    image_id = await kept(service)
+    drawn = await service.get("/attention", f"id={image_id}")
+    assert drawn.headers["content-type"] == "image/png"
+    picture = Image.open(io.BytesIO(drawn.content))
+    assert (picture.format, picture.mode, picture.width, picture.height) == ("PNG", "RGB", 384, 384)
+
+    document = (await service.get("/attention", f"id={image_id}&format=json")).json
+    assert set(document) == {"id", "method", "layer", "head", "grid", "values", "kept_mass"}
+    assert (document["id"], document["method"], document["layer"], document["head"]) == (image_id, "cls", 2, "mean")
+    assert (document["grid"], document["values"]) == ([2, 2], [[0.1, 0.2], [0.3, 0.4]])
+
+    saved = await service.get("/attention", f"id={image_id}&format=npy")
+    array = np.load(io.BytesIO(saved.content), allow_pickle=False)
+    assert (array.dtype, array.shape) == (np.float32, (2, 2))
+    assert np.allclose(array, [[0.1, 0.2], [0.3, 0.4]])
+
+    for exchange in (drawn, saved):
+        assert exchange.headers["content-location"] == f"/attention?id={image_id}"
+
+
+@on_a_loop
+async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
+    service = app()
+    exchange = await service.request("POST", "/attention", query="format=json", **form(png(9)))
+    assert exchange.status == 200
+    image_id = exchange.json["id"]
+    again = await service.get("/attention", f"id={image_id}&format=json")
+    assert again.json == exchange.json
+    assert service.metric("vit_images_total") == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize(("layer", "answered"), [("0", 0), ("2", 2), ("-1", 2), ("-3", 0)])
+async def test_layers_count_from_zero_and_from_the_end(layer: str, answered: int) -> None:
+    service = app()
+    exchange = await service.get("/attention", f"id={await kept(service)}&format=json&layer={layer}")
+    assert exchange.json["layer"] == answered
+
+
+@on_a_loop
+@pytest.mark.parametrize(("head", "answered"), [("mean", "mean"), ("max", "max"), ("0", 0), ("1", 1)])
+async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
+    service = app()
+    exchange = await service.get("/attention", f"id={await kept(service)}&format=json&head={head}")
+    assert exchange.json["head"] == answered
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("method=rollout", "cls"),
+        ("method=relevance", "cls"),
+        ("method=", "cls"),
+        ("layer=3", "layer"),
+        ("layer=-4", "layer"),
+        ("layer=last", "layer"),
+        ("head=2", "head"),
+        ("head=-1", "head"),
+        ("head=%C2%B2", "head"),
+        ("head=median", "head"),
+        ("class=3", "class does not apply"),
+        ("format=gif", "format"),
+        ("format=json&overlay=false", "overlay does not apply"),
+        ("format=json&alpha=0.5", "alpha does not apply"),
+        ("format=npy&colormap=magma", "colormap does not apply"),
+        ("format=npy&size=100", "size does not apply"),
+        ("colormap=pink-elephants", "inferno"),
+        ("alpha=1.1", "alpha"),
+        ("alpha=-0.1", "alpha"),
+        ("alpha=nan", "alpha"),
+        ("overlay=false&alpha=0.5", "alpha does not apply"),
+        ("size=0", "size"),
+        ("size=2049", "size"),
+        ("overlay=perhaps", "overlay"),
+    ],
+)
+async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, says: str) -> None:
+    service = app()
+    by_id = await service.get("/attention", f"id={await kept(service)}&{query}")
+    posted = await service.request("POST", "/attention", query=query, **form(png(1)))
+    for exchange in (by_id, posted):
+        assert (exchange.status, exchange.code) == (422, "invalid_parameter")
+        assert says in exchange.json["detail"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "size"), [("size=100", (100, 100)), ("size=1", (1, 1)), ("size=2048", (2048, 2048)), ("", (384, 384))]
+)
+async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, int]) -> None:
+    service = app()
+    exchange = await service.get("/attention", f"id={await kept(service)}&{query}")
+    assert Image.open(io.BytesIO(exchange.content)).size == size
+
+
+@on_a_loop
+async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
+    service = app()
+    image_id = await kept(service)
+    queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis"]
+    drawings = [(await service.get("/attention", f"id={image_id}&{query}")).content for query in queries]
+    assert len(set(drawings)) == len(queries)
+    untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
+    assert (untouched == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
+
+
+@on_a_loop
+async def test_an_unknown_id_is_404_and_a_missing_one_422() -> None:
+    service = app()
+    unknown = await service.get("/attention", "id=nobody")
+    assert (unknown.status, unknown.code) == (404, "not_found")
+    missing = await service.get("/attention")
+    assert (missing.status, missing.code) == (422, "invalid_parameter")
+    assert missing.json["detail"].startswith("id")
+
+
+@on_a_loop
+async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
+    service = app(queue_size=1)
+    image_id = await kept(service)
+    with pipeline_of(service).limiter.permit():
+        full = await service.get("/attention", f"id={image_id}")
+    assert (full.status, full.code) == (503, "queue_full")
+    service.engine.error = DeadlineExceeded("late")
+    late = await service.get("/attention", f"id={image_id}")
+    assert (late.status, late.code) == (504, "deadline_exceeded")
+    assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_kept_picture_is_gone_when_its_time_is_up() -> None:
+    clock = Clock()
+    service = app(clock, recent_ttl=60)
+    image_id = await kept(service)
+    clock.now += 59
+    assert (await service.get("/attention", f"id={image_id}")).status == 200
+    clock.now += 1
+    assert (await service.get("/attention", f"id={image_id}")).status == 404

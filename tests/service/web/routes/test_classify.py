@@ -1,0 +1,188 @@
+"""POST /classify and POST /classify/batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.errors import InputError
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from tests.service.fakes import CLASSES, expected_indices, model_info, on_a_loop, png
+from tests.service.web.apps import app, form, pipeline_of
+
+
+@on_a_loop
+async def test_a_picture_gets_its_labels_in_both_forms() -> None:
+    service = app()
+    raw = await service.classify(png(7))
+    multipart = await service.request("POST", "/classify", **form(png(7)))
+    for exchange in (raw, multipart):
+        assert exchange.status == 200
+        assert exchange.headers["content-type"] == "application/json"
+        document = exchange.json
+        assert set(document) == {"id", "model", "predictions", "timings_ms", "batch_size"}
+        assert document["model"] == "fake"
+        assert [p["index"] for p in document["predictions"]] == expected_indices(7, 5)
+        assert document["predictions"][0] == {"label": "label 7", "index": 7, "score": 0.5}
+        assert set(document["timings_ms"]) == {"decode", "queue", "inference", "total"}
+        assert document["batch_size"] == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize("top_k", range(1, CLASSES + 1))
+async def test_top_k_is_what_was_asked_for(top_k: int) -> None:
+    document = (await app().classify(png(3), query=f"top_k={top_k}")).json
+    assert [p["index"] for p in document["predictions"]] == expected_indices(3, top_k)
+
+
+@on_a_loop
+async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None:
+    service = app()
+    config = model_info().config.model_copy(update={"num_classes": 3})
+    service.engine.info = model_info(config=config)
+    assert len((await service.classify()).json["predictions"]) == 3
+    assert (await service.classify(query="top_k=4")).code == "invalid_parameter"
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "query", ["top_k=0", "top_k=-1", "top_k=11", "top_k=", "top_k=two", "top_k=1.5", "attention=x"]
+)
+async def test_a_bad_query_names_its_parameter(query: str) -> None:
+    exchange = await app().classify(query=query)
+    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
+    assert exchange.json["detail"].startswith(query.partition("=")[0])
+
+
+@on_a_loop
+async def test_attention_comes_with_the_answer_when_asked() -> None:
+    attention = (await app().classify(png(1), query="attention=true")).json["attention"]
+    assert set(attention) == {"url", "grid", "layer", "head", "values", "kept_mass"}
+    assert (attention["grid"], attention["layer"], attention["head"]) == ([2, 2], 2, "mean")
+    assert attention["kept_mass"] == 0.9
+    assert attention["values"] == [[0.1, 0.2], [0.3, 0.4]]
+
+
+@on_a_loop
+async def test_without_a_memory_for_pictures_there_is_no_id() -> None:
+    document = (await app(recent_ttl=0).classify(png(1), query="attention=true")).json
+    assert "id" not in document
+    assert "url" not in document["attention"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (DeadlineExceeded("too late"), 504, "deadline_exceeded"),
+        (InferenceFailed("no score"), 500, "inference_failed"),
+        (EngineUnavailable("it broke"), 503, "engine_unavailable"),
+        (QueueFull("full"), 503, "queue_full"),
+        (InputError("layer", "layer: none"), 422, "invalid_parameter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_the_engines_errors_are_answered_as_the_table_says(error: Exception, status: int, code: str) -> None:
+    service = app()
+    service.engine.error = error
+    exchange = await service.classify()
+    assert (exchange.status, exchange.code) == (status, code)
+    assert ("retry-after" in exchange.headers) == (status == 503)
+    assert service.metric("vit_rejected_total", reason=code) == 1
+    assert service.metric("vit_requests_total", endpoint="/classify", code=str(status)) == 1
+    assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"", 422, "invalid_image"),
+        (b"no picture", 415, "unsupported_media_type"),
+        (b"%PDF-1.7 and so on", 415, "unsupported_media_type"),
+        (png(1)[:50], 422, "invalid_image"),
+        (png(1, (101, 100)), 413, "image_too_large"),
+        (png(1) + bytes(20_000), 413, "upload_too_large"),
+    ],
+    ids=["empty", "text", "pdf", "truncated", "too many pixels", "too many bytes"],
+)
+async def test_a_bad_picture_is_answered_by_its_fault_and_never_reaches_the_engine(
+    body: bytes, status: int, code: str
+) -> None:
+    service = app(max_image_pixels=10_000, max_upload_bytes=20_000)
+    for exchange in (await service.classify(body), await service.request("POST", "/classify", **form(body))):
+        assert (exchange.status, exchange.code) == (status, code)
+    assert service.engine.timeouts == []
+
+
+@on_a_loop
+async def test_a_second_file_is_too_many_for_classify() -> None:
+    exchange = await app().request("POST", "/classify", **form(png(1), png(2)))
+    assert (exchange.status, exchange.code) == (413, "too_many_images")
+
+
+@on_a_loop
+async def test_a_batch_is_answered_in_its_order() -> None:
+    exchange = await app().request("POST", "/classify/batch", **form(*(png(red) for red in range(20))))
+    assert exchange.status == 200
+    results = exchange.json["results"]
+    assert [r["predictions"][0]["index"] for r in results] == [red % CLASSES for red in range(20)]
+    assert len({r["id"] for r in results}) == 20
+
+
+@on_a_loop
+async def test_bad_files_of_a_batch_fail_alone() -> None:
+    service = app(max_upload_bytes=5_000, max_image_pixels=5_000)
+    files = [png(1), b"", b"text", png(2)[:50], png(3, (100, 100)), png(4) + bytes(5_000), png(5)]
+    exchange = await service.request("POST", "/classify/batch", **form(*files))
+    assert exchange.status == 200
+    results = exchange.json["results"]
+    codes = [result.get("error", {}).get("code") for result in results]
+    assert codes == [
+        None,
+        "invalid_image",
+        "unsupported_media_type",
+        "invalid_image",
+        "image_too_large",
+        "upload_too_large",
+        None,
+    ]
+    for result in results[1:6]:
+        assert set(result) == {"error"}
+        assert set(result["error"]) == {"type", "title", "status", "detail", "code", "request_id"}
+        assert result["error"]["request_id"] == exchange.headers["x-request-id"]
+    assert results[6]["predictions"][0]["index"] == 5
+    assert service.metric("vit_images_total") == 2
+    assert service.metric("vit_rejected_total", reason="invalid_image") == 2
+
+
+@on_a_loop
+async def test_a_batch_is_200_even_if_every_item_failed() -> None:
+    service = app()
+    service.engine.error = InferenceFailed("no score")
+    exchange = await service.request("POST", "/classify/batch", **form(png(1), png(2)))
+    assert exchange.status == 200
+    assert [r["error"]["status"] for r in exchange.json["results"]] == [500, 500]
+
+
+@on_a_loop
+async def test_a_batch_takes_its_places_for_all_or_none() -> None:
+    service = app(queue_size=3)
+    assert (await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))).status == 200
+    exchange = await service.request("POST", "/classify/batch", **form(*[png(1)] * 4))
+    assert (exchange.status, exchange.code) == (503, "queue_full")
+    assert pipeline_of(service).limiter.in_use == 0
+    assert len(service.engine.timeouts) == 3
+
+
+@on_a_loop
+async def test_a_batch_of_more_files_than_allowed_is_refused_as_a_whole() -> None:
+    service = app(max_images_per_request=2)
+    exchange = await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))
+    assert (exchange.status, exchange.code) == (413, "too_many_images")
+    assert service.engine.timeouts == []
+
+
+@on_a_loop
+async def test_a_batch_may_be_one_raw_picture() -> None:
+    exchange = await app().classify(png(4), path="/classify/batch")
+    assert [r["predictions"][0]["index"] for r in exchange.json["results"]] == [4]

@@ -1,0 +1,97 @@
+"""How a request finds its route, and how its query is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import app
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/classify", "POST"),
+        ("PUT", "/classify/batch", "POST"),
+        ("PUT", "/attention", "GET, POST"),
+        ("POST", "/healthz", "GET, HEAD"),
+        ("DELETE", "/metrics", "GET"),
+    ],
+)
+async def test_405_names_every_method_that_the_path_has(method: str, path: str, allow: str) -> None:
+    exchange = await app().request(method, path)
+    assert (exchange.status, exchange.code) == (405, "method_not_allowed")
+    assert exchange.headers["allow"] == allow
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v2"])
+async def test_an_unknown_path_is_404(path: str) -> None:
+    exchange = await app().get(path)
+    assert (exchange.status, exchange.code) == (404, "not_found")
+    assert path in exchange.json["detail"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "labels", "attention"),
+    [
+        ("", 5, False),
+        ("top_k=3", 3, False),
+        ("top_k=%33", 3, False),
+        ("top_k=10&attention=true", 10, True),
+        ("attention=on&top_k=10", 10, True),
+        ("attention=False", 5, False),
+        ("attention=1", 5, True),
+        ("top_k=3&top_k=4", 4, False),
+        ("attention=true&attention=no", 5, False),
+        ("top_k=x&top_k=3", 3, False),
+        ("unknown=1&top_k=2&TOP_K=x", 2, False),
+        ("&&top_k=2&", 2, False),
+    ],
+)
+async def test_a_query_is_read_however_it_is_written(query: str, labels: int, attention: bool) -> None:
+    document = (await app().classify(query=query)).json
+    assert len(document["predictions"]) == labels
+    assert ("attention" in document) == attention
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/classify/batch"])
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ("top_k=0", "top_k: input should be greater than or equal to 1"),
+        ("top_k=11", "top_k 11: the model has 10 classes"),
+        ("top_k=", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        ("top_k=3&top_k=x", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        ("top_k=5attention=true", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        ("top_k=05x", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        ("top_k=+", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
+        ("attention=true\n", "attention: input should be a valid boolean, unable to interpret input"),
+        ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
+    ],
+)
+async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:
+    exchange = await app().classify(query=query, path=path)
+    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
+    assert exchange.json["detail"] == detail
+
+
+@on_a_loop
+async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other() -> None:
+    service = app()
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
+    exchange.scope["query_string"] = b"top_k=\xff"
+    await exchange.run()
+    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
+
+
+@on_a_loop
+async def test_an_answer_is_not_remembered_for_a_query_that_was_refused() -> None:
+    service = app()
+    for _ in range(2):
+        assert (await service.classify(query="top_k=0")).status == 422
+        assert (await service.classify(query="top_k=2")).status == 200

@@ -1,0 +1,183 @@
+"""Deadlines, callers that go away, and permits that are released only when nothing is held any more."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.web import pipeline
+from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
+from tests.service.web.apps import Clock, app, form, pipeline_of, settle, until
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
+async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
+    clock = Clock()
+    service = app(clock, request_timeout=10)
+    exchange = service.exchange("POST", path, headers={"content-type": "image/png"}, body=None)
+    running = exchange.start()
+    await until(lambda: exchange.received == 1)
+    clock.now += 4  # a slow body
+    exchange.feed(png(1), more=False)
+    await running
+    assert service.engine.timeouts == [6]
+
+
+@on_a_loop
+async def test_a_body_that_does_not_arrive_in_time_is_408_and_frees_its_place() -> None:
+    service = app(request_timeout=0.05, queue_size=1)
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    exchange.feed(png(1)[:10])
+    running = exchange.start()
+    await until(lambda: exchange.answered)
+    assert (exchange.status, exchange.code) == (408, "request_timeout")
+    assert exchange.headers["connection"] == "close"
+    assert pipeline_of(service).limiter.in_use == 0
+    exchange.disconnect()
+    await running
+
+
+@on_a_loop
+async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    service = app(clock, request_timeout=10)
+    busy = threading.Event()
+    pool = pipeline_of(service).pool
+    blocker = pool.submit(busy.wait, PATIENCE)
+    decoded = []
+    monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = exchange.start()
+    await until(lambda: pool._work_queue.qsize() == 1)
+    clock.now += 10
+    busy.set()
+    await running
+    blocker.result()
+    assert (exchange.status, exchange.code) == (504, "deadline_exceeded")
+    assert decoded == []
+
+
+@on_a_loop
+async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
+    service = app(queue_size=1)
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    exchange.feed(png(1)[:10])
+    running = exchange.start()
+    await until(lambda: exchange.received == 2)
+    assert pipeline_of(service).limiter.in_use == 1
+    exchange.disconnect()
+    await running
+    assert not exchange.answered
+    assert pipeline_of(service).limiter.in_use == 0
+    assert service.metric("vit_cancelled_total") == 1
+    assert service.metric("vit_inflight_requests") == 0
+    assert (await service.classify()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
+    service = app(queue_size=1)
+    service.engine.gate.clear()
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = exchange.start()
+    await until(lambda: service.engine.waiting == 1)
+    assert service.metric("vit_inflight_requests") == 1
+    exchange.disconnect()
+    await running
+    assert not exchange.answered
+    assert service.engine.cancelled == 1
+    assert pipeline_of(service).limiter.in_use == 0
+    assert service.metric("vit_cancelled_total") == 1
+    assert service.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> None:
+    service = app(queue_size=5)
+    service.engine.gate.clear()
+    exchange = service.exchange("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
+    running = exchange.start()
+    await until(lambda: service.engine.waiting == 5)
+    exchange.disconnect()
+    await running
+    assert service.engine.cancelled == 5
+    assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> np.ndarray[Any, Any]:
+        decoding.set()
+        assert go_on.wait(PATIENCE)
+        return np.zeros((SIZE, SIZE, 3), np.uint8)
+
+    monkeypatch.setattr(pipeline, "preprocess", slow)
+    service = app(queue_size=2)
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = exchange.start()
+    assert await asyncio.to_thread(decoding.wait, PATIENCE)
+    exchange.disconnect()
+    await until(exchange.inbox.empty)
+    await settle()
+    assert not running.done()
+    assert pipeline_of(service).limiter.in_use == 1
+    go_on.set()
+    await running
+    assert pipeline_of(service).limiter.in_use == 0
+    assert service.engine.timeouts == []
+
+
+@on_a_loop
+async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = app()
+    busy = threading.Event()
+    pool = pipeline_of(service).pool
+    pool.submit(busy.wait, PATIENCE)
+    decoded: list[Any] = []
+    monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
+    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = exchange.start()
+    await until(lambda: pool._work_queue.qsize() == 1)
+    exchange.disconnect()
+    await until(exchange.inbox.empty)
+    await settle()
+    busy.set()
+    await running
+    assert decoded == []
+
+
+@on_a_loop
+async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_thread_has_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding, go_on = threading.Event(), threading.Event()
+
+    def decode(data: bytearray, *_: Any, **__: Any) -> np.ndarray[Any, Any]:
+        if data == png(2):
+            decoding.set()
+            assert go_on.wait(PATIENCE)
+        else:
+            assert decoding.wait(PATIENCE)
+        return np.zeros((SIZE, SIZE, 3), np.uint8)
+
+    monkeypatch.setattr(pipeline, "preprocess", decode)
+    service = app(queue_size=2, decode_threads=2)
+    service.engine.error = KeyError("a defect")
+    exchange = service.exchange("POST", "/classify/batch", **form(png(1), png(2)))
+    running = exchange.start()
+    await until(lambda: service.engine.timeouts != [])
+    await settle()
+    answered, in_use = exchange.answered, pipeline_of(service).limiter.in_use
+    go_on.set()
+    await running
+    assert (answered, in_use) == (False, 2)
+    assert (exchange.status, exchange.code) == (500, "internal_error")
+    assert pipeline_of(service).limiter.in_use == 0
+    assert len(service.engine.timeouts) == 1

@@ -1,0 +1,95 @@
+"""How much of a body is read: bounds on files and bodies, and callers that go away."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.errors import (
+    ClientDisconnected,
+    MalformedRequest,
+    QueueFull,
+    TooManyImages,
+    UnsupportedMediaType,
+    UploadTooLarge,
+)
+from service.web.upload import UploadLimits
+from tests.service.web.uploads import MULTIPART, Channel, cut, form, part, read
+
+
+def test_a_declared_length_beyond_the_limit_is_refused_before_a_byte_is_read() -> None:
+    for kind in ("image/png", MULTIPART, "application/json", "multipart/form-data"):
+        channel = Channel([b"x"])
+        with pytest.raises(UploadTooLarge, match="100001 bytes"):
+            read(channel, kind, content_length="100001")
+        assert channel.received == 0
+
+
+def test_a_declared_length_within_the_limit_lets_form_errors_through_at_once() -> None:
+    channel = Channel([b"x" * 50] * 100)
+    with pytest.raises(UnsupportedMediaType):
+        read(channel, "application/json", content_length="5000")
+    assert channel.received == 0
+    channel = Channel([b"x" * 50] * 100)
+    with pytest.raises(MalformedRequest):
+        read(channel, MULTIPART, content_length="5000")
+    assert channel.received == 1
+
+
+@pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json", "multipart/form-data", None])
+def test_a_body_of_unknown_length_is_refused_when_the_limit_is_passed_and_its_size_goes_before_its_form(
+    content_type: str | None,
+) -> None:
+    channel = Channel([b"junk" * 250] * 1000)
+    with pytest.raises(UploadTooLarge):
+        read(channel, content_type, limits=UploadLimits(file_bytes=5_000, body_bytes=5_000, files=1))
+    assert channel.received == 6
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1000, True), (1001, False)])
+def test_the_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
+    limits = UploadLimits(file_bytes=1000, body_bytes=100_000, files=1)
+    picture = b"x" * size
+    for body, kind in ((form(part(picture)), MULTIPART), (picture, "image/png")):
+        if fits:
+            assert read(body, kind, limits) == [picture]
+        else:
+            with pytest.raises(UploadTooLarge):
+                read(body, kind, limits)
+
+
+def test_the_smaller_limit_counts_for_a_raw_body() -> None:
+    with pytest.raises(UploadTooLarge):
+        read(b"x" * 60, "image/png", UploadLimits(file_bytes=100, body_bytes=50, files=1))
+
+
+def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=3)
+    body = form(part(b"a"), part(b"b" * 11), part(b"c" * 10))
+    for chunks in ([body], cut(body, range(len(body)))):
+        first, second, third = read(chunks, limits=limits)
+        assert (first, third) == (b"a", b"c" * 10)
+        assert isinstance(second, UploadTooLarge)
+
+
+def test_one_file_too_many_is_refused_while_it_arrives() -> None:
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=2)
+    assert len(read(form(*[part(b"x")] * 2), limits=limits)) == 2
+    channel = Channel([*cut(form(*[part(b"x")] * 3)[:-10], []), b"never read", b"never read"])
+    with pytest.raises(TooManyImages, match="2 file"):
+        read(channel, limits=limits)
+    assert channel.received == 1
+
+
+def test_a_further_picture_may_be_refused_for_want_of_room() -> None:
+    def full() -> None:
+        raise QueueFull("all places are taken")
+
+    assert read(form(part(b"x")), on_further=full) == [b"x"]
+    with pytest.raises(QueueFull):
+        read(form(part(b"x"), part(b"y")), on_further=full)
+
+
+@pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json"])
+def test_a_caller_that_goes_away_ends_the_reading(content_type: str) -> None:
+    with pytest.raises(ClientDisconnected):
+        read(Channel([form(part(b"x"))[:20]], disconnect=True), content_type)

@@ -1,0 +1,73 @@
+"""Bodies of requests, and a channel that brings them chunk by chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from service.web.upload import UploadedFile, UploadLimits, read_files
+
+ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
+BOUNDARY = "xYz"
+MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
+
+
+def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never has to wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits")
+
+
+class Channel:
+    """An ASGI receive channel over chunks that are all there."""
+
+    def __init__(self, chunks: Sequence[bytes], *, disconnect: bool = False) -> None:
+        self.chunks = list(chunks)
+        self.disconnect = disconnect
+        self.received = 0
+
+    async def __call__(self) -> dict[str, Any]:
+        if self.received == len(self.chunks):
+            assert self.disconnect, "read past the end"
+            return {"type": "http.disconnect"}
+        self.received += 1
+        more = self.disconnect or self.received < len(self.chunks)
+        return {"type": "http.request", "body": self.chunks[self.received - 1], "more_body": more}
+
+
+def read(
+    chunks: bytes | Sequence[bytes] | Channel,
+    content_type: str | None = MULTIPART,
+    limits: UploadLimits = ROOMY,
+    on_further: Callable[[], None] = lambda: None,
+    **headers: str,
+) -> list[UploadedFile]:
+    if isinstance(chunks, bytes):
+        chunks = [chunks]
+    channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
+    given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    if content_type is not None:
+        given_headers["content-type"] = content_type
+    pictures: list[UploadedFile] = finish(read_files(Headers(given_headers), channel, limits, on_further))
+    return pictures
+
+
+def part(content: bytes, name: str = "file", *, extra: str = "") -> bytes:
+    head = f'Content-Disposition: form-data; name="{name}"; filename="a.png"\r\n{extra}\r\n'
+    return head.encode() + content
+
+
+def form(*parts: bytes, boundary: str = BOUNDARY) -> bytes:
+    delimiter = f"--{boundary}".encode()
+    return b"".join(delimiter + b"\r\n" + p + b"\r\n" for p in parts) + delimiter + b"--\r\n"
+
+
+def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
