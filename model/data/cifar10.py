@@ -111,7 +111,7 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     return labels
 
 
-def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
+def split_validation(images: Images, count: int, seed: int) -> tuple[Images, Images]:
     """Split training pictures into (kept for training, held out): the last `count` of a seeded permutation.
 
     Raises:

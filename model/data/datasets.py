@@ -113,7 +113,7 @@ class Cifar10:
         cifar10.check_test_file(root)
         images = cifar10.read_train(root)
         count = validation if isinstance(validation, int) else round(validation * len(images))
-        self._train, self._validation = cifar10.hold_out(images, count, seed)
+        self._train, self._validation = cifar10.split_validation(images, count, seed)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
 
     def load(

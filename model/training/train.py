@@ -27,13 +27,15 @@ from model.errors import TrainingError
 from model.runtime.device import choose_device
 from model.training.export import STORED, log_scores, measure_logits, round_and_calibrate
 from model.training.folder_lock import folder_lock
-from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer
+from model.training.loop import STATE_FILE, Trainer
+from model.training.metrics import METRICS_FILE, EpochMetrics
 from model.training.recipe import RECIPES, Recipe
 from model.training.recipe_toml import to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
 from model.training.run_record import RunRecord
 from model.training.start import Start, start_from
+from model.training.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ def _run(
     trainer = Trainer(
         recipe,
         start.config,
-        Data(
+        TrainingData(
             *_tensors(train, where),
             *_tensors(validation, where),
             mean=start.preprocess.mean,

@@ -11,7 +11,7 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.evaluation.evaluate import Evaluation, measure
 from model.network.vit import VisionTransformer
-from model.training.loop import EpochMetrics
+from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
 from model.training.report import figures as card_figures
 from model.training.report.figures import write_figures
