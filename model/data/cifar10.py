@@ -112,13 +112,13 @@ def read_labels(folder: Path) -> tuple[str, ...]:
 
 
 def split_validation(images: Images, count: int, seed: int) -> tuple[Images, Images]:
-    """Split training pictures into (kept for training, held out): the last `count` of a seeded permutation.
+    """Split images into (training, validation); the latter are the last `count` of a seeded permutation.
 
     Raises:
-        DatasetError: nothing would be left to train on, or nothing held out.
+        DatasetError: one of the two would be empty.
     """
     if not 0 < count < len(images):
-        raise DatasetError(f"cannot hold {count} of {len(images)} training images out")
+        raise DatasetError(f"cannot set {count} of {len(images)} training images aside for validation")
     order = np.random.default_rng(seed).permutation(len(images))
     return images.take(order[:-count]), images.take(order[-count:])
 

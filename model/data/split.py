@@ -1,4 +1,4 @@
-"""Setting pictures aside, the same share of every class."""
+"""The validation split: the same share of every class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.errors import DatasetError
 def stratify(
     labels: NDArray[np.int64], names: tuple[str, ...], validation: int | float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split pictures into (kept for training, held out); each class is on both sides.
+    """Split pictures into (training, validation); each class is on both sides.
 
     Args:
         labels: int64 [N].

@@ -19,7 +19,7 @@ STORED: Final = torch.float16
 """Dtype of the weights on disk."""
 
 FEWEST: Final = 30
-"""Held-out pictures that a temperature is fitted to; from fewer it would be noise."""
+"""Fewest validation images that a temperature is fitted to; from fewer it would be noise."""
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,8 @@ class Recipe(_Table):
     whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
     batch_size: Annotated[int, Field(ge=1)]
     validation: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
-    """Training images that no gradient sees, as a number or as a share of them: for choices and for the
-    temperature. Not used where the data bring a validation split of their own."""
+    """Size of the validation set, as a number or as a share of the training images: no gradient sees it; it is
+    for choices and for the temperature. Not used where the data bring a validation split of their own."""
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     """Epochs between evaluations on the validation images."""
     keep: Literal["best", "last"] = "best"

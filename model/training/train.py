@@ -111,7 +111,7 @@ def _run(
             f"recipe: batch_size {recipe.batch_size}: there are only {dataset.train_count} training images"
         )
     logger.info(
-        "%s: %d classes, %d images to train on, %d held out",
+        "%s: %d classes, %d images to train on, %d to validate on",
         data,
         len(dataset.labels),
         dataset.train_count,

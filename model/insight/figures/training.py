@@ -66,8 +66,8 @@ def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
     if tested:
         when = [epoch for epoch, _, _ in tested]
         marker = "." if len(tested) < 60 else ""
-        left.plot(when, [loss for _, loss, _ in tested], label="held out", color="tab:blue", marker=marker)
-        right.plot(when, [100 * share for _, _, share in tested], label="held out", color="tab:blue", marker=marker)
+        left.plot(when, [loss for _, loss, _ in tested], label="validation", color="tab:blue", marker=marker)
+        right.plot(when, [100 * share for _, _, share in tested], label="validation", color="tab:blue", marker=marker)
         best, _, accuracy = max(tested, key=lambda row: row[2])
         name = f"best: {accuracy:.2%}, epoch {best}"
         right.plot([best], [100 * accuracy], "o", color="tab:red", markersize=8, fillstyle="none", label=name)

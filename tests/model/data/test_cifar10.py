@@ -91,6 +91,6 @@ def test_the_validation_split_follows_the_seed() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 600])
-def test_holding_none_or_all_out_is_refused(count: int) -> None:
+def test_setting_none_or_all_aside_is_refused(count: int) -> None:
     with pytest.raises(DatasetError, match=f"{count} of 600"):
         split_validation(numbered(600), count, 0)

@@ -103,7 +103,7 @@ def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord)
     run = replace(finished, data="birds", started_from="google/vit-base", test=None, test_uncalibrated=None)
     card = " ".join(model_card(run, checkpoint()).split())
     assert "There were no test images" in card
-    assert f"Held-out accuracy (top-1) | **{run.validation.accuracy:.2%}**" in card
+    assert f"Validation accuracy (top-1) | **{run.validation.accuracy:.2%}**" in card
     assert "fine-tuned from `google/vit-base`" in card
     assert "| Test" not in card
     assert "**Test" not in card
@@ -179,4 +179,4 @@ def test_a_temperature_that_was_not_fitted_is_not_claimed(finished: RunRecord) -
     assert "No temperature was fitted" in card
     assert "fitted on the validation" not in card
     assert "for fitting the temperature" not in card
-    assert card.count("| Held-out") == card.count("| **Test**") == 1
+    assert card.count("| Validation") == card.count("| **Test**") == 1
