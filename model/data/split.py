@@ -16,8 +16,8 @@ def stratify(
     Args:
         labels: int64 [N].
         names: of the classes, each of which has a picture.
-        validation: how many pictures, or which share of them (rounded; at least one a class).
-        seed: decides which.
+        validation: number of pictures, or share of them (rounded; at least one a class).
+        seed: decides which pictures.
 
     Returns:
         Two ascending arrays of indices into `labels`.
@@ -46,7 +46,7 @@ def stratify(
 
 
 def _apportion(counts: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
-    """How many of each class: in proportion, at least one, never all, `wanted` in total."""
+    """Return the number of each class: in proportion, at least one, never all, `wanted` in total."""
     quota = wanted * counts / counts.sum()
     given: NDArray[np.int64] = np.clip(quota.astype(np.int64), 1, counts - 1)
     while given.sum() < wanted:

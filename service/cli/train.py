@@ -120,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:
     from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
-    from model.training.train import RECIPE_FILE, default_recipe  # noqa: PLC0415
+    from model.training.run_folder import RECIPE_FILE  # noqa: PLC0415
+    from model.training.train import default_recipe  # noqa: PLC0415
 
     if arguments.recipe is not None:
         bundled = RECIPES / f"{arguments.recipe}.toml"

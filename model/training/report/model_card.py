@@ -92,7 +92,7 @@ def _run_fields(run: RunRecord) -> dict[str, str]:
 
 
 def _result_fields(run: RunRecord, figures: Sequence[str]) -> dict[str, str]:
-    measured, split = (run.validation, "validation") if run.test is None else (run.test, "test")
+    measured, split = run.measured, "validation" if run.test is None else "test"
     return {
         "split": split,
         "split_title": split.capitalize(),
