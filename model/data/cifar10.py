@@ -26,7 +26,7 @@ CLASSES: Final = 10
 TRAIN_FILES: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES: Final = ("test_batch.bin",)
 LABELS_FILE: Final = "batches.meta.txt"
-_RECORD: Final = 1 + CHANNELS * IMAGE_SIZE[0] * IMAGE_SIZE[1]
+_RECORD_BYTES: Final = 1 + CHANNELS * IMAGE_SIZE[0] * IMAGE_SIZE[1]
 
 
 def read_train(folder: Path) -> Images:
@@ -135,7 +135,7 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
             f"{path}: cannot be read: {_reason(error)} (expected the binary version of CIFAR-10)"
         ) from error
     _check_size(path, data.size)
-    records = data.reshape(-1, _RECORD)
+    records = data.reshape(-1, _RECORD_BYTES)
     worst = int(records[:, 0].max())
     if worst >= CLASSES:
         record = int(records[:, 0].argmax())
@@ -144,8 +144,8 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
 
 
 def _check_size(path: Path, size: int) -> None:
-    if size == 0 or size % _RECORD:
-        raise DatasetError(f"{path}: {size} bytes are not a whole number of {_RECORD}-byte records")
+    if size == 0 or size % _RECORD_BYTES:
+        raise DatasetError(f"{path}: {size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Picture files to arrays, decoded once and in parallel, by the same code that decodes uploads."""
+"""Decoding of picture files to arrays, once and in parallel, by the same code that decodes uploads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from model.data.labelled_images import Images, PixelStorage
 from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
 
-_NAMED: Final = 20
+_LISTED_FILES: Final = 20
 """Number of bad files that a message names; the rest is counted."""
 
 
@@ -72,8 +72,8 @@ class Decoder:
         if not self.bad:
             return
         self.bad.sort()
-        named = [f"  {path}: {reason}" for path, reason in self.bad[:_NAMED]]
-        more = [f"  and {len(self.bad) - _NAMED} more"] if len(self.bad) > _NAMED else []
+        named = [f"  {path}: {reason}" for path, reason in self.bad[:_LISTED_FILES]]
+        more = [f"  and {len(self.bad) - _LISTED_FILES} more"] if len(self.bad) > _LISTED_FILES else []
         count = f"{len(self.bad)} file{'s' * (len(self.bad) > 1)}"
         raise DatasetError("\n".join([f"{root}: {count} in class folders cannot be read as pictures:", *named, *more]))
 

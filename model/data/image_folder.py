@@ -7,7 +7,7 @@ Either all in one place, to be split, or split already:
                             root/test/cat/9.jpg        optional: measured once, when all choices are made
 
 Classes are the sorted names of the folders. Pictures may lie deeper. Hidden files and folders, `Thumbs.db` and
-`desktop.ini` are passed over, and so are files beside the class folders; every other file in a class is a picture.
+`desktop.ini` are ignored, and so are files beside the class folders; every other file in a class is a picture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured in each epoch, and the file that holds it."""
+"""The metrics of each epoch, and the file that holds them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_sta
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
 from model.runtime.device import choose_device
-from model.training.export import STORED, Measured, log_scores, measure_logits, round_and_calibrate
+from model.training.export import STORED_DTYPE, CalibratedCheckpoint, log_scores, measure_logits, round_and_calibrate
 from model.training.folder_lock import folder_lock
 from model.training.loop import STATE_FILE, Trainer
 from model.training.metrics import EpochMetrics
@@ -157,10 +157,10 @@ def _tensors(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _calibrated(
     trainer: Trainer, start: Start, labels: tuple[str, ...], validation: Images, device: str, progress: bool
-) -> tuple[Measured, Measured, int]:
+) -> tuple[CalibratedCheckpoint, CalibratedCheckpoint, int]:
     """Round and calibrate the last weights and those that are kept; return both, and the epoch of the latter."""
 
-    def calibrate(weights: Mapping[str, Tensor]) -> Measured:
+    def calibrate(weights: Mapping[str, Tensor]) -> CalibratedCheckpoint:
         checkpoint = Checkpoint(
             name=trainer.recipe.name,
             source=str(trainer.folder),
@@ -180,7 +180,7 @@ def _calibrated(
 
 
 def _measure_test(
-    kept: Measured, dataset: Dataset, storage: PixelStorage, progress: bool
+    kept: CalibratedCheckpoint, dataset: Dataset, storage: PixelStorage, progress: bool
 ) -> tuple[Evaluation, Evaluation]:
     """Measure the test set with the fitted temperature and without it."""
     images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
@@ -195,7 +195,7 @@ def _record(
     trainer: Trainer,
     start: Start,
     dataset: Dataset,
-    kept: Measured,
+    kept: CalibratedCheckpoint,
     kept_epoch: int,
     test: tuple[Evaluation, Evaluation] | None,
 ) -> RunRecord:
@@ -222,10 +222,10 @@ def _record(
 
 def _write_results(out: Path, record: RunRecord, trainer: Trainer, last: Checkpoint, kept: Checkpoint) -> None:
     """Write checkpoints, figures and card; the folder is servable when all else is written, and not before."""
-    native.write(out / LAST_FOLDER, last, dtype=STORED, training={"epoch": trainer.epoch})
+    native.write(out / LAST_FOLDER, last, dtype=STORED_DTYPE, training={"epoch": trainer.epoch})
     pictures = write_figures(out, record.measured, kept.labels, trainer.history)
     write_text(out / CARD_FILE, model_card(record, kept, pictures))
-    native.write(out, kept, dtype=STORED, training=record.record())
+    native.write(out, kept, dtype=STORED_DTYPE, training=record.record())
 
 
 def _log_epoch(metrics: EpochMetrics) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ROTATION: Final = 30.0
-"""Degrees."""
+"""In degrees."""
 MAX_SHEAR: Final = 0.3
 MAX_TRANSLATION: Final = 10 / 32
 """Share of the side: ten pixels of a CIFAR image."""
@@ -62,7 +62,7 @@ def _auto_contrast(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _equalize(x: Tensor, strength: Tensor) -> Tensor:
-    """Each channel's histogram made flat, as `PIL.ImageOps.equalize` does it."""
+    """Flatten each channel's histogram, as `PIL.ImageOps.equalize` does it."""
     count, channels, height, width = x.shape
     values = x.long().reshape(count * channels, height * width)
     histogram = torch.zeros((count * channels, 256), dtype=torch.int64, device=x.device)
@@ -109,7 +109,7 @@ def _brightness(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _sharpness(x: Tensor, strength: Tensor) -> Tensor:
-    """Away from or towards the image smoothed by `PIL.ImageFilter.SMOOTH`; the border stays."""
+    """Move away from or towards the image smoothed by `PIL.ImageFilter.SMOOTH`; the border stays."""
     channels = x.shape[1]
     kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=x.device) / 13
     smooth = x.clone()
@@ -118,7 +118,7 @@ def _sharpness(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _affine(x: Tensor, matrix: Tensor) -> Tensor:
-    """Resample; `matrix` [B, 2, 3] takes output places to input places, both -1...1 across the image."""
+    """Resample images; `matrix` [B, 2, 3] takes output places to input places, both -1...1 across the image."""
     grid = F.affine_grid(matrix, list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
