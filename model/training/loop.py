@@ -116,7 +116,10 @@ class Trainer:
         if self.dtype == torch.float16:  # would need loss scaling; only devices older than 2020 get here
             self.dtype = torch.float32
         self.model = initial_model(recipe, config, data, initial)
-        self._choose_attention()
+        if device.type == "cpu" and self.dtype == torch.bfloat16:
+            for module in self.model.modules():
+                if isinstance(module, Attention):
+                    module.attend = plain_attention
         self.model.to(device).train()
         self._optimiser = MixedPrecisionOptimiser(self.model, self.dtype, recipe)
         self._best: BestWeights | None = None
@@ -236,12 +239,6 @@ class Trainer:
         candidate = BestWeights(row.epoch, row.validation_accuracy, row.validation_loss, weights)
         if candidate.beats(self._best):
             self._best, self._best_is_saved = candidate, False
-
-    def _choose_attention(self) -> None:
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            for module in self.model.modules():
-                if isinstance(module, Attention):
-                    module.attend = plain_attention
 
     def _progress(self, steps: int, elapsed: float) -> float:
         """Return the share of the schedule done after `steps` and `elapsed` seconds of the epoch under way."""

@@ -30,11 +30,7 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "epochs": (int, "N", "times that every picture is seen"),
     "minutes": (float, "N", "wall time after which a shortened schedule ends"),
     "batch-size": (int, "N", "pictures a step"),
-    "validation": (
-        _share_or_count,
-        "N",
-        "size of the validation set, where --data has none: a number (100) or a share (0.1)",
-    ),
+    "validation": (_share_or_count, "N", "size of the validation set (100 or 0.1), where --data has none"),
     "keep": (str, "best|last", "which weights are served"),
     "precision": (str, "NAME", "auto, float32 or bfloat16"),
     "seed": (int, "N", "decides the split and all random choices"),

@@ -137,28 +137,15 @@ def _rotate(x: Tensor, strength: Tensor) -> Tensor:
     return _affine(x, matrix)
 
 
-def _shear_x(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 0, 1] = strength * MAX_SHEAR
-    return _affine(x, matrix)
+def _affine_by(row: int, column: int, factor: float) -> Operation:
+    """Make an operation that sets one element of the identity's matrix to its strength times `factor`."""
 
+    def operation(x: Tensor, strength: Tensor) -> Tensor:
+        matrix = _unit(len(x), x.device)
+        matrix[:, row, column] = strength * factor
+        return _affine(x, matrix)
 
-def _shear_y(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 1, 0] = strength * MAX_SHEAR
-    return _affine(x, matrix)
-
-
-def _translate_x(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 0, 2] = strength * 2 * MAX_TRANSLATION  # the image spans 2 units
-    return _affine(x, matrix)
-
-
-def _translate_y(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 1, 2] = strength * 2 * MAX_TRANSLATION
-    return _affine(x, matrix)
+    return operation
 
 
 OPERATIONS: Final[dict[str, Operation]] = {
@@ -172,8 +159,8 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "brightness": _brightness,
     "sharpness": _sharpness,
     "rotate": _rotate,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "shear_x": _affine_by(0, 1, MAX_SHEAR),
+    "shear_y": _affine_by(1, 0, MAX_SHEAR),
+    "translate_x": _affine_by(0, 2, 2 * MAX_TRANSLATION),  # the image spans 2 units
+    "translate_y": _affine_by(1, 2, 2 * MAX_TRANSLATION),
 }
