@@ -8,22 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.config import PreprocessConfig
 from model.data.decoding import Decoder
 from model.data.image_folder import find_pictures
 from model.data.labelled_images import PixelStorage
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
+from tests.model.data.configs import bicubic_config
 from tests.model.data.picture_folders import write_class, write_folder
 
-CONFIG = PreprocessConfig(
-    size=(16, 24),
-    resize="shortest_edge",
-    resize_size=(18, 27),
-    interpolation="bicubic",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-)
+CONFIG = bicubic_config(16, 24, resize_size=(18, 27))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,13 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
     for label, accuracy in finished.test.per_class.items() if finished.test else ():
         assert f"| {label} | {accuracy:.1%} |" in card
     assert "](figures/" not in card
+
+
+def test_the_template_is_part_of_the_package() -> None:
+    root = Path(__file__).resolve().parents[4]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for pattern in settings["package-data"]["model"] for path in (root / "model").glob(pattern)}
+    assert root / "model" / "training" / "report" / "model_card.md" in packed
 
 
 def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord) -> None:
