@@ -16,8 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
-from model.data.decoding import MEMORY
-from model.data.labelled_images import Images, allocate
+from model.data.labelled_images import Images, PixelStorage
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
 
@@ -27,11 +26,11 @@ CLASSES: Final = 10
 TRAIN_FILES: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES: Final = ("test_batch.bin",)
 LABELS_FILE: Final = "batches.meta.txt"
-_RECORD: Final = 1 + CHANNELS * IMAGE_SIZE[0] * IMAGE_SIZE[1]
+_RECORD_BYTES: Final = 1 + CHANNELS * IMAGE_SIZE[0] * IMAGE_SIZE[1]
 
 
 def read_train(folder: Path) -> Images:
-    """All training pictures, in file order.
+    """Read all training images, in file order.
 
     Raises:
         DatasetError: a file is missing, empty, cut short, or holds a label that is no class.
@@ -40,7 +39,7 @@ def read_train(folder: Path) -> Images:
 
 
 def read_test(folder: Path) -> Images:
-    """All test pictures, in file order. Not for training, nor for any choice made while training.
+    """Read all test images, in file order: not for training, nor for any choice made while training.
 
     Raises:
         DatasetError: as `read_train`.
@@ -49,7 +48,7 @@ def read_test(folder: Path) -> Images:
 
 
 def check_test_file(folder: Path) -> None:
-    """See, without opening it, that `read_test` will find its file.
+    """Check, without opening it, that `read_test` will find its file.
 
     Raises:
         DatasetError: it is missing, or not a whole number of records long.
@@ -61,16 +60,13 @@ def check_test_file(folder: Path) -> None:
         raise DatasetError(f"{path}: cannot be read: {_reason(error)}") from error
 
 
-def resize(
-    images: Images, config: PreprocessConfig, folder: Path, *, memory: int = MEMORY, progress: bool = True
-) -> Images:
-    """Pictures in a model's size, as the service would make them of the same pictures uploaded.
+def resize(images: Images, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
+    """Bring images to a model's size, as the service would if they were uploaded.
 
     Args:
-        images: pictures of `IMAGE_SIZE`.
-        config: the model's preprocessing; where it keeps the size, the pictures stay as they are.
-        folder: where pictures go that are too many for the memory.
-        memory: bytes that they may take of it.
+        images: of `IMAGE_SIZE`.
+        config: the model's preprocessing; where it keeps the size, the images stay as they are.
+        storage: where the result goes.
         progress: show a bar.
 
     Raises:
@@ -78,7 +74,7 @@ def resize(
     """
     if config.size == config.resize_size == IMAGE_SIZE:
         return images
-    pixels = allocate((len(images), CHANNELS, *config.size), folder, memory)
+    pixels = storage.allocate((len(images), CHANNELS, *config.size))
 
     def work(index: int) -> None:
         file = io.BytesIO()
@@ -95,7 +91,7 @@ def resize(
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
-    """Names of the classes, in index order.
+    """Read the names of the classes, in index order.
 
     Raises:
         DatasetError: the file is missing or does not name ten classes.
@@ -111,14 +107,14 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     return labels
 
 
-def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
-    """Split training pictures into (kept for training, held out): the last `count` of a seeded permutation.
+def split_validation(images: Images, count: int, seed: int) -> tuple[Images, Images]:
+    """Split images into (training, validation); the latter are the last `count` of a seeded permutation.
 
     Raises:
-        DatasetError: nothing would be left to train on, or nothing held out.
+        DatasetError: one of the two would be empty.
     """
     if not 0 < count < len(images):
-        raise DatasetError(f"cannot hold {count} of {len(images)} training images out")
+        raise DatasetError(f"cannot set {count} of {len(images)} training images aside for validation")
     order = np.random.default_rng(seed).permutation(len(images))
     return images.take(order[:-count]), images.take(order[-count:])
 
@@ -131,7 +127,7 @@ def _read(folder: Path, names: tuple[str, ...]) -> Images:
 
 
 def _read_records(path: Path) -> NDArray[np.uint8]:
-    """uint8 [N, 3073]."""
+    """Read a file's records, uint8 [N, 3073]."""
     try:
         data = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
@@ -139,7 +135,7 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
             f"{path}: cannot be read: {_reason(error)} (expected the binary version of CIFAR-10)"
         ) from error
     _check_size(path, data.size)
-    records = data.reshape(-1, _RECORD)
+    records = data.reshape(-1, _RECORD_BYTES)
     worst = int(records[:, 0].max())
     if worst >= CLASSES:
         record = int(records[:, 0].argmax())
@@ -148,8 +144,8 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
 
 
 def _check_size(path: Path, size: int) -> None:
-    if size == 0 or size % _RECORD:
-        raise DatasetError(f"{path}: {size} bytes are not a whole number of {_RECORD}-byte records")
+    if size == 0 or size % _RECORD_BYTES:
+        raise DatasetError(f"{path}: {size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
 
 
 def _reason(error: Exception) -> str:

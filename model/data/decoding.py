@@ -1,4 +1,4 @@
-"""Picture files to arrays, decoded once and in parallel, by the same code that decodes uploads."""
+"""Decoding of picture files to arrays, once and in parallel, by the same code that decodes uploads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from tqdm import tqdm
 
 from model.config import PreprocessConfig
 from model.data.image_folder import PictureFiles
-from model.data.labelled_images import Images, allocate
+from model.data.labelled_images import Images, PixelStorage
 from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
 
-MEMORY: Final = 4 << 30
-"""Bytes of decoded pictures up to which they are kept in memory."""
-
-_NAMED: Final = 20
-"""Bad files that a message names; the rest is counted."""
+_LISTED_FILES: Final = 20
+"""Number of bad files that a message names; the rest is counted."""
 
 
 class Decoder:
@@ -43,19 +40,18 @@ class Decoder:
         self.bad: list[tuple[Path, str]] = []
         self.digests: dict[Path, bytes] = {}
 
-    def decode(self, files: PictureFiles, config: PreprocessConfig, folder: Path, *, memory: int = MEMORY) -> Images:
-        """The pictures as a model with this preprocessing sees them; a bad file leaves its place undefined.
+    def decode(self, files: PictureFiles, config: PreprocessConfig, storage: PixelStorage) -> Images:
+        """Decode files as a model with this preprocessing sees them; a bad file leaves its place undefined.
 
         Args:
             files: what to decode.
-            config: size and the way there.
-            folder: where pictures go that are too many for the memory.
-            memory: bytes that they may take of it.
+            config: the model's preprocessing.
+            storage: where the pixels go.
 
         Raises:
             DatasetError: no room on the disk.
         """
-        pixels = allocate((len(files), len(config.mean), *config.size), folder, memory)
+        pixels = storage.allocate((len(files), len(config.mean), *config.size))
 
         def keep(index: int, picture: NDArray[np.uint8]) -> None:
             pixels[index] = picture.transpose(2, 0, 1)
@@ -64,20 +60,20 @@ class Decoder:
         return Images(pixels, files.labels)
 
     def check(self, files: PictureFiles, config: PreprocessConfig) -> None:
-        """Decode, and keep nothing but what is wrong."""
+        """Decode files, and keep nothing but what is wrong with them."""
         self._run(files.paths, config, lambda index, picture: None, "check")
 
     def refuse_bad(self, root: Path) -> None:
-        """Complain if there was any bad file so far.
+        """Raise an error if there was any bad file so far.
 
         Raises:
-            DatasetError: names them.
+            DatasetError: the files, and what is wrong with each.
         """
         if not self.bad:
             return
         self.bad.sort()
-        named = [f"  {path}: {reason}" for path, reason in self.bad[:_NAMED]]
-        more = [f"  and {len(self.bad) - _NAMED} more"] if len(self.bad) > _NAMED else []
+        named = [f"  {path}: {reason}" for path, reason in self.bad[:_LISTED_FILES]]
+        more = [f"  and {len(self.bad) - _LISTED_FILES} more"] if len(self.bad) > _LISTED_FILES else []
         count = f"{len(self.bad)} file{'s' * (len(self.bad) > 1)}"
         raise DatasetError("\n".join([f"{root}: {count} in class folders cannot be read as pictures:", *named, *more]))
 

@@ -7,7 +7,7 @@ Either all in one place, to be split, or split already:
                             root/test/cat/9.jpg        optional: measured once, when all choices are made
 
 Classes are the sorted names of the folders. Pictures may lie deeper. Hidden files and folders, `Thumbs.db` and
-`desktop.ini` are passed over, and so are files beside the class folders; every other file in a class is a picture.
+`desktop.ini` are ignored, and so are files beside the class folders; every other file in a class is a picture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRAIN: Final = "train"
 _VALIDATION: Final = ("val", "validation")
 _TEST: Final = "test"
 _SPLITS: Final = (_TRAIN, *_VALIDATION, _TEST)
-_PASSED_OVER: Final = frozenset({"thumbs.db", "desktop.ini"})
+_IGNORED: Final = frozenset({"thumbs.db", "desktop.ini"})
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class PictureFiles:
         return len(self.paths)
 
     def take(self, indices: NDArray[np.int64]) -> PictureFiles:
-        """The files at `indices`, in that order."""
+        """Return the files at `indices`, in that order."""
         return PictureFiles(tuple(self.paths[i] for i in indices), self.labels[indices])
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What a folder holds.
+    """The labelled files of a folder.
 
     Attributes:
         labels: names of the classes, in index order.
@@ -135,7 +135,7 @@ def _read_classes(root: Path, folders: list[Path]) -> tuple[tuple[str, ...], Pic
 
 
 def _folders(root: Path) -> list[Path]:
-    """Visible folders in `root`, links to folders included, sorted by name."""
+    """List the visible folders in `root`, links to folders included, sorted by name."""
     try:
         return sorted((entry for entry in root.iterdir() if not _hidden(entry.name) and entry.is_dir()), key=str)
     except OSError as error:
@@ -143,7 +143,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Everything in a class that is no folder, at any depth; links to folders are named, not followed."""
+    """Yield every file of a class, at any depth; a link to a folder is an error and is not followed."""
 
     def fail(error: OSError) -> None:
         raise DatasetError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -157,4 +157,4 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _hidden(name: str) -> bool:
-    return name.startswith(".") or name.lower() in _PASSED_OVER
+    return name.startswith(".") or name.lower() in _IGNORED

@@ -1,4 +1,4 @@
-"""Labelled pictures as arrays, in memory or, where they are too many, in a file that vanishes with the process."""
+"""Labelled images as arrays, in memory or, where they are too many, in a file that vanishes with the process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DatasetError
 
+MEMORY: Final = 4 << 30
+"""Bytes of decoded images up to which they are kept in memory."""
+
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled pictures.
+    """Labelled images.
 
     Attributes:
         pixels: uint8 [N, C, H, W], RGB; may be mapped from a file.
@@ -30,37 +34,44 @@ class Images:
         return len(self.labels)
 
     def take(self, indices: NDArray[np.int64]) -> Images:
-        """The pictures at `indices`, in that order."""
+        """Return the images at `indices`, in that order."""
         return Images(self.pixels[indices], self.labels[indices])
 
 
-def allocate(shape: tuple[int, ...], folder: Path, memory: int) -> NDArray[np.uint8]:
-    """Room for pictures: in memory, or in an unnamed file where they would take too much of it.
+@dataclass(frozen=True)
+class PixelStorage:
+    """Room for decoded images: memory, or files for arrays that would take too much of it.
 
-    Args:
-        shape: of the array.
-        folder: where the file goes; it has no name there, so that nothing is left behind, however the process ends.
-        memory: bytes up to which the array is in memory.
-
-    Raises:
-        DatasetError: no room on the disk.
+    Attributes:
+        folder: where files go; they have no name there, so that nothing is left behind, however the process ends.
+        memory: bytes up to which an array is in memory.
     """
-    size = math.prod(shape)
-    if size <= memory:
-        return np.empty(shape, np.uint8)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):  # else a full disk would end the process when a page is written
-                os.posix_fallocate(file.fileno(), 0, size)
-            return np.memmap(file, np.uint8, "r+", shape=shape)
-    except OSError as error:
-        raise DatasetError(
-            f"{folder}: no room for {size / 2**30:.1f} GiB of decoded pictures: {error.strerror}"
-        ) from error
+
+    folder: Path
+    memory: int = MEMORY
+
+    def allocate(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Return an uninitialised array of this shape.
+
+        Raises:
+            DatasetError: no room on the disk.
+        """
+        size = math.prod(shape)
+        if size <= self.memory:
+            return np.empty(shape, np.uint8)
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                if hasattr(os, "posix_fallocate"):  # else a full disk would end the process when a page is written
+                    os.posix_fallocate(file.fileno(), 0, size)
+                return np.memmap(file, np.uint8, "r+", shape=shape)
+        except OSError as error:
+            raise DatasetError(
+                f"{self.folder}: no room for {size / 2**30:.1f} GiB of decoded pictures: {error.strerror}"
+            ) from error
 
 
 def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, of values scaled to 0...1, to four decimals.
+    """Return mean and standard deviation of each channel, of values scaled to 0...1, to four decimals.
 
     Args:
         pixels: uint8 [N, C, H, W].

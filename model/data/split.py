@@ -1,4 +1,4 @@
-"""Setting pictures aside, the same share of every class."""
+"""The validation split: the same share of every class."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from model.errors import DatasetError
 def stratify(
     labels: NDArray[np.int64], names: tuple[str, ...], validation: int | float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split pictures into (kept for training, held out); each class is on both sides.
+    """Split pictures into (training, validation); each class is on both sides.
 
     Args:
         labels: int64 [N].
         names: of the classes, each of which has a picture.
-        validation: how many pictures, or which share of them (rounded; at least one a class).
-        seed: decides which.
+        validation: number of pictures, or share of them (rounded; at least one a class).
+        seed: decides which pictures.
 
     Returns:
         Two ascending arrays of indices into `labels`.
@@ -46,7 +46,7 @@ def stratify(
 
 
 def _apportion(counts: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
-    """How many of each class: in proportion, at least one, never all, `wanted` in total."""
+    """Return the number of each class: in proportion, at least one, never all, `wanted` in total."""
     quota = wanted * counts / counts.sum()
     given: NDArray[np.int64] = np.clip(quota.astype(np.int64), 1, counts - 1)
     while given.sum() < wanted:

@@ -1,1 +1,1 @@
-"""How good a model is on labelled pictures: accuracy, calibration, robustness."""
+"""Evaluation of a model on labelled pictures: accuracy, calibration, robustness."""

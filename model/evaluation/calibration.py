@@ -1,4 +1,4 @@
-"""Do the scores mean what they say: temperature and expected calibration error.
+"""Calibration of scores: temperature scaling and expected calibration error.
 
 Guo et al. 2017, https://arxiv.org/abs/1706.04599.
 """
@@ -15,22 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
-"""Where a temperature is looked for; on data that are answered without an error the best one would be 0."""
+"""Range in which a temperature is sought; on data that are answered without an error the best one would be 0."""
 
 BINS: Final = 15
-"""Of the expected calibration error, as in the paper."""
-
+"""Number of bins of the expected calibration error, as in the paper."""
 
 _GRID: Final = 60
-"""Temperatures looked at before the best of them is refined."""
+"""Number of temperatures tried before the best of them is refined."""
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature at which the top-1 score is the best estimate of whether the answer is right.
+    """Return the temperature at which the top-1 score is the best estimate of whether the answer is right.
 
     Best is the lowest Brier score: the mean of (score - 1 if right, else 0) squared. Guo et al. take the
     likelihood of all classes' scores instead; one temperature cannot get all of them right, and what users
-    read and the calibration error judges is the top score. Over twenty random halvings of validation images,
+    read and the calibration error judges is the top score. Over twenty random halvings of a validation set,
     fitted on one half and measured on the other, this gave a lower calibration error than the likelihood on
     models trained with and without label smoothing, and scattered less than minimising the error itself.
 
@@ -84,12 +83,12 @@ class ConfidenceBin:
 def confidence_bins(
     confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = BINS
 ) -> tuple[ConfidenceBin, ...]:
-    """What a reliability diagram shows.
+    """Return the bins of a reliability diagram.
 
     Args:
         confidence: [N], the top-1 score of each image, 0...1.
         correct: [N], whether that answer was right.
-        bins: how many, of equal width: (lower, upper] as in the paper's definition.
+        bins: number of bins, of equal width: (lower, upper] as in the paper's definition.
     """
     bin_of = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
     counts = np.bincount(bin_of, minlength=bins)
@@ -102,6 +101,6 @@ def confidence_bins(
 
 
 def expected_calibration_error(bins: Sequence[ConfidenceBin]) -> float:
-    """Mean gap between confidence and accuracy over the bins, weighted by their images: 0 (perfect) ... 1."""
+    """Return the mean gap between confidence and accuracy over the bins, weighted by their images; 0 is perfect."""
     total = sum(one.count for one in bins)
     return sum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

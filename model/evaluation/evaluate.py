@@ -1,4 +1,4 @@
-"""How good a served model is on labelled pictures, through the same predictor that serves them."""
+"""Evaluation of a served model on labelled pictures, through the same predictor that serves them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class BatchPredictor(Protocol):
     max_batch: int
 
     def predict(self, images: NDArray[np.uint8], *, top_k: int) -> BatchPrediction:
-        """uint8 [B, H, W, C], B <= max_batch -> the `top_k` best classes of each image."""
+        """Return the `top_k` best classes of each image of uint8 [B, H, W, C], B <= `max_batch`."""
         ...
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured.
+    """The result of an evaluation.
 
     Attributes:
-        count: images.
+        count: number of images.
         accuracy: share of images whose top-1 answer is right.
         per_class: the same for the images of each class, by its label.
         loss: mean negative log-likelihood of the right class, in nats.
@@ -56,14 +56,14 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...]
 
     def record(self) -> dict[str, Any]:
-        """As JSON types, without the confusion matrix, which grows with the square of the classes."""
+        """Return it as JSON types, without the confusion matrix, which grows with the square of the classes."""
         values = asdict(self)
         del values["confusion"]
         return values
 
 
 def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = False) -> Evaluation:
-    """Measure a predictor on the 10,000 test images.
+    """Measure a predictor on CIFAR-10's 10,000 test images.
 
     Args:
         predictor: of a model that has CIFAR-10's labels. One that takes another size than 32 x 32 pixels sees
@@ -96,12 +96,12 @@ def predict_uploads(
     name: Callable[[int], str] = "picture {}".format,
     progress: bool = False,
 ) -> NDArray[np.float32]:
-    """All scores of pictures that come as files, through the service's own preprocessing.
+    """Return all scores of pictures that come as files, through the service's own preprocessing.
 
     Args:
-        count: how many.
-        upload: number of a picture, 0...count-1 -> the bytes of its file; called on several threads.
-        name: number of a picture -> what a message calls it.
+        count: number of pictures.
+        upload: takes a picture's number, 0...count-1, and returns the bytes of its file; called on several threads.
+        name: takes a picture's number and returns what a message calls it.
 
     Returns:
         float32 [count, K] in class order.
@@ -109,32 +109,22 @@ def predict_uploads(
     Raises:
         DatasetError: a file that does not decode.
     """
-    checkpoint = predictor.checkpoint
-    classes = checkpoint.config.num_classes
-    scores = np.empty((count, classes), dtype=np.float32)
+    config = predictor.checkpoint.preprocess
 
     def read(number: int) -> NDArray[np.uint8]:
         try:
-            return preprocess(upload(number), checkpoint.preprocess)
+            return preprocess(upload(number), config)
         except ImageError as error:
             raise DatasetError(f"{name(number)}: {error}") from error
 
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar,
-    ):
-        for start in range(0, count, predictor.max_batch):
-            numbers = range(start, min(start + predictor.max_batch, count))
-            answer = predictor.predict(np.stack(list(pool.map(read, numbers))), top_k=classes)
-            np.put_along_axis(scores[start : numbers.stop], answer.indices, answer.scores, axis=1)
-            bar.update(len(numbers))
-    return scores
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return _predict_batches(predictor, count, lambda batch: np.stack(list(pool.map(read, batch))), progress)
 
 
 def predict_scores(
     predictor: BatchPredictor, pixels: NDArray[np.uint8], *, progress: bool = False
 ) -> NDArray[np.float32]:
-    """All scores of all pictures, in batches as large as the predictor takes.
+    """Return all scores of all images, in batches as large as the predictor takes.
 
     Args:
         pixels: uint8 [N, C, H, W].
@@ -142,24 +132,35 @@ def predict_scores(
     Returns:
         float32 [N, K] in class order.
     """
+
+    def read(batch: range) -> NDArray[np.uint8]:
+        return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
+
+    return _predict_batches(predictor, len(pixels), read, progress)
+
+
+def _predict_batches(
+    predictor: BatchPredictor, count: int, read: Callable[[range], NDArray[np.uint8]], progress: bool
+) -> NDArray[np.float32]:
+    """Return the scores, float32 [count, K] in class order, of images that `read` gives as uint8 [B, H, W, C]."""
     classes = predictor.checkpoint.config.num_classes
-    scores = np.empty((len(pixels), classes), dtype=np.float32)
-    with tqdm(total=len(pixels), desc="evaluate", unit="img", disable=None if progress else True) as bar:
-        for start in range(0, len(pixels), predictor.max_batch):
-            batch = pixels[start : start + predictor.max_batch]
-            answer = predictor.predict(np.ascontiguousarray(batch.transpose(0, 2, 3, 1)), top_k=classes)
-            np.put_along_axis(scores[start : start + len(batch)], answer.indices, answer.scores, axis=1)
+    scores = np.empty((count, classes), dtype=np.float32)
+    with tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar:
+        for start in range(0, count, predictor.max_batch):
+            batch = range(start, min(start + predictor.max_batch, count))
+            answer = predictor.predict(read(batch), top_k=classes)
+            np.put_along_axis(scores[start : batch.stop], answer.indices, answer.scores, axis=1)
             bar.update(len(batch))
     return scores
 
 
 def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]) -> Evaluation:
-    """Compare scores with the truth.
+    """Evaluate scores against the right labels.
 
     Args:
         scores: [N, K], each row summing to 1.
         labels: [N].
-        names: of the K classes, all different.
+        names: names of the K classes, all different.
 
     Raises:
         DatasetError: no images.

@@ -17,15 +17,15 @@ from model.evaluation.robustness import UPLOADS, Upload, as_png
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Pictures and the truth about them.
+    """Labelled pictures as files.
 
     Attributes:
         source: as the user wrote it, for messages.
-        split: what they are called: `test`, `validation`, or nothing where the data are in one piece.
-        names: of the classes, in index order.
+        split: `test`, `validation`, or empty where the data are not split.
+        names: names of the classes, in index order.
         labels: int64 [N], indices of `names`.
-        upload: number of a picture -> the bytes of its file; thread-safe.
-        name: number of a picture -> what a message calls it.
+        upload: takes a picture's number, returns the bytes of its file; thread-safe.
+        name: takes a picture's number, returns what a message calls it.
         variants: the same pictures as users send them (see `robustness`), by name; empty where not offered.
     """
 
@@ -41,7 +41,7 @@ class EvaluationSet:
         return len(self.labels)
 
     def truth(self, labels: Sequence[str], model: str) -> NDArray[np.int64]:
-        """The right class of each picture as the model counts them: int64 [N].
+        """Return the right class of each picture as an index of the model's labels: int64 [N].
 
         Args:
             labels: the model's, in index order; it may know more classes than there are here.
@@ -60,7 +60,7 @@ class EvaluationSet:
 
 
 def open_evaluation_set(root: Path) -> EvaluationSet:
-    """CIFAR-10's test images, or the test (else the validation, else all) pictures of a folder of classes.
+    """Open CIFAR-10's test set, or the test set (else the validation set, else all) of a folder of classes.
 
     Raises:
         DatasetError: neither, or not readable.

@@ -1,1 +1,1 @@
-"""Training: the recipe that made the bundled checkpoint."""
+"""Training and fine-tuning by a recipe, from labelled pictures to a checkpoint that the service loads."""

@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights.
+"""The exponential moving average (EMA) of the weights.
 
 Polyak and Juditsky 1992 showed why averaging helps; this form and its warm-up are TensorFlow's
 `ExponentialMovingAverage` and timm's `ModelEmaV3`.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def warmed_up_decay(decay: float, steps: int) -> float:
-    """What the average keeps of itself at a step: `decay`, less in the beginning, when it knows little.
+    """Return the decay for a step: `decay`, but less in the first steps, when the average knows little.
 
     Args:
         decay: 0...1.
@@ -23,6 +23,6 @@ def warmed_up_decay(decay: float, steps: int) -> float:
 
 
 @torch.no_grad()
-def update_average(average: Sequence[Tensor], weights: Sequence[Tensor], kept: float) -> None:
-    """In place: average = kept * average + (1 - kept) * weights."""
-    torch._foreach_lerp_(list(average), list(weights), 1 - kept)
+def update_average(average: Sequence[Tensor], weights: Sequence[Tensor], decay: float) -> None:
+    """Set average = decay * average + (1 - decay) * weights, in place."""
+    torch._foreach_lerp_(list(average), list(weights), 1 - decay)

@@ -1,4 +1,4 @@
-"""From weights to what is served: rounded as stored, their temperature fitted, measured."""
+"""Rounding of weights to what is stored, their temperature, and their measurement."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from model.evaluation.calibration import fit_temperature
 from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.predictor import Predictor
 
-STORED: Final = torch.float16
+STORED_DTYPE: Final = torch.float16
 """Dtype of the weights on disk."""
 
-FEWEST: Final = 30
-"""Held-out pictures that a temperature is fitted to; from fewer it would be noise."""
+MIN_CALIBRATION_IMAGES: Final = 30
+"""The fewest validation images that a temperature is fitted to; from fewer it would be noise."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A checkpoint as it is stored and served, and how good it is.
+class CalibratedCheckpoint:
+    """A checkpoint as it is stored and served, with its evaluations.
 
     Attributes:
-        checkpoint: float32, rounded to `STORED`, with its temperature.
-        predictor: of the same weights without it.
-        validation, validation_uncalibrated: on the validation pictures with it and without it.
+        checkpoint: float32, rounded to `STORED_DTYPE`, with its temperature.
+        predictor: runs the same weights without the temperature.
+        validation, validation_uncalibrated: on the validation set, with the temperature and without it.
     """
 
     checkpoint: Checkpoint
@@ -38,29 +38,31 @@ class Measured:
     validation_uncalibrated: Evaluation
 
 
-def round_and_calibrate(checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool) -> Measured:
+def round_and_calibrate(
+    checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool
+) -> CalibratedCheckpoint:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    The temperature is left at 1 where the validation pictures cannot tell it: where they are fewer than
-    `FEWEST`, or where all of them are answered right and a lower temperature only looks ever better.
+    The temperature is left at 1 where the validation set cannot tell it: where its images are fewer than
+    `MIN_CALIBRATION_IMAGES`, or where all of them are answered right and a lower temperature only looks ever better.
 
     Args:
         checkpoint: float32; its temperature is not used.
-        validation: pictures that were not trained on, in the checkpoint's size.
+        validation: images that were not trained on, in the checkpoint's size.
         device: see `model.runtime.device.choose_device`.
         progress: show a bar.
 
     Raises:
         CheckpointError: a weight is not finite, or too large for the stored dtype.
     """
-    rounded = {name: tensor.detach().cpu().to(STORED).float() for name, tensor in checkpoint.tensors.items()}
+    rounded = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
     stored = replace(checkpoint, tensors=rounded, temperature=1.0)
     predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
     logits = log_scores(predictor, validation, progress=progress)
     truth = torch.from_numpy(validation.labels)
     all_right = bool((logits.argmax(dim=1) == truth).all())
-    temperature = 1.0 if all_right or len(truth) < FEWEST else fit_temperature(logits, truth)
-    return Measured(
+    temperature = 1.0 if all_right or len(truth) < MIN_CALIBRATION_IMAGES else fit_temperature(logits, truth)
+    return CalibratedCheckpoint(
         checkpoint=replace(stored, temperature=temperature),
         predictor=predictor,
         validation=measure_logits(logits, validation, temperature, checkpoint.labels),
@@ -69,12 +71,12 @@ def round_and_calibrate(checkpoint: Checkpoint, validation: Images, *, device: s
 
 
 def log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
-    """The logarithm of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
+    """Return the log of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
     scores = torch.from_numpy(predict_scores(predictor, images.pixels, progress=progress))
     return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
 
 
 def measure_logits(logits: Tensor, images: Images, temperature: float, labels: tuple[str, ...]) -> Evaluation:
-    """Compare logits [N, K], divided by a temperature, with the truth."""
+    """Evaluate logits [N, K], divided by a temperature."""
     scores: np.ndarray[tuple[int, int], np.dtype[np.float32]] = (logits / temperature).softmax(dim=1).numpy()
     return measure(scores, images.labels, labels)

@@ -1,18 +1,23 @@
-"""Better than random starts for a short schedule; the architecture stays the plain one."""
+"""The model that a run starts with: initial weights that suit a short schedule, or those of a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.errors import TrainingError
+from model.checkpoint.checkpoint import check_tensors
+from model.config import ViTConfig
+from model.errors import CheckpointError, TrainingError
 from model.network.vit import VisionTransformer
+from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 
 _TEMPERATURE: Final = 100.0
-"""Lowest frequency of the code is 1/_TEMPERATURE; grids here are small, so far below the papers' 10,000."""
+"""The lowest frequency of the code is 1/_TEMPERATURE; grids here are small, so this is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 _PATCH_SCALE: Final = 0.5
 _WHITENING_IMAGES: Final = 5000
@@ -21,8 +26,45 @@ _WHITENING_FLOOR: Final = 1e-2
 """Added to the patches' variances, so that directions without content are not blown up."""
 
 
+def initial_model(
+    recipe: Recipe, config: ViTConfig, data: TrainingData, initial: Mapping[str, Tensor] | None
+) -> VisionTransformer:
+    """Make the float32 model that training starts with, on the CPU.
+
+    Args:
+        recipe: how weights are initialised, and how much of the model is left out at random while it trains.
+        config: the architecture.
+        data: its images may decide where the patch embedding starts.
+        initial: all weights by the model's parameter names; None: the recipe's initialisation.
+
+    Raises:
+        TrainingError: initial weights that are not the model's.
+    """
+    model = VisionTransformer(config, drop_path=recipe.drop_path)
+    if initial is not None:
+        _copy_weights(model, initial)
+        return model
+    model.reset_parameters(torch.Generator().manual_seed(recipe.seed))
+    if recipe.initialisation.positions == "sincos":
+        start_positions(model)
+    if recipe.initialisation.whiten_patches:
+        start_patches(model, data.normalise(whitening_sample(data.pixels)).cpu())
+    return model
+
+
+@torch.no_grad()
+def _copy_weights(model: VisionTransformer, weights: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    try:
+        check_tensors("initial weights", weights, {name: tuple(p.shape) for name, p in parameters.items()})
+    except CheckpointError as error:
+        raise TrainingError(str(error)) from error
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
 def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
-    """2D sine-cosine code: a quarter of the width each for sin and cos of the row and of the column.
+    """Return the 2D sine-cosine code: a quarter of the width each for sin and cos of the row and of the column.
 
     Chen et al. 2021 (MoCo v3), https://arxiv.org/abs/2104.02057; values in -1...1.
 
@@ -46,9 +88,9 @@ def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
 
 
 def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
-    """Filters that give uncorrelated outputs of unit variance on these pictures' patches.
+    """Return filters that give uncorrelated outputs of unit variance on these pictures' patches.
 
-    The eigenvectors of the patches' covariance over the root of their eigenvalues, as in
+    They are the eigenvectors of the patches' covariance over the root of their eigenvalues, as in
     https://arxiv.org/abs/2404.00498, section 3.2.
 
     Args:
@@ -64,7 +106,7 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def whitening_sample(pixels: Tensor) -> Tensor:
-    """As many pictures as the patches' covariance needs, and no more than fit in memory as float32.
+    """Return as many pictures as the patches' covariance needs, and no more than fit in memory as float32.
 
     Args:
         pixels: [N, C, H, W]; only what is chosen is read.

@@ -13,7 +13,7 @@ from model.training.recipe import Optimiser
 
 
 def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: int) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon after it where the recipe asks for it.
+    """Return AdamW, followed by Muon where the recipe asks for it.
 
     AdamW's groups are the decayed parameters, then the spared ones. With layer-wise decay there is a
     pair for each layer, the embeddings' first, and a group of Muon's for each block; each group's `lr`
@@ -21,8 +21,8 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
 
     Args:
         weights: float32, by the model's parameter names.
-        settings: the recipe's.
-        depth: blocks of the model.
+        settings: the recipe's table.
+        depth: number of the model's blocks.
 
     Raises:
         TrainingError: this torch has no Muon.
@@ -70,7 +70,7 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
 
 
 def layer_of(name: str, depth: int) -> int:
-    """A parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that follows the blocks.
+    """Return a parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that follows the blocks.
 
     BEiT's numbering (Bao et al. 2021, https://arxiv.org/abs/2106.08254), also timm's.
     """

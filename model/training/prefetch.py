@@ -1,4 +1,4 @@
-"""Reading one item ahead of its use."""
+"""Read one item ahead of its use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def read_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Value]:
-    """`map(read, keys)`, the next item being read by a thread while this one is used.
+    """Yield `read(key)` of each key; a thread reads the next item while the present one is used.
 
     Raises:
         Exception: whatever `read` raises, when its item is asked for.

@@ -36,7 +36,7 @@ class Architecture(_Table):
     pool: Pool = "cls"
 
     def config(self, image_size: Size, num_classes: int) -> ViTConfig:
-        """The whole architecture, for these data.
+        """Return the whole architecture, for these data.
 
         Raises:
             TrainingError: it does not fit them.
@@ -53,7 +53,7 @@ class Architecture(_Table):
 
 
 class Initialisation(_Table):
-    """How the weights start."""
+    """How the weights are initialised."""
 
     positions: Literal["random", "sincos"] = "sincos"
     """`sincos`: the position embeddings start at a 2D sine-cosine code and are learned from there."""
@@ -66,12 +66,12 @@ class Optimiser(_Table):
 
     name: Literal["adamw", "muon"] = "muon"
     learning_rate: Positive
-    """AdamW's at its peak."""
+    """The peak rate of AdamW."""
     muon_learning_rate: Positive = 2e-3
-    """Muon's at its peak, scaled to match AdamW's step sizes (Liu et al. 2025)."""
+    """The peak rate of Muon, scaled to match AdamW's step sizes (Liu et al. 2025)."""
     betas: tuple[Share, Share] = (0.9, 0.98)
     weight_decay: NotNegative = 0.05
-    """Decoupled; biases and LayerNorm weights are spared."""
+    """The decay is decoupled; biases and LayerNorm weights are spared."""
     warmup: Share = 0.1
     """Share of all steps over which the rate rises linearly; then it falls to zero along a cosine."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -82,7 +82,7 @@ class Optimiser(_Table):
 
 
 class Augmentation(_Table):
-    """Done anew in every epoch, in the order of the fields, to each image by itself."""
+    """Random changes to each image by itself, drawn anew in every epoch and made in the order of the fields."""
 
     crop_padding: Annotated[int, Field(ge=0)] = 4
     """Pixels of black around an image before a random part of the model's input size is cut out of it;
@@ -91,21 +91,21 @@ class Augmentation(_Table):
     """A random part of the image is resized to the input: at least this share of its area, sides 3:4 to
     4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0: parts are cut out, not resized."""
     flip: bool = True
-    """Mirrored left to right, half of the images."""
+    """Half of the images are mirrored left to right."""
     resample: Probability = 0.0
     """Share of the images that are enlarged and shrunk again, which blurs them as pictures from users are."""
     resample_since: Probability = 0.0
-    """Share of the schedule after which that begins, from the next epoch on."""
+    """Share of the schedule after which `resample` begins, from the next epoch on."""
     trivial_augment: Probability = 0.0
     """Share of the images that one random operation changes (TrivialAugment)."""
     rand_augment: Annotated[int, Field(ge=0, le=14)] = 0
-    """Random operations that each image goes through, one after the other (RandAugment); 0: none."""
+    """Number of random operations that each image goes through, one after the other (RandAugment); 0: none."""
     rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
-    """Their strength: 0 changes nothing, 10 is the strongest that TrivialAugment draws."""
+    """Strength of these operations: 0 changes nothing, 10 is the strongest that TrivialAugment draws."""
     erasing: Probability = 0.0
     """Share of the images that lose a random rectangle of 2 % to 33 % of their area (random erasing)."""
     erasing_fill: Literal["pixel", "mean"] = "pixel"
-    """What is put there, after normalisation: normal noise in every pixel, or the mean of the training pictures."""
+    """Fill of that rectangle, after normalisation: normal noise in every pixel, or the mean of the training images."""
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:
@@ -154,10 +154,10 @@ class Recipe(_Table):
     whichever is further on, so that a slow or busy machine gives a shorter but complete schedule."""
     batch_size: Annotated[int, Field(ge=1)]
     validation: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
-    """Training images that no gradient sees, as a number or as a share of them: for choices and for the
-    temperature. Not used where the data bring a validation split of their own."""
+    """Size of the validation set, as a number or as a share of the training images: no gradient sees it; it is
+    for choices and for the temperature. Not used where the data bring a validation split of their own."""
     evaluate_every: Annotated[int, Field(ge=1)] = 1
-    """Epochs between evaluations on the validation images."""
+    """Number of epochs between evaluations on the validation set."""
     keep: Literal["best", "last"] = "best"
     """Which weights are served: the epoch's with the highest validation accuracy, or the last epoch's."""
     label_smoothing: Share = 0.1
@@ -168,20 +168,20 @@ class Recipe(_Table):
     """An exponential moving average of the weights is evaluated and exported: after each step it keeps this
     share of itself, less in the first steps. 0: the weights themselves."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of activations and gradients; master weights and optimiser state are float32 whatever it is."""
+    """Dtype of activations and gradients; master weights and optimiser state are float32 whatever it is."""
     compile: bool = True
     """Compile the blocks where a C++ compiler is found."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one operator on the CPU; 0: torch's own choice."""
     checkpoint: str | None = None
-    """Fine-tune this one (whatever `load_checkpoint` reads) instead of training an `architecture` from scratch."""
+    """The checkpoint to fine-tune (whatever `load_checkpoint` reads), instead of an `architecture` from scratch."""
     checkpoint_architecture: str | None = None
     checkpoint_preprocess: str | None = None
-    """For checkpoints of formats that carry none; see `load_checkpoint`."""
+    """Both are for checkpoints of formats that carry none; see `load_checkpoint`."""
     image_size: Size | None = None
     """(rows, columns) of the model's input in pixels; absent: the checkpoint's, or that of the data."""
     architecture: Architecture | None = None
-    """Needed from scratch; not used for fine-tuning."""
+    """The architecture to train from scratch; not used for fine-tuning."""
     initialisation: Initialisation = Initialisation()
     optimiser: Optimiser
     augmentation: Augmentation = Augmentation()
@@ -189,7 +189,7 @@ class Recipe(_Table):
     patch_dropout: PatchDropout = PatchDropout()
 
     def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> Recipe:
-        """The same recipe with some fields replaced and all checked again.
+        """Return the recipe with some fields replaced and all checked again.
 
         Args:
             values: by name; a field of a table is named with a dot, as in `optimiser.learning_rate`.
@@ -229,7 +229,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """A recipe from its JSON record; fields that are younger than the record take their defaults.
+    """Read a recipe from its JSON record; fields that are younger than the record take their defaults.
 
     Args:
         text: what `Recipe.model_dump_json` wrote.

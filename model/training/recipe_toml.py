@@ -9,7 +9,7 @@ from model.training.recipe import Recipe
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The whole recipe, defaults included; `read_recipe` reads the same one back."""
+    """Write the whole recipe, defaults included; `read_recipe` reads the same one back."""
     values = recipe.model_dump(mode="json", exclude_none=True)
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     parts = [_lines({name: value for name, value in values.items() if name not in tables})]

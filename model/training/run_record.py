@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from model.evaluation.evaluate import Evaluation
 from model.training.recipe import Recipe
@@ -12,22 +17,23 @@ from model.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What came of a run; written into the checkpoint's `training` record and told by its card.
+    """The result of a run; it is written into the checkpoint's config under `training` and shown by its card.
 
     Attributes:
-        recipe: what was asked for.
+        recipe: what the run did.
         data: what it was trained on: `CIFAR-10`, or the name of a folder of pictures.
         started_from: name of the checkpoint that was fine-tuned; None: trained from scratch.
         kept_epoch: the epoch whose weights are kept.
-        epochs: as far as training came; the last may be a part of one when the recipe bounds the time.
-        images: training images; `validation_images` were set aside from the same files.
-        seconds: wall time of training, evaluations on the validation images included.
-        device: what it ran on. `precision`: dtype of activations and gradients there.
-        parameters: of the model.
+        epochs: number of epochs trained; the last may be a part of one when the recipe bounds the time.
+        images, validation_images: sizes of the training set and of the validation set.
+        seconds: wall time of training, evaluations on the validation set included.
+        device: what it ran on.
+        precision: dtype of activations and gradients there.
+        parameters: number of the model's parameters.
         versions: of Python and the packages that matter.
         temperature: fitted on the validation images; 1 where they cannot tell it (see `round_and_calibrate`).
         validation, validation_uncalibrated: measured with it and without it (temperature 1).
-        test, test_uncalibrated: the same on the test images; None where the data have none.
+        test, test_uncalibrated: the same on the test set; None where the data have none.
     """
 
     recipe: Recipe
@@ -48,8 +54,13 @@ class RunRecord:
     test: Evaluation | None
     test_uncalibrated: Evaluation | None
 
+    @property
+    def measured(self) -> Evaluation:
+        """The evaluation that the card reports: on the test set, or on the validation set where there is none."""
+        return self.test or self.validation
+
     def record(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the record as JSON types."""
         measured = {name: value.record() for name, value in vars(self).items() if isinstance(value, Evaluation)}
         return {
             **asdict(self),
@@ -57,3 +68,23 @@ class RunRecord:
             "recipe": self.recipe.model_dump(mode="json"),
             "versions": dict(self.versions),
         }
+
+
+def describe_device(device: torch.device) -> str:
+    """Return a device's name as a person knows it: `NVIDIA H100 80GB HBM3`, or `AMD EPYC 9454 (2 threads)`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"{name} ({torch.get_num_threads()} threads)"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    packages = ("vitserve", "torch", "numpy", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

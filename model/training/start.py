@@ -16,13 +16,13 @@ from model.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Start:
-    """What a run trains, before its first step.
+    """The model that a run trains, before its first step.
 
     Attributes:
         config: the architecture, fitted to the data's classes.
         preprocess: what the service will do; from scratch, mean and std are yet to be measured.
         weights: float32 on the CPU by name; None from scratch.
-        name: of the checkpoint that is fine-tuned; None from scratch.
+        name: name of the checkpoint that is fine-tuned; None from scratch.
     """
 
     config: ViTConfig
@@ -36,7 +36,7 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
 
     Args:
         recipe: names a checkpoint or an architecture.
-        classes: K of the new head.
+        classes: number of classes of the new head.
         image_size: (rows, columns) of the data's pictures, where all are of one size.
 
     Raises:

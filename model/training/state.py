@@ -1,4 +1,4 @@
-"""Files that hold a run's state: whole or not there at all, and never code."""
+"""Files that hold a run's state; they are whole or absent, and never hold code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
 
     Args:
         path: the file.
-        recipe: the run's. The state's must equal it, with defaults for fields that it does not name.
-        device: where tensors go.
+        recipe: the run's recipe. The state's must equal it, with defaults for fields that it does not name.
+        device: where the tensors go.
 
     Raises:
         TrainingError: no state there, unreadable, or of another recipe.

@@ -30,7 +30,7 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "epochs": (int, "N", "times that every picture is seen"),
     "minutes": (float, "N", "wall time after which a shortened schedule ends"),
     "batch-size": (int, "N", "pictures a step"),
-    "validation": (_share_or_count, "N", "pictures set aside (100), or their share (0.1), where no split is given"),
+    "validation": (_share_or_count, "N", "size of the validation set (100 or 0.1), where --data has none"),
     "keep": (str, "best|last", "which weights are served"),
     "precision": (str, "NAME", "auto, float32 or bfloat16"),
     "seed": (int, "N", "decides the split and all random choices"),
@@ -113,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:
     from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
-    from model.training.train import RECIPE_FILE, default_recipe  # noqa: PLC0415
+    from model.training.run_folder import RECIPE_FILE  # noqa: PLC0415
+    from model.training.train import default_recipe  # noqa: PLC0415
 
     if arguments.recipe is not None:
         bundled = RECIPES / f"{arguments.recipe}.toml"

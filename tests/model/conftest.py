@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.data.cifar10 import TEST_FILES, TRAIN_FILES, hold_out, read_train
-from model.training.loop import Data
+from model.data.cifar10 import TEST_FILES, TRAIN_FILES, read_train, split_validation
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.synthetic import LABELS, write_batch
 
 
@@ -26,10 +26,10 @@ def cifar(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def data(cifar: Path, recipe: Recipe) -> Data:
+def data(cifar: Path, recipe: Recipe) -> TrainingData:
     """The training pictures, split as the recipe says."""
-    train, validation = hold_out(read_train(cifar), int(recipe.validation), recipe.seed)
-    return Data(
+    train, validation = split_validation(read_train(cifar), int(recipe.validation), recipe.seed)
+    return TrainingData(
         *(torch.from_numpy(a) for a in (train.pixels, train.labels, validation.pixels, validation.labels)),
         mean=(0.5, 0.5, 0.5),
         std=(0.25, 0.25, 0.25),

@@ -1,4 +1,4 @@
-"""What a model card shows: how training went, which classes are mixed up, whether scores mean what they say."""
+"""Figures of a model card: learning curve, confusion matrix, reliability diagram."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from model.insight.figures.canvas import canvas, save
 _NAMED_CLASSES: Final = 40
 """Up to this many classes, a confusion matrix has room for their names."""
 _NUMBERED_CLASSES: Final = 16
-"""Up to this many, it has room for a number in every cell."""
+"""Up to this many classes, it has room for a number in every cell."""
 
 
 class Epoch(Protocol):
-    """The part of `model.training.loop.EpochMetrics` that is drawn."""
+    """The part of `model.training.metrics.EpochMetrics` that is drawn."""
 
     @property
     def epoch(self) -> int: ...  # noqa: D102
@@ -44,7 +44,7 @@ class Bin(Protocol):
 
 
 def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
-    """Loss and accuracy by epoch, on augmented training images and on validation ones; its best epoch marked.
+    """Draw loss and accuracy by epoch, on augmented training images and on validation ones; mark the best epoch.
 
     Args:
         rows: one an epoch, in order; at least one.
@@ -58,17 +58,17 @@ def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
     epochs = [row.epoch for row in rows]
     left.plot(epochs, [row.train_loss for row in rows], label="training (augmented, smoothed)", color="tab:gray")
     right.plot(epochs, [100 * row.train_accuracy for row in rows], label="training (augmented)", color="tab:gray")
-    tested = [
+    validated = [
         (row.epoch, row.validation_loss, row.validation_accuracy)
         for row in rows
         if row.validation_loss is not None and row.validation_accuracy is not None
     ]
-    if tested:
-        when = [epoch for epoch, _, _ in tested]
-        marker = "." if len(tested) < 60 else ""
-        left.plot(when, [loss for _, loss, _ in tested], label="held out", color="tab:blue", marker=marker)
-        right.plot(when, [100 * share for _, _, share in tested], label="held out", color="tab:blue", marker=marker)
-        best, _, accuracy = max(tested, key=lambda row: row[2])
+    if validated:
+        when = [epoch for epoch, _, _ in validated]
+        style = {"label": "validation", "color": "tab:blue", "marker": "." if len(validated) < 60 else ""}
+        left.plot(when, [loss for _, loss, _ in validated], **style)
+        right.plot(when, [100 * share for _, _, share in validated], **style)
+        best, _, accuracy = max(validated, key=lambda row: row[2])
         name = f"best: {accuracy:.2%}, epoch {best}"
         right.plot([best], [100 * accuracy], "o", color="tab:red", markersize=8, fillstyle="none", label=name)
         for axes in (left, right):
@@ -82,11 +82,11 @@ def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
 
 
 def confusion_matrix(matrix: NDArray[np.int64] | Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
-    """Which class was taken for which: rows are the truth, columns the answer, shares of a row in colour.
+    """Draw which class was taken for which: rows are the truth, columns the answer, shares of a row in colour.
 
     Args:
         matrix: [K, K] images of class i that were answered with class j.
-        labels: K names.
+        labels: names of the K classes.
         path: PNG to write.
 
     Raises:
@@ -114,7 +114,7 @@ def confusion_matrix(matrix: NDArray[np.int64] | Sequence[Sequence[int]], labels
 
 
 def reliability_diagram(bins: Sequence[Bin], path: Path) -> None:
-    """Accuracy against confidence (Guo et al. 2017, figure 1): on the diagonal, scores mean what they say.
+    """Draw accuracy against confidence (Guo et al. 2017, figure 1); calibrated scores lie on the diagonal.
 
     Args:
         bins: equally wide bins of the top-1 score, in order over 0...1; at least one image in them.

@@ -31,12 +31,23 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
     images = SCORES_BYTES // image_bytes
     if images >= batch:
-        return _attention(q, k, v)
+        return plain_attention(q, k, v)
     parts = zip(*(torch.split(tensor, images) for tensor in (q, k, v)), strict=True)
-    return torch.cat([_attention(*part) for part in parts])
+    return torch.cat([plain_attention(*part) for part in parts])
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention step by step.
+
+    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster than the
+    fused kernel; in float32 the fused kernel is faster.
+
+    Args:
+        q, k, v: [B, heads, N, head_dim]; q may have fewer tokens than k and v.
+
+    Returns:
+        [B, heads, N of q, head_dim].
+    """
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     attended: Tensor = scores.softmax(dim=-1) @ v
     return attended

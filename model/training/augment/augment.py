@@ -1,4 +1,4 @@
-"""Augmentation of whole batches that are already tensors: no workers, no pictures decoded twice."""
+"""Augmentation of whole batches that are already tensors, without workers and without decoding a picture twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def augment(
     generator: torch.Generator,
     progress: float = 0.0,
 ) -> Tensor:
-    """All that is done to a batch before it is normalised, in the recipe's order.
+    """Augment a batch before it is normalised, in the recipe's order.
 
     Args:
         images: uint8 [B, C, H, W].

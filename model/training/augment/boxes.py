@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _ATTEMPTS: Final = 10
-"""As torchvision and timm: how often a rectangle that does not fit is drawn again."""
+"""How often a rectangle that does not fit is drawn again, as in torchvision and timm."""
 
 
 class Boxes(NamedTuple):
@@ -26,7 +26,7 @@ class Boxes(NamedTuple):
     width: Tensor
 
     def mask(self, size: tuple[int, int]) -> Tensor:
-        """bool [B, 1, rows, columns] for images of `size`, true inside the rectangle."""
+        """Return bool [B, 1, rows, columns] for images of `size`, true inside the rectangle."""
         rows = torch.arange(size[0], device=self.top.device)
         columns = torch.arange(size[1], device=self.top.device)
         inside_rows = (rows >= self.top[:, None]) & (rows < (self.top + self.height)[:, None])
@@ -41,7 +41,7 @@ def random_boxes(
     ratio: tuple[float, float],
     generator: torch.Generator,
 ) -> Boxes:
-    """Rectangles within images of `size`, evenly distributed over the places where they fit.
+    """Draw rectangles within images of `size`, evenly distributed over the places where they fit.
 
     Args:
         count: B.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ROTATION: Final = 30.0
-"""Degrees."""
+"""In degrees."""
 MAX_SHEAR: Final = 0.3
 MAX_TRANSLATION: Final = 10 / 32
 """Share of the side: ten pixels of a CIFAR image."""
@@ -62,7 +62,7 @@ def _auto_contrast(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _equalize(x: Tensor, strength: Tensor) -> Tensor:
-    """Each channel's histogram made flat, as `PIL.ImageOps.equalize` does it."""
+    """Flatten each channel's histogram, as `PIL.ImageOps.equalize` does it."""
     count, channels, height, width = x.shape
     values = x.long().reshape(count * channels, height * width)
     histogram = torch.zeros((count * channels, 256), dtype=torch.int64, device=x.device)
@@ -109,7 +109,7 @@ def _brightness(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _sharpness(x: Tensor, strength: Tensor) -> Tensor:
-    """Away from or towards the image smoothed by `PIL.ImageFilter.SMOOTH`; the border stays."""
+    """Move away from or towards the image smoothed by `PIL.ImageFilter.SMOOTH`; the border stays."""
     channels = x.shape[1]
     kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=x.device) / 13
     smooth = x.clone()
@@ -118,7 +118,7 @@ def _sharpness(x: Tensor, strength: Tensor) -> Tensor:
 
 
 def _affine(x: Tensor, matrix: Tensor) -> Tensor:
-    """Resample; `matrix` [B, 2, 3] takes output places to input places, both -1...1 across the image."""
+    """Resample images; `matrix` [B, 2, 3] takes output places to input places, both -1...1 across the image."""
     grid = F.affine_grid(matrix, list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -137,28 +137,15 @@ def _rotate(x: Tensor, strength: Tensor) -> Tensor:
     return _affine(x, matrix)
 
 
-def _shear_x(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 0, 1] = strength * MAX_SHEAR
-    return _affine(x, matrix)
+def _affine_by(row: int, column: int, factor: float) -> Operation:
+    """Make an operation that sets one element of the identity's matrix to its strength times `factor`."""
 
+    def operation(x: Tensor, strength: Tensor) -> Tensor:
+        matrix = _unit(len(x), x.device)
+        matrix[:, row, column] = strength * factor
+        return _affine(x, matrix)
 
-def _shear_y(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 1, 0] = strength * MAX_SHEAR
-    return _affine(x, matrix)
-
-
-def _translate_x(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 0, 2] = strength * 2 * MAX_TRANSLATION  # the image spans 2 units
-    return _affine(x, matrix)
-
-
-def _translate_y(x: Tensor, strength: Tensor) -> Tensor:
-    matrix = _unit(len(x), x.device)
-    matrix[:, 1, 2] = strength * 2 * MAX_TRANSLATION
-    return _affine(x, matrix)
+    return operation
 
 
 OPERATIONS: Final[dict[str, Operation]] = {
@@ -172,8 +159,8 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "brightness": _brightness,
     "sharpness": _sharpness,
     "rotate": _rotate,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "shear_x": _affine_by(0, 1, MAX_SHEAR),
+    "shear_y": _affine_by(1, 0, MAX_SHEAR),
+    "translate_x": _affine_by(0, 2, 2 * MAX_TRANSLATION),  # the image spans 2 units
+    "translate_y": _affine_by(1, 2, 2 * MAX_TRANSLATION),
 }

@@ -42,7 +42,7 @@ def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: torch.Genera
 
 
 def cutmix_share(size: tuple[int, int], kept: Tensor, generator: torch.Generator) -> Tensor:
-    """What stays of an image when a rectangle of another one is put into it: 1 outside, 0 inside.
+    """Return what stays of an image when a rectangle of another one is put into it: 1 outside, 0 inside.
 
     Its sides are the image's times sqrt(1 - kept), its middle lies anywhere, and what hangs over the
     edge is cut off; more than `kept` of the area may therefore stay.
@@ -66,7 +66,7 @@ def cutmix_share(size: tuple[int, int], kept: Tensor, generator: torch.Generator
 
 
 def beta(alpha: float, generator: torch.Generator) -> Tensor:
-    """A draw from Beta(alpha, alpha): float64 scalar on the generator's device."""
+    """Draw from Beta(alpha, alpha): a float64 scalar on the generator's device."""
     # torch.distributions takes no generator; this is what it calls.
     shape = torch.full((2,), alpha, dtype=torch.float64, device=generator.device)
     one, other = torch._standard_gamma(shape, generator=generator).clamp_min(torch.finfo(torch.float64).tiny)

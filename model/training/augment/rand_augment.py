@@ -13,7 +13,7 @@ from torch import Tensor
 from model.training.augment.image_operations import OPERATIONS, apply_operations
 
 MAX_MAGNITUDE: Final = 10.0
-"""Stands for the operations' full strength."""
+"""The magnitude at which operations have their full strength."""
 
 
 def rand_augment(images: Tensor, operations: int, magnitude: float, generator: torch.Generator) -> Tensor:

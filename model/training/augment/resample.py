@@ -1,4 +1,4 @@
-"""Pictures that were enlarged and come back to their size: slightly blurred, as pictures that users send are."""
+"""Images enlarged and shrunk to their size again, which blurs them slightly, as pictures that users send are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ENLARGED: Final = 4
-"""Times the side. More hardly changes the result: what the two filters do to the picture's own detail."""
+"""Factor by which the sides grow; a larger one hardly changes the result."""
 
 
 def random_resample(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:

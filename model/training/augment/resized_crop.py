@@ -60,7 +60,7 @@ def resize_boxes(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
 
 
 def _resampling(start: Tensor, length: Tensor, inputs: int, outputs: int) -> Tensor:
-    """float32 [B, outputs, inputs]: what each input pixel from `start` on counts for each output pixel."""
+    """Return the weight of each input pixel from `start` on for each output pixel: float32 [B, outputs, inputs]."""
     device = start.device
     scale = (length / outputs)[:, None, None]
     centres = start[:, None, None] + (torch.arange(outputs, device=device)[:, None] + 0.5) * scale

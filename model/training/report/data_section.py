@@ -11,7 +11,7 @@ class DataDescription:
     """Markdown sentences, each complete.
 
     Attributes:
-        name: of the data, as it stands in a sentence.
+        name: name of the data, as it stands in a sentence.
         pictures: what they are: "small colour pictures".
         source: where they come from.
         terms: what their owners allow.
@@ -48,7 +48,7 @@ small from the start, mostly with one object that fills them: expect less than t
 
 
 def describe(name: str) -> DataDescription:
-    """What is known of data by their name: CIFAR-10, or a folder of pictures of which only the trainer knows more."""
+    """Return what is known of data by their name: CIFAR-10, or a folder of which only the trainer knows more."""
     if name == CIFAR10.name:
         return CIFAR10
     return DataDescription(

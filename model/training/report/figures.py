@@ -1,4 +1,4 @@
-"""The pictures of a model card, beside it in `figures/`."""
+"""The figures of a model card, in the folder `figures/` beside it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_figures(
 
     Args:
         out: the checkpoint's folder; files go to `figures/` in it.
-        measured: on the images that the card reports.
-        labels: of all classes.
+        measured: the evaluation that the card reports.
+        labels: names of all classes.
         history: the epochs of the run; empty: no learning curve.
 
     Returns:

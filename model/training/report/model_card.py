@@ -6,12 +6,15 @@ import html
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
 from typing import Final
 
 from model.checkpoint import Checkpoint
+from model.config import Size
 from model.evaluation.evaluate import Evaluation
-from model.training.report import figures as card_figures
-from model.training.report.data_section import DataDescription, describe
+from model.training.report.data_section import CIFAR10, DataDescription, describe
+from model.training.report.figures import CALIBRATION, CONFUSION_MATRIX, FOLDER, LEARNING_CURVE
 from model.training.report.recipe_section import recipe_lines
 from model.training.run_record import RunRecord
 
@@ -24,7 +27,7 @@ _TABLED_CLASSES: Final = 100
 def model_card(
     run: RunRecord, checkpoint: Checkpoint, figures: Sequence[str] = (), *, data: DataDescription | None = None
 ) -> str:
-    """Markdown, from a run's own measurements.
+    """Fill `model_card.md`, the template beside this file, in with a run's own measurements.
 
     Args:
         run: what happened.
@@ -32,95 +35,81 @@ def model_card(
         figures: names of the pictures that `write_figures` drew beside it.
         data: what is known of the pictures it was trained on; None: what `describe` knows of `run.data`.
     """
-    config, preprocess = checkpoint.config, checkpoint.preprocess
     data = data or describe(run.data)
-    rows, columns = config.image_size
-    measured, split = (run.validation, "validation") if run.test is None else (run.test, "test")
-    origin = (
-        "trained from scratch" if run.started_from is None else f"fine-tuned from `{run.started_from.replace('`', '')}`"
+    template = Template(Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"))
+    return template.substitute(
+        {
+            **vars(data),
+            "data": data.name,
+            "recipe_flag": "" if data.bundled_recipe else " --recipe recipe.toml",
+            **_model_fields(checkpoint),
+            **_run_fields(run),
+            **_result_fields(run, figures),
+        }
     )
-    names = f": {', '.join(map(_text, checkpoint.labels))}" if config.num_classes <= _LISTED_CLASSES else ""
-    recipe_flag = "" if data.bundled_recipe else " --recipe recipe.toml"
-    versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-    recipe = "\n".join(f"- {line}" for line in recipe_lines(run.recipe))
-    return f"""# {_text(checkpoint.name)}
 
-A Vision Transformer that sorts {data.pictures} into {config.num_classes} classes, {origin} on
-{data.name}{names}.
 
-| | |
-|---|---|
-| {split.capitalize()} accuracy (top-1) | **{measured.accuracy:.2%}** of {measured.count:,} images |
-| Calibration error ({split}, ECE) | {measured.calibration_error:.2%} |
-| Parameters | {run.parameters:,} |
-| Input | {rows} x {columns} pixels{" RGB" if config.in_channels == 3 else ""} |
-| Training time | {_duration(run.seconds)} on {run.device} |
-| Stored as | safetensors, float16 |
+def _model_fields(checkpoint: Checkpoint) -> dict[str, str]:
+    config, preprocess = checkpoint.config, checkpoint.preprocess
+    named = config.num_classes <= _LISTED_CLASSES
+    return {
+        "name": _text(checkpoint.name),
+        "out": shlex.quote(f"runs/{checkpoint.name}"),
+        "classes": str(config.num_classes),
+        "class_names": f": {', '.join(map(_text, checkpoint.labels))}" if named else "",
+        "input": f"{_size(config.image_size)} pixels{' RGB' if config.in_channels == 3 else ''}",
+        "architecture": checkpoint.architecture,
+        **{name: str(getattr(config, name)) for name in ("width", "depth", "heads", "mlp_width", "patch_size")},
+        "pooling": _POOLING[config.pool],
+        "resize": preprocess.resize,
+        "resize_size": _size(preprocess.resize_size),
+        "interpolation": preprocess.interpolation,
+        "crop_size": _size(preprocess.size),
+        "mean": _numbers(preprocess.mean),
+        "std": _numbers(preprocess.std),
+    }
 
-## What it is for
 
-{data.purpose}
+def _run_fields(run: RunRecord) -> dict[str, str]:
+    origin, statistics_origin = "trained from scratch", "measured on the training images"
+    if run.started_from is not None:
+        origin = f"fine-tuned from `{run.started_from.replace('`', '')}`"
+        statistics_origin = "the original checkpoint's"
+    return {
+        "origin": origin,
+        "statistics_origin": statistics_origin,
+        "parameters": f"{run.parameters:,}",
+        "duration": _duration(run.seconds),
+        "device": run.device,
+        "precision": run.precision,
+        "versions": ", ".join(f"{name} {number}" for name, number in run.versions.items()),
+        "data_split": _split(run),
+        "schedule": _schedule(run),
+        "recipe": "\n".join(f"- {line}" for line in recipe_lines(run.recipe)),
+        "reproducibility": _reproducibility(run),
+        "robustness_hint": _ROBUSTNESS_HINT if run.data == CIFAR10.name else "",
+    }
 
-**Must not be used for** decisions about people, or for anything where a wrong answer costs more than asking again:
-no medical, legal, security, hiring, credit, surveillance or safety use. It knows {config.num_classes} classes and
-nothing else: a picture of something else gets one of them all the same, often with a high score. {data.limits}
 
-## Data
-
-{data.source}
-
-Terms: {data.terms}
-
-{_split(run)}
-
-## Architecture
-
-Width {config.width}, {config.depth} blocks, {config.heads} heads, MLP width {config.mlp_width},
-{config.patch_size} x {config.patch_size} pixel patches, pooling: {_POOLING[config.pool]}
-(`{checkpoint.architecture}`). Dosovitskiy et al. 2020, <https://arxiv.org/abs/2010.11929>.
-
-Preprocessing: {preprocess.resize} to {preprocess.resize_size[0]} x {preprocess.resize_size[1]} pixels
-({preprocess.interpolation}), centre crop {preprocess.size[0]} x {preprocess.size[1]}, mean {_numbers(preprocess.mean)},
-standard deviation {_numbers(preprocess.std)} ({_statistics(run)}).
-
-## Training
-
-- {_schedule(run)}
-{recipe}
-- Arithmetic in {run.precision}, float32 master weights.
-- {run.device}; {versions}.
-
-To make it again (all settings are in the recipe, which `config.json` repeats under `training`):
-
-```sh
-vitserve train --data DIR --out {shlex.quote(f"runs/{checkpoint.name}")}{recipe_flag}
-```
-
-{_reproducibility(run)}
-{_picture(figures, card_figures.LEARNING_CURVE, "Loss and accuracy by epoch")}
-## Results
-
-Of the weights as stored (float16), computed in float32. Other arithmetic may move a few images in ten thousand.
-
-| | images | accuracy | loss (nats) | calibration error (ECE, 15 bins) |
-|---|---|---|---|---|
-{_results(run)}
-
-{_temperature(run)}
-{_picture(figures, card_figures.CALIBRATION, f"Accuracy by confidence on the {split} images")}
-{_per_class(measured, split)}
-{_picture(figures, card_figures.CONFUSION_MATRIX, f"Confusion matrix of the {split} images")}
-`vitserve evaluate --data DIR --dtype float32` measures the accuracy again; without `--dtype`, in the device's own
-arithmetic.{_ROBUSTNESS_HINT if run.data == "CIFAR-10" else ""}
-
-## Licence
-
-{data.licence}
-"""
+def _result_fields(run: RunRecord, figures: Sequence[str]) -> dict[str, str]:
+    measured, split = run.measured, "validation" if run.test is None else "test"
+    return {
+        "split": split,
+        "split_title": split.capitalize(),
+        "accuracy": f"{measured.accuracy:.2%}",
+        "count": f"{measured.count:,}",
+        "calibration_error": f"{measured.calibration_error:.2%}",
+        "results": _results(run),
+        "temperature": _temperature(run),
+        "per_class": _per_class(measured, split),
+        "learning_curve": _picture(figures, LEARNING_CURVE, "Loss and accuracy by epoch"),
+        "calibration_figure": _picture(figures, CALIBRATION, f"Accuracy by confidence on the {split} images"),
+        "confusion_matrix": _picture(figures, CONFUSION_MATRIX, f"Confusion matrix of the {split} images"),
+    }
 
 
 def with_robustness(card: str, accuracies: Mapping[str, float], count: int) -> str:
-    """The same card with a section on pictures as users send them; one that is there already is replaced.
+    """Return a card with a section on pictures as users send them; one that is there already is replaced.
 
     Args:
         card: as `model_card` writes it.
@@ -169,8 +158,8 @@ def _split(run: RunRecord) -> str:
     total = run.images + run.validation_images
     fitted = "" if run.temperature == 1 else ", and for fitting the temperature"
     text = (
-        f"{run.images:,} of {total:,} images were trained on; {run.validation_images:,} were held out for choosing "
-        f"the\nrecipe and the weights{fitted}. "
+        f"{run.images:,} of {total:,} images were trained on; {run.validation_images:,} are the validation set, for "
+        f"choosing the\nrecipe and the weights{fitted}. "
     )
     if run.test is None:
         return text + (
@@ -181,10 +170,6 @@ def _split(run: RunRecord) -> str:
         f"The {run.test.count:,} test images were\nread once, when weights, recipe and temperature were fixed; "
         "nothing was chosen by them."
     )
-
-
-def _statistics(run: RunRecord) -> str:
-    return "measured on the training images" if run.started_from is None else "the original checkpoint's"
 
 
 def _schedule(run: RunRecord) -> str:
@@ -207,11 +192,11 @@ the best estimate of whether the answer is right (Brier score), so the loss over
 
 def _results(run: RunRecord) -> str:
     if run.temperature == 1:
-        plain = [("Held-out", run.validation), ("**Test**", run.test)]
+        plain = [("Validation", run.validation), ("**Test**", run.test)]
         return "\n".join(_row(name, measured) for name, measured in plain if measured is not None)
     rows = [
-        ("Held-out, temperature 1", run.validation_uncalibrated),
-        (f"Held-out, temperature {run.temperature:.3f}", run.validation),
+        ("Validation, temperature 1", run.validation_uncalibrated),
+        (f"Validation, temperature {run.temperature:.3f}", run.validation),
         ("Test, temperature 1", run.test_uncalibrated),
         (f"**Test, temperature {run.temperature:.3f}**", run.test),
     ]
@@ -226,7 +211,7 @@ def _row(name: str, measured: Evaluation) -> str:
 
 
 def _per_class(measured: Evaluation, split: str) -> str:
-    """A table of all classes; where they are too many to read, of the worst, all being in the record."""
+    """Return a table of all classes or, where they are too many to read, of the worst; the record has all."""
     rows = list(measured.per_class.items())
     note = ""
     if len(rows) > _TABLED_CLASSES:
@@ -237,7 +222,7 @@ def _per_class(measured: Evaluation, split: str) -> str:
 
 
 def _text(name: str) -> str:
-    """A name that comes from outside, as text of a Markdown page and nothing else."""
+    """Escape a name that comes from outside, so that Markdown shows it as it is."""
     return _MARKUP.sub(r"\\\g<0>", html.escape(name, quote=False))
 
 
@@ -245,12 +230,16 @@ _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 
 
 def _picture(figures: Sequence[str], name: str, caption: str) -> str:
-    """An image by relative link, with blank lines around it; nothing if it was not drawn."""
-    return f"\n![{caption}]({card_figures.FOLDER}/{name})\n" if name in figures else ""
+    """Return an image by relative link with blank lines around it, or nothing if it was not drawn."""
+    return f"\n![{caption}]({FOLDER}/{name})\n" if name in figures else ""
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def _size(size: Size) -> str:
+    return f"{size[0]} x {size[1]}"
 
 
 def _numbers(values: tuple[float, ...]) -> str:

@@ -6,7 +6,7 @@ from model.training.recipe import Recipe
 
 
 def recipe_lines(recipe: Recipe) -> list[str]:
-    """Sentences on optimiser, augmentation, regularisation and start, each complete."""
+    """Return sentences on optimiser, augmentation, regularisation and start, each complete."""
     lines = [_optimiser(recipe), _augmentation(recipe)]
     regularisation = _regularisation(recipe)
     if regularisation:

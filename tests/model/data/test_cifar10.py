@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.data.cifar10 import Images, hold_out, read_labels, read_test, read_train
+from model.data.cifar10 import Images, read_labels, read_test, read_train, split_validation
 from model.errors import DatasetError
 from tests.model.training.synthetic import LABELS
 
@@ -77,7 +77,7 @@ def numbered(count: int) -> Images:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_validation_split_neither_overlaps_nor_loses_an_image(seed: int) -> None:
-    kept, validation = hold_out(numbered(600), 77, seed)
+    kept, validation = split_validation(numbered(600), 77, seed)
     assert (len(kept), len(validation)) == (523, 77)
     assert sorted([*kept.labels, *validation.labels]) == list(range(600))
     for part in (kept, validation):  # each label stays with its picture
@@ -85,12 +85,12 @@ def test_the_validation_split_neither_overlaps_nor_loses_an_image(seed: int) -> 
 
 
 def test_the_validation_split_follows_the_seed() -> None:
-    first, again, other = (hold_out(numbered(600), 77, seed)[1].labels.tolist() for seed in (0, 0, 1))
+    first, again, other = (split_validation(numbered(600), 77, seed)[1].labels.tolist() for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
 @pytest.mark.parametrize("count", [0, 600])
-def test_holding_none_or_all_out_is_refused(count: int) -> None:
+def test_setting_none_or_all_aside_is_refused(count: int) -> None:
     with pytest.raises(DatasetError, match=f"{count} of 600"):
-        hold_out(numbered(600), count, 0)
+        split_validation(numbered(600), count, 0)

@@ -8,22 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.config import PreprocessConfig
 from model.data.decoding import Decoder
 from model.data.image_folder import find_pictures
-from model.data.labelled_images import allocate
+from model.data.labelled_images import PixelStorage
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
+from tests.model.data.configs import bicubic_config
 from tests.model.data.picture_folders import write_class, write_folder
 
-CONFIG = PreprocessConfig(
-    size=(16, 24),
-    resize="shortest_edge",
-    resize_size=(18, 27),
-    interpolation="bicubic",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-)
+CONFIG = bicubic_config(16, 24, resize_size=(18, 27))
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def test_pictures_are_those_that_the_service_would_see(root: Path, tmp_path: Pat
     turned[0x0112] = 6
     Image.effect_noise((50, 30), 60).convert("RGB").save(root / "blue" / "turned.jpg", exif=turned)
     files = find_pictures(root).train
-    images = Decoder(progress=False).decode(files, CONFIG, tmp_path, memory=memory)
+    images = Decoder(progress=False).decode(files, CONFIG, PixelStorage(tmp_path, memory))
     assert images.pixels.shape == (len(files), 3, 16, 24)
     for pixels, path in zip(images.pixels, files.paths, strict=True):
         np.testing.assert_array_equal(pixels.transpose(1, 2, 0), preprocess(path.read_bytes(), CONFIG))
@@ -55,7 +48,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons(root: Path, tmp_path:
     (root / "green" / "gone.png").symlink_to(root / "nowhere.png")
     os.mkfifo(root / "blue" / "pipe.png")
     decoder = Decoder(progress=False)
-    decoder.decode(find_pictures(root).train, CONFIG, tmp_path)
+    decoder.decode(find_pictures(root).train, CONFIG, PixelStorage(tmp_path))
     with pytest.raises(DatasetError) as caught:
         decoder.refuse_bad(root)
     first, *rest = str(caught.value).splitlines()
@@ -94,4 +87,4 @@ def test_good_files_are_not_complained_about(root: Path) -> None:
 def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
     too_much = 10 * shutil.disk_usage(tmp_path).total
     with pytest.raises(DatasetError, match=r"no room for .* GiB"):
-        allocate((too_much,), tmp_path, 0)
+        PixelStorage(tmp_path, 0).allocate((too_much,))

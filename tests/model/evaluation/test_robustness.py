@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from model.config import PreprocessConfig
 from model.evaluation.robustness import UPLOADS, as_grey_jpeg, as_jpeg, as_png, as_turned_jpeg
 from model.images.preprocess import preprocess
+from tests.model.data.configs import bicubic_config
 
-CONFIG = PreprocessConfig(
-    size=(32, 32),
-    resize="shortest_edge",
-    resize_size=(32, 32),
-    interpolation="bicubic",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-)
+CONFIG = bicubic_config(32, 32)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.training.loop import STATE_FILE, Data, Trainer
+from model.training.loop import STATE_FILE, Trainer
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import make_trainer
 
 
@@ -36,7 +37,7 @@ def main(job: Path, folder: Path) -> None:
 
     Trainer._step, Trainer.save = told_step, told_save  # type: ignore[method-assign]
     recipe, data = torch.load(job, weights_only=True)
-    trainer = make_trainer(Recipe.model_validate_json(recipe), Data(**data), folder)
+    trainer = make_trainer(Recipe.model_validate_json(recipe), TrainingData(**data), folder)
     if (folder / STATE_FILE).exists():
         trainer.load()
     trainer.run(progress=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
-from model.training.loop import Data, EpochMetrics, Trainer
+from model.training.loop import Trainer
+from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 
 CPU = torch.device("cpu")
 
@@ -38,26 +41,31 @@ class Interrupted(Exception):
 
 
 def make_trainer(
-    recipe: Recipe, data: Data, folder: Path, initial: Mapping[str, torch.Tensor] | None = None
+    recipe: Recipe,
+    data: TrainingData,
+    folder: Path,
+    initial: Mapping[str, torch.Tensor] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Trainer:
     assert recipe.architecture is not None
-    return Trainer(recipe, recipe.architecture.config(IMAGE_SIZE, CLASSES), data, folder, CPU, initial)
+    config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
+    return Trainer(recipe, config, data, folder, CPU, initial, clock=clock)
 
 
-def trained(recipe: Recipe, data: Data, folder: Path) -> Trainer:
+def trained(recipe: Recipe, data: TrainingData, folder: Path) -> Trainer:
     trainer = make_trainer(recipe, data, folder)
     trainer.run(progress=False)
     return trainer
 
 
-def resumed(recipe: Recipe, data: Data, folder: Path) -> Trainer:
+def resumed(recipe: Recipe, data: TrainingData, folder: Path) -> Trainer:
     trainer = make_trainer(recipe, data, folder)
     trainer.load()
     trainer.run(progress=False)
     return trainer
 
 
-def interrupted_after(recipe: Recipe, data: Data, folder: Path, epochs: int) -> None:
+def interrupted_after(recipe: Recipe, data: TrainingData, folder: Path, epochs: int) -> None:
     def stop(metrics: EpochMetrics) -> None:
         if metrics.epoch == epochs:
             raise Interrupted

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.training.loop import BEST_FILE, STATE_FILE, Data, Trainer
+from model.training.loop import BEST_FILE, STATE_FILE, Trainer
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import (
     EVERYTHING,
     Interrupted,
@@ -31,7 +32,9 @@ OLD_FIELDS = {
 """Of recipes before best weights were kept."""
 
 
-def score(monkeypatch: pytest.MonkeyPatch, data: Data, accuracies: Sequence[float], margins: Sequence[float]) -> None:
+def score(
+    monkeypatch: pytest.MonkeyPatch, data: TrainingData, accuracies: Sequence[float], margins: Sequence[float]
+) -> None:
     """Make each epoch's evaluation find a share of right answers, given with some confidence."""
 
     def logits(self: Trainer) -> Tensor:
@@ -54,7 +57,7 @@ def score(monkeypatch: pytest.MonkeyPatch, data: Data, accuracies: Sequence[floa
 )
 def test_the_best_weights_are_those_of_the_best_validation_epoch(
     recipe: Recipe,
-    data: Data,
+    data: TrainingData,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     accuracies: tuple[float, ...],
@@ -76,7 +79,9 @@ def test_the_best_weights_are_those_of_the_best_validation_epoch(
     assert same_tensors(again.weights, kept[4])
 
 
-def test_before_any_evaluation_the_last_weights_are_the_best(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_before_any_evaluation_the_last_weights_are_the_best(
+    recipe: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
     recipe = recipe.override(evaluate_every=3)
     interrupted_after(recipe, data, tmp_path, 2)
     trainer = make_trainer(recipe, data, tmp_path)
@@ -87,7 +92,7 @@ def test_before_any_evaluation_the_last_weights_are_the_best(recipe: Recipe, dat
 
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_a_run_cut_off_between_its_two_files_goes_on_as_if_it_had_not_been(
-    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int
+    recipe: Recipe, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int
 ) -> None:
     recipe = recipe.override(EVERYTHING)
     score(monkeypatch, data, (0.2, 0.3, 0.4, 0.1), (1, 1, 1, 1))
@@ -112,7 +117,7 @@ def test_a_run_cut_off_between_its_two_files_goes_on_as_if_it_had_not_been(
 
 
 def test_best_weights_of_a_run_that_left_no_state_are_not_taken_for_ones_own(
-    recipe: Recipe, data: Data, tmp_path: Path
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     trained(recipe, data, tmp_path)
     (tmp_path / STATE_FILE).unlink()
@@ -121,7 +126,7 @@ def test_best_weights_of_a_run_that_left_no_state_are_not_taken_for_ones_own(
     assert not (tmp_path / BEST_FILE).exists()
 
 
-def test_best_weights_that_are_gone_are_named(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_best_weights_that_are_gone_are_named(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     trained(recipe, data, tmp_path)
     (tmp_path / BEST_FILE).unlink()
     with pytest.raises(TrainingError, match=r"best\.pt"):
@@ -142,7 +147,7 @@ def as_before_best_weights(folder: Path, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("evaluate_every", [1, 2])
 def test_a_state_from_before_best_weights_goes_on_from_its_last_ones(
-    recipe: Recipe, data: Data, tmp_path: Path, evaluate_every: int
+    recipe: Recipe, data: TrainingData, tmp_path: Path, evaluate_every: int
 ) -> None:
     recipe = recipe.override(evaluate_every=evaluate_every)
     whole = trained(recipe, data, tmp_path / "whole")
@@ -161,7 +166,7 @@ def test_a_state_from_before_best_weights_goes_on_from_its_last_ones(
 
 
 def test_a_state_of_a_recipe_with_fields_that_nobody_knows_is_refused(
-    recipe: Recipe, data: Data, tmp_path: Path
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     trained(recipe.override(epochs=1), data, tmp_path)
     state = torch.load(tmp_path / STATE_FILE, weights_only=True)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import model
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.network.vit import VisionTransformer, count_parameters
-from model.training.recipe import RECIPES, read_recipe
+from model.training.metrics import EpochMetrics
+from model.training.recipe import RECIPES, Recipe, read_recipe
+from model.training.run_record import RunRecord
 from model.training.train import default_recipe, run
 from tests.model.data.picture_folders import write_folder
 
+BUNDLED = Path(model.__file__).parent / "weights" / "cifar10"
 SMALL = {
     "epochs": 1,
     "batch_size": 20,
@@ -31,6 +38,14 @@ def test_the_recipe_for_a_gpu_is_of_a_model_below_six_million_parameters() -> No
     config = architecture.config(IMAGE_SIZE, CLASSES)
     assert config.patch_size == 4
     assert count_parameters(VisionTransformer(config)) <= 6_000_000
+
+
+def test_the_bundled_checkpoint_is_of_the_bundled_recipe_and_its_records_have_todays_fields() -> None:
+    record = json.loads((BUNDLED / "config.json").read_text())["training"]
+    assert Recipe.model_validate(record["recipe"]) == read_recipe(RECIPES / "cifar10.toml")
+    assert record.keys() == {field.name for field in fields(RunRecord)}
+    with (BUNDLED / "metrics.csv").open(newline="") as file:
+        assert csv.DictReader(file).fieldnames == [field.name for field in fields(EpochMetrics)]
 
 
 def test_an_epoch_of_the_recipe_for_a_gpu_runs_on_the_cpu(cifar: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.runtime.predictor import Predictor
-from model.training.export import FEWEST, round_and_calibrate
+from model.training.export import MIN_CALIBRATION_IMAGES, round_and_calibrate
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from model.training.start import start_from
 from model.training.train import run
@@ -110,7 +110,7 @@ def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered
     checkpoint = load_checkpoint(str(write_checkpoint(tmp_path / "start")))
     with torch.no_grad():
         checkpoint.tensors["head.weight"].normal_(generator=torch.Generator().manual_seed(1))
-    pixels = np.random.default_rng(0).integers(0, 256, (FEWEST, 3, 16, 16), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (MIN_CALIBRATION_IMAGES, 3, 16, 16), dtype=np.uint8)
 
     def temperature(count: int, labels: np.ndarray) -> float:
         images = Images(pixels[:count], labels[:count])
@@ -118,10 +118,10 @@ def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered
 
     predictor = Predictor(replace(checkpoint, temperature=1.0), device="cpu", backend="torch", dtype="float32")
     right = predictor.logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))).argmax(axis=1).astype(np.int64)
-    mixed = np.where(np.arange(FEWEST) % 2, right, (right + 1) % 7)
-    assert temperature(FEWEST, right) == 1.0
-    assert temperature(FEWEST - 1, mixed) == 1.0
-    assert temperature(FEWEST, mixed) != 1.0
+    mixed = np.where(np.arange(MIN_CALIBRATION_IMAGES) % 2, right, (right + 1) % 7)
+    assert temperature(MIN_CALIBRATION_IMAGES, right) == 1.0
+    assert temperature(MIN_CALIBRATION_IMAGES - 1, mixed) == 1.0
+    assert temperature(MIN_CALIBRATION_IMAGES, mixed) != 1.0
 
 
 def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -> None:

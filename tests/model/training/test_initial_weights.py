@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.training.loop import Data
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import interrupted_after, make_trainer, same_tensors, trained
 
 
 @pytest.fixture
-def initial(recipe: Recipe, data: Data, tmp_path: Path) -> dict[str, Tensor]:
+def initial(recipe: Recipe, data: TrainingData, tmp_path: Path) -> dict[str, Tensor]:
     weights = make_trainer(recipe, data, tmp_path).weights
     generator = torch.Generator().manual_seed(1)
     return {name: 0.02 * torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
@@ -21,7 +21,7 @@ def initial(recipe: Recipe, data: Data, tmp_path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_training_starts_from_the_given_weights_and_does_not_touch_them(
-    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor], precision: str
+    recipe: Recipe, data: TrainingData, tmp_path: Path, initial: dict[str, Tensor], precision: str
 ) -> None:
     before = {name: weight.clone() for name, weight in initial.items()}
     trainer = make_trainer(recipe.override(epochs=1, precision=precision), data, tmp_path, initial)
@@ -41,7 +41,7 @@ def test_training_starts_from_the_given_weights_and_does_not_touch_them(
     ids=["missing", "unexpected", "shape"],
 )
 def test_weights_that_are_not_the_models_are_named(
-    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor], change: object, message: str
+    recipe: Recipe, data: TrainingData, tmp_path: Path, initial: dict[str, Tensor], change: object, message: str
 ) -> None:
     assert callable(change)
     change(initial)
@@ -50,7 +50,7 @@ def test_weights_that_are_not_the_models_are_named(
 
 
 def test_a_loaded_state_takes_the_place_of_initial_weights(
-    recipe: Recipe, data: Data, tmp_path: Path, initial: dict[str, Tensor]
+    recipe: Recipe, data: TrainingData, tmp_path: Path, initial: dict[str, Tensor]
 ) -> None:
     whole = trained(recipe, data, tmp_path / "whole")
     interrupted_after(recipe, data, tmp_path / "parts", 2)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.training.loop import Data
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import EVERYTHING, make_trainer, resumed, same, trained
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,7 +39,7 @@ def killed_after(job: Path, folder: Path, *lines: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_bit_for_bit_as_an_uninterrupted_one(
-    recipe: Recipe, data: Data, tmp_path: Path
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     recipe = recipe.override({**EVERYTHING, "threads": 1})
     whole = trained(recipe, data, tmp_path / "whole")

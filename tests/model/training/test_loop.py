@@ -13,17 +13,19 @@ import torch.nn.functional as F
 
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.errors import TrainingError
-from model.training import loop
+from model.training import loop, mixed_precision
 from model.training.ema import update_average
-from model.training.loop import METRICS_FILE, STATE_FILE, Data, EpochMetrics, Trainer, plain_attention, rate_factor
+from model.training.loop import STATE_FILE, Trainer
+from model.training.metrics import METRICS_FILE, EpochMetrics
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_loss_falls_and_unseen_images_are_told_apart(
-    recipe: Recipe, data: Data, tmp_path: Path, optimiser: str, precision: str
+    recipe: Recipe, data: TrainingData, tmp_path: Path, optimiser: str, precision: str
 ) -> None:
     settings = recipe.optimiser.model_copy(update={"name": optimiser})
     trainer = trained(recipe.override(epochs=6, precision=precision, optimiser=settings.model_dump()), data, tmp_path)
@@ -37,7 +39,7 @@ def test_the_loss_falls_and_unseen_images_are_told_apart(
 @pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
-    recipe: Recipe, data: Data, tmp_path: Path, precision: str, changes: Mapping[str, Any]
+    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
 ) -> None:
     recipe = recipe.override({**changes, "precision": precision})
     whole = trained(recipe, data, tmp_path / "whole")
@@ -50,7 +52,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
     assert same(whole, parts)
 
 
-def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     plain = recipe.override({"epochs": 1, "drop_path": 0.0, "mixing.mixup": 1.0})
     changes = {**EVERYTHING, "optimiser.clip_norm": 0.01, "mixing.probability": 0.3}
     first = trained(plain, data, tmp_path / "plain")
@@ -60,7 +62,7 @@ def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: Data, tmp_pat
 
 
 def test_patches_are_dropped_until_the_told_share_of_the_schedule(
-    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(
         recipe.override({"epochs": 2, "patch_dropout.rate": 0.5, "patch_dropout.until": 0.75}), data, tmp_path
@@ -76,7 +78,9 @@ def test_patches_are_dropped_until_the_told_share_of_the_schedule(
     assert rates == [0.5] * 12 + [0.0] * 4
 
 
-def test_patches_cannot_be_dropped_where_positions_are_relative(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_patches_cannot_be_dropped_where_positions_are_relative(
+    recipe: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
     recipe = recipe.override({"patch_dropout.rate": 0.5})
     assert recipe.architecture is not None
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES).model_copy(update={"relative_position_bias": True})
@@ -85,7 +89,7 @@ def test_patches_cannot_be_dropped_where_positions_are_relative(recipe: Recipe, 
 
 
 def test_gradients_are_clipped_by_their_common_norm_and_short_ones_left_alone(
-    recipe: Recipe, data: Data, tmp_path: Path
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     def last_norm(clip_norm: float) -> float:
         trainer = trained(
@@ -102,23 +106,22 @@ def test_gradients_are_clipped_by_their_common_norm_and_short_ones_left_alone(
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_what_is_evaluated_and_exported_is_the_moving_average(
-    recipe: Recipe, data: Data, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(
-        loop,
-        "update_average",
-        lambda average, weights, kept: (
-            seen.append([w.clone() for w in weights]) or update_average(average, weights, kept)
-        ),
-    )
+
+    def noted_update(average: list[torch.Tensor], weights: list[torch.Tensor], decay: float) -> None:
+        seen.append([weight.clone() for weight in weights])
+        update_average(average, weights, decay)
+
+    monkeypatch.setattr(mixed_precision, "update_average", noted_update)
     recipe = recipe.override({"epochs": 1, "ema_decay": 0.5, "precision": precision})
     start = [weight.clone() for weight in make_trainer(recipe, data, tmp_path).weights.values()]
     trainer = trained(recipe, data, tmp_path)
     assert len(seen) == trainer.steps_per_epoch == 8
     for step, weights in enumerate(seen):
-        kept = min(0.5, (1 + step) / (10 + step))
-        start = [kept * mean + (1 - kept) * weight for mean, weight in zip(start, weights, strict=True)]
+        decay = min(0.5, (1 + step) / (10 + step))
+        start = [decay * mean + (1 - decay) * weight for mean, weight in zip(start, weights, strict=True)]
     for mean, exported in zip(start, trainer.weights.values(), strict=True):
         torch.testing.assert_close(exported, mean)
     alone = make_trainer(recipe.override(ema_decay=0.0), data, tmp_path / "alone", trainer.weights)
@@ -126,13 +129,13 @@ def test_what_is_evaluated_and_exported_is_the_moving_average(
     assert loss.item() == trainer.history[-1].validation_loss
 
 
-def test_another_seed_gives_another_model(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_another_seed_gives_another_model(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     recipe = recipe.override(epochs=1)
     assert same(trained(recipe, data, tmp_path / "a"), trained(recipe, data, tmp_path / "b"))
     assert not same(trained(recipe, data, tmp_path / "a"), trained(recipe.override(seed=4), data, tmp_path / "c"))
 
 
-def test_training_leaves_the_global_random_state_alone(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_training_leaves_the_global_random_state_alone(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     trainer = make_trainer(recipe.override(epochs=1), data, tmp_path)
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -141,8 +144,8 @@ def test_training_leaves_the_global_random_state_alone(recipe: Recipe, data: Dat
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_validation_images_are_never_trained_on(recipe: Recipe, data: Data, tmp_path: Path) -> None:
-    poisoned = Data(
+def test_validation_images_are_never_trained_on(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
+    poisoned = TrainingData(
         data.pixels,
         data.labels,
         255 - data.validation_pixels,
@@ -155,7 +158,7 @@ def test_validation_images_are_never_trained_on(recipe: Recipe, data: Data, tmp_
 
 
 def test_the_metrics_file_has_one_row_an_epoch_and_evaluates_as_often_as_told(
-    recipe: Recipe, data: Data, tmp_path: Path
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     trained(recipe.override(epochs=5, evaluate_every=3), data, tmp_path)
     with (tmp_path / METRICS_FILE).open(newline="") as file:
@@ -167,11 +170,11 @@ def test_the_metrics_file_has_one_row_an_epoch_and_evaluates_as_often_as_told(
 
 
 def test_the_schedule_ends_with_its_time_and_the_rate_is_then_almost_zero(
-    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
-    ticks = iter(range(1_000_000))
-    monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(ticks)))  # one second a look
-    trainer = trained(recipe.override(epochs=1000, minutes=1, evaluate_every=1000), data, tmp_path)
+    recipe, ticks = recipe.override(epochs=1000, minutes=1, evaluate_every=1000), itertools.count()
+    trainer = make_trainer(recipe, data, tmp_path, clock=lambda: float(next(ticks)))  # one second a look
+    trainer.run(progress=False)
     assert 1 <= trainer.epoch < 20
     assert trainer.finished
     assert trainer.history[-1].learning_rate < 0.02 * recipe.optimiser.learning_rate
@@ -187,12 +190,17 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("minutes", "left"), [(None, "05:00"), (2.0, "01:00")], ids=["by epochs", "by time"])
 def test_a_terminal_is_told_the_pace_and_what_is_left_of_the_whole_run(
-    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float | None, left: str
+    recipe: Recipe,
+    data: TrainingData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float | None,
+    left: str,
 ) -> None:
     terminal, clock = Terminal(), [0.0]
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
-    trainer = make_trainer(recipe.override({"epochs": 3, "minutes": minutes}), data, tmp_path)
+    recipe = recipe.override({"epochs": 3, "minutes": minutes})
+    trainer = make_trainer(recipe, data, tmp_path, clock=lambda: clock[0])
     step = trainer._step
 
     def slow_step(*batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,32 +218,13 @@ def test_a_terminal_is_told_the_pace_and_what_is_left_of_the_whole_run(
 
 
 def test_what_is_no_terminal_is_told_nothing(
-    recipe: Recipe, data: Data, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    recipe: Recipe, data: TrainingData, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(recipe.override(epochs=1), data, tmp_path).run(progress=True)
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_rate_rises_then_falls_to_zero() -> None:
-    factors = [rate_factor(step / 1000, 0.1) for step in range(1001)]
-    assert factors.index(max(factors)) == 100
-    assert max(factors) == pytest.approx(1.0)
-    assert factors[:101] == sorted(factors[:101])
-    assert factors[100:] == sorted(factors[100:], reverse=True)
-    assert factors[0] > 0
-    assert factors[-1] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_schedule_without_warm_up_starts_at_its_peak() -> None:
-    assert rate_factor(0.0, 0.0) == pytest.approx(1.0)
-
-
-def test_plain_attention_is_the_fused_kernels() -> None:
-    q, k, v = torch.randn(3, 2, 4, 17, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(plain_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-
-
-def test_resuming_another_recipe_is_refused(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_resuming_another_recipe_is_refused(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     interrupted_after(recipe, data, tmp_path, 1)
     with pytest.raises(TrainingError, match="another recipe"):
         make_trainer(recipe.override(epochs=9), data, tmp_path).load()
@@ -243,7 +232,7 @@ def test_resuming_another_recipe_is_refused(recipe: Recipe, data: Data, tmp_path
 
 @pytest.mark.parametrize("content", [b"", b"not a state", None], ids=["empty", "garbage", "missing"])
 def test_a_state_that_cannot_be_read_is_named(
-    recipe: Recipe, data: Data, tmp_path: Path, content: bytes | None
+    recipe: Recipe, data: TrainingData, tmp_path: Path, content: bytes | None
 ) -> None:
     if content is not None:
         (tmp_path / STATE_FILE).write_bytes(content)
@@ -256,18 +245,18 @@ class Payload:
         return Path, ("ran",)
 
 
-def test_a_state_with_code_in_it_is_refused(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_a_state_with_code_in_it_is_refused(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     torch.save({"version": 1, "recipe": Payload()}, tmp_path / STATE_FILE)
     with pytest.raises(TrainingError, match="not a training state"):
         make_trainer(recipe, data, tmp_path).load()
 
 
-def test_fewer_images_than_a_batch_are_refused(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_fewer_images_than_a_batch_are_refused(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="320 training images do not fill one batch of 321"):
         make_trainer(recipe.override(batch_size=321), data, tmp_path)
 
 
-def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     trainer = make_trainer(recipe, data, tmp_path)
 
     def poison(metrics: EpochMetrics) -> None:
@@ -284,7 +273,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data
 
 
 def test_a_run_that_diverges_in_an_epochs_last_step_does_not_save_it(
-    recipe: Recipe, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(recipe, data, tmp_path)
     step, steps = trainer._step, itertools.count(1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from model.errors import TrainingError
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
 
+ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = """
 name = "x"
 epochs = 2
@@ -29,6 +32,11 @@ def test_the_bundled_recipe_makes_a_small_model_with_a_class_token() -> None:
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
     assert count_parameters(VisionTransformer(config)) <= 6_000_000
     assert config.attention_source == "cls"
+
+
+def test_a_recipe_is_read_without_torch() -> None:
+    code = "import sys, model.training.recipe, model.training.recipe_toml; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_recipe_survives_its_own_record() -> None:

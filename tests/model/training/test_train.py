@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
-from model.data.cifar10 import hold_out, read_train
+from model.data.cifar10 import read_train, split_validation
 from model.data.labelled_images import channel_statistics
 from model.errors import DatasetError, TrainingError
 from model.evaluation.evaluate import evaluate_cifar10
 from model.runtime.predictor import Predictor
 from model.training.folder_lock import folder_lock
 from model.training.recipe import Recipe, read_recipe
+from model.training.run_folder import CARD_FILE
 from model.training.run_record import RunRecord
-from model.training.train import CARD_FILE, run
+from model.training.train import run
 from tests.model.training.synthetic import LABELS
 
 
@@ -63,7 +64,7 @@ def test_preprocessing_is_measured_on_the_training_images_alone(
     finished: tuple[Path, RunRecord], cifar: Path, recipe: Recipe
 ) -> None:
     out, _ = finished
-    train, _ = hold_out(read_train(cifar), recipe.validation, recipe.seed)
+    train, _ = split_validation(read_train(cifar), recipe.validation, recipe.seed)
     scaled = train.pixels.astype(np.float64) / 255
     preprocess = load_checkpoint(str(out)).preprocess
     assert preprocess.mean == pytest.approx(scaled.mean(axis=(0, 2, 3)), abs=1e-4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.evaluation.evaluate import Evaluation, measure
 from model.network.vit import VisionTransformer
-from model.training.loop import EpochMetrics
+from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
 from model.training.report import figures as card_figures
 from model.training.report.figures import write_figures
@@ -99,11 +100,18 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
     assert "](figures/" not in card
 
 
+def test_the_template_is_part_of_the_package() -> None:
+    root = Path(__file__).resolve().parents[4]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for pattern in settings["package-data"]["model"] for path in (root / "model").glob(pattern)}
+    assert root / "model" / "training" / "report" / "model_card.md" in packed
+
+
 def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord) -> None:
     run = replace(finished, data="birds", started_from="google/vit-base", test=None, test_uncalibrated=None)
     card = " ".join(model_card(run, checkpoint()).split())
     assert "There were no test images" in card
-    assert f"Held-out accuracy (top-1) | **{run.validation.accuracy:.2%}**" in card
+    assert f"Validation accuracy (top-1) | **{run.validation.accuracy:.2%}**" in card
     assert "fine-tuned from `google/vit-base`" in card
     assert "| Test" not in card
     assert "**Test" not in card
@@ -179,4 +187,4 @@ def test_a_temperature_that_was_not_fitted_is_not_claimed(finished: RunRecord) -
     assert "No temperature was fitted" in card
     assert "fitted on the validation" not in card
     assert "for fitting the temperature" not in card
-    assert card.count("| Held-out") == card.count("| **Test**") == 1
+    assert card.count("| Validation") == card.count("| **Test**") == 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.training.loop import Data
 from model.training.prefetch import read_ahead
 from model.training.recipe import Recipe
+from model.training.training_data import TrainingData
 from tests.model.training.runs import make_trainer, same, trained
 
 
@@ -22,7 +22,7 @@ def enlarged(pixels: Tensor) -> Tensor:
     return pixels.repeat_interleave(2, dim=2).repeat_interleave(3, dim=3)
 
 
-def test_pictures_in_a_mapped_file_train_as_those_in_memory(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_pictures_in_a_mapped_file_train_as_those_in_memory(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     np.save(tmp_path / "pixels.npy", data.pixels.numpy())
     mapped = np.load(tmp_path / "pixels.npy", mmap_mode="r+")
     stored = replace(data, pixels=torch.from_numpy(mapped))
@@ -31,7 +31,7 @@ def test_pictures_in_a_mapped_file_train_as_those_in_memory(recipe: Recipe, data
 
 @pytest.mark.parametrize("changes", [{}, {"augmentation.resized_crop": 0.5}], ids=["cut out", "resized"])
 def test_pictures_larger_than_the_input_are_trained_on(
-    recipe: Recipe, data: Data, tmp_path: Path, changes: dict[str, float]
+    recipe: Recipe, data: TrainingData, tmp_path: Path, changes: dict[str, float]
 ) -> None:
     large = replace(data, pixels=enlarged(data.pixels))
     trainer = trained(recipe.override({"epochs": 6, **changes}), large, tmp_path)
@@ -39,19 +39,19 @@ def test_pictures_larger_than_the_input_are_trained_on(
     assert trainer.history[-1].validation_accuracy > 0.6
 
 
-def test_pictures_smaller_than_the_input_need_resizing(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_pictures_smaller_than_the_input_need_resizing(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     small = replace(data, pixels=data.pixels[:, :, ::2].contiguous())
     with pytest.raises(TrainingError, match=r"training pictures are \[3, 16, 32\], the model takes \[3, 32, 32\]"):
         make_trainer(recipe, small, tmp_path)
     assert make_trainer(recipe.override({"augmentation.resized_crop": 0.5}), small, tmp_path).steps_per_epoch == 8
 
 
-def test_validation_pictures_must_have_the_inputs_size(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_validation_pictures_must_have_the_inputs_size(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"validation pictures are \[3, 64, 96\]"):
         make_trainer(recipe, replace(data, validation_pixels=enlarged(data.validation_pixels)), tmp_path)
 
 
-def test_the_number_of_channels_must_be_the_models(recipe: Recipe, data: Data, tmp_path: Path) -> None:
+def test_the_number_of_channels_must_be_the_models(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"training pictures are \[1, 32, 32\]"):
         make_trainer(recipe, replace(data, pixels=data.pixels[:, :1]), tmp_path)
 
