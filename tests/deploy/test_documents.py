@@ -1,4 +1,4 @@
-"""What the documents name exists: settings and metrics."""
+"""What the documents name exists: settings, metrics, files and links."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ def test_settings_that_are_named_exist(document):
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"VIT_SHARED"}
 
     assert set(re.findall(r"\bVIT_[A-Z0-9]\w*\b", document.read_text())) <= settings
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(document):
+    named = set(
+        re.findall(r"(?<![\w/.-])((?:service|model|vitserve|tests|docs|benchmarks)/[\w/.-]*\w)", document.read_text())
+    )
+
+    assert {name for name in named if not (REPOSITORY / name).exists()} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
+
+    assert [target for target in targets if not (document.parent / target).exists()] == []
