@@ -123,7 +123,7 @@ def _random(shape: Shape) -> dict[str, Tensor]:
 
     def weight(*size: int) -> Tensor:
         fan_in = int(torch.tensor(size[1:]).prod())
-        return torch.randn(size, generator=generator) * fan_in**-0.5
+        return torch.randn(size, generator=generator) * float(fan_in**-0.5)
 
     width, tokens = shape.width, (shape.size // shape.patch) ** 2 + 1
     tensors = {

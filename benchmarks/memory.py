@@ -46,4 +46,5 @@ def whole(pids: Sequence[int]) -> float:
 
     The sum of their shares (PSS) would be exact, but is too low while strangers map the same libraries.
     """
-    return round(sum(process["rss_mib"] for process in processes(pids)), 1)
+    total: float = sum(process["rss_mib"] for process in processes(pids))
+    return round(total, 1)

@@ -6,7 +6,6 @@ no part in any classifier here, so their names are declared where they are missi
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,19 +46,19 @@ def declare_torchvision_operators() -> None:
         pytest.skip("torchvision is not installed")
 
 
-def timm() -> ModuleType:
+def timm() -> Any:
     """timm, or the test is skipped."""
     declare_torchvision_operators()
     return pytest.importorskip("timm", reason="timm is not installed")
 
 
-def transformers() -> ModuleType:
+def transformers() -> Any:
     """transformers, or the test is skipped."""
     declare_torchvision_operators()
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-def torchvision() -> ModuleType:
+def torchvision() -> Any:
     """torchvision, or the test is skipped."""
     declare_torchvision_operators()
     return pytest.importorskip("torchvision", reason="torchvision is not installed")

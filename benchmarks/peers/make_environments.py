@@ -51,7 +51,7 @@ def _make(name: str) -> bool:
         constraints.write_text("".join(line for line in lines if line.partition("==")[0] not in own))
         for file in files:
             options = ["--no-deps"] if file.name.endswith(".no-deps.txt") else ["-c", str(constraints)]
-            command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *options, "-r", file]
+            command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *options, "-r", str(file)]
             environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
             if subprocess.run(command, env=environment, check=False).returncode:
                 return False

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -35,7 +36,8 @@ class Deployment:
         """The JPEG in the body."""
         body = await request.body()
         pixels = await asyncio.get_running_loop().run_in_executor(self.decoders, self.decode, body)
-        return await self.classify(pixels)
+        answer: dict[str, float] = await self.classify(pixels)
+        return answer
 
 
 if __name__ == "__main__":
@@ -44,7 +46,7 @@ if __name__ == "__main__":
         http_options={"host": "127.0.0.1", "port": options.port},
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
-    serve.run(Deployment.bind(), route_prefix="/")
+    serve.run(cast(Any, Deployment).bind(), route_prefix="/")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     stop.wait()

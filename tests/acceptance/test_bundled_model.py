@@ -15,6 +15,7 @@ from PIL import Image
 
 from model.checkpoint import BUNDLED, load_checkpoint
 from model.data import cifar10
+from model.data.labelled_images import Images
 from model.evaluation.evaluate import measure, predict_scores
 from model.runtime.predictor import Predictor
 from service.schemas import Classification
@@ -30,17 +31,17 @@ def data(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(data: Path) -> cifar10.Images:
+def images(data: Path) -> Images:
     return cifar10.read_test(data).take(np.arange(COUNT))
 
 
 @pytest.fixture(scope="module")
-def offline(images: cifar10.Images) -> NDArray[np.float32]:
+def offline(images: Images) -> NDArray[np.float32]:
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32")
     return predict_scores(predictor, images.pixels)
 
 
-def served_scores(server: ServerProcess, images: cifar10.Images) -> NDArray[np.float32]:
+def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
     def ask(content: bytes) -> bytes:
         headers = {"Content-Type": "image/png"}
         return client.post("/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers).content
@@ -63,9 +64,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 @pytest.mark.slow
-def test_every_image_gets_its_own_offline_scores(
-    images: cifar10.Images, offline: NDArray[np.float32], tmp_path: Path
-) -> None:
+def test_every_image_gets_its_own_offline_scores(images: Images, offline: NDArray[np.float32], tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "log", dtype="float32", device="cpu") as server:
         served = served_scores(server, images)
         assert server.terminate() == 0
@@ -74,7 +73,7 @@ def test_every_image_gets_its_own_offline_scores(
 
 @pytest.mark.slow
 def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_batches(
-    images: cifar10.Images, offline: NDArray[np.float32], tmp_path: Path
+    images: Images, offline: NDArray[np.float32], tmp_path: Path
 ) -> None:
     with ServerProcess(tmp_path / "log") as server:
         served = served_scores(server, images)
@@ -92,7 +91,7 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
     assert images_launched / batches > 4
 
 
-def test_the_model_card_tells_the_accuracy(images: cifar10.Images, offline: NDArray[np.float32]) -> None:
+def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.float32]) -> None:
     found = re.search(r"Test accuracy \(top-1\) \| \*\*([\d.]+)%", (BUNDLED / "MODEL_CARD.md").read_text())
     assert found is not None
     told = float(found[1]) / 100

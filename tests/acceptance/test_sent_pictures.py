@@ -3,6 +3,7 @@ preprocessing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_turning_by_exif_changes_almost_no_answer(answers: dict[str, NDArray[np.
 @pytest.mark.shared
 @pytest.mark.slow
 def test_a_picture_without_colour_is_still_answered_well(
-    answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet, record_property: pytest.RecordProperty
+    answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet, record_property: Callable[[str, object], None]
 ) -> None:
     truth = pictures.labels[:COUNT]
     accuracy = float((answers["greyscale"] == truth).mean())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_ratios_are_to_the_best_peer():
 
 
 def test_the_fastest_configuration_that_lost_nothing_is_kept():
-    tried = [
+    tried: list[dict[str, Any]] = [
         {"config": {"A": "1"}, **_load(100)},
         {"config": {"A": "2"}, **_load(500, refused=3)},
         {"config": {"A": "3"}, **_load(200)},

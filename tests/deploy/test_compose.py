@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any]
     (document,) = load_documents(REPOSITORY / name)
     return document
 

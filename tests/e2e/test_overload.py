@@ -214,7 +214,7 @@ def test_under_overload_everyone_gets_a_right_answer_or_a_refusal(serve: Serve, 
                     outcomes["refused"] += 1
         return outcomes
 
-    outcomes = sum(together(callers, call), Counter())
+    outcomes: Counter[str] = sum(together(callers, call), Counter())
     assert outcomes.total() == callers * rounds
     assert outcomes["answered"] > 0
     assert outcomes["refused"] > 0

@@ -30,7 +30,10 @@ def data(cifar: Path, recipe: Recipe) -> TrainingData:
     """The training pictures, split as the recipe says."""
     train, validation = split_validation(read_train(cifar), int(recipe.validation), recipe.seed)
     return TrainingData(
-        *(torch.from_numpy(a) for a in (train.pixels, train.labels, validation.pixels, validation.labels)),
+        torch.from_numpy(train.pixels),
+        torch.from_numpy(train.labels),
+        torch.from_numpy(validation.pixels),
+        torch.from_numpy(validation.labels),
         mean=(0.5, 0.5, 0.5),
         std=(0.25, 0.25, 0.25),
     )

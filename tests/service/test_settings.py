@@ -213,7 +213,7 @@ def test_api_keys_are_never_shown() -> None:
 
 def test_settings_cannot_be_changed_afterwards() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load_settings().port = 1
+        load_settings().port = 1  # type: ignore[misc]  # read-only for mypy too
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:

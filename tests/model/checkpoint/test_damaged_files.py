@@ -70,7 +70,8 @@ def test_a_damaged_npz_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_an_npz_that_holds_objects_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.npz"
-    np.savez(file, **{"embedding/kernel": np.array([{"a": 1}], dtype=object)})
+    arrays: dict[str, Any] = {"embedding/kernel": np.array([{"a": 1}], dtype=object)}
+    np.savez(file, **arrays)
     assert "objects" in refusal(file)
 
 

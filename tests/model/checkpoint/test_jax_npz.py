@@ -13,7 +13,7 @@ from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, r
 from tests.timm_reference import timm
 
 
-def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, np.ndarray]:
+def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
     """The published layout of a ViT's arrays, from a timm model: the inverse of what vit_jax's users convert."""
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     heads, width = model.blocks[0].attn.num_heads, model.embed_dim

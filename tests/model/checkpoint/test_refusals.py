@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_a_missing_key_is_named(kind: str, tmp_path: Path) -> None:
     names = sorted(load_file(folder / "model.safetensors"))
     for name in (names[0], names[-1], names[len(names) // 2]):
         folder = FOLDERS[kind](tmp_path)
-        edit_tensors(folder, lambda tensors, name=name: tensors.pop(name))
+        edit_tensors(folder, methodcaller("pop", name))
         message = refusal(folder)
         assert f"missing key '{name}'" in message
         assert str(folder) in message

@@ -172,7 +172,7 @@ def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tin
         ({"preprocess": "FILE", "labels": "imagenet-1k"}, "1000 labels for 3 classes"),
     ],
 )
-def test_what_a_format_lacks_is_asked_for(options: dict[str, str], message: str, tiny: Path, tmp_path: Path) -> None:
+def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
     file = tiny
     if options.get("preprocess") == "FILE":
         options = options | {"preprocess": preprocess_file(tmp_path, 48, 48)}

@@ -11,7 +11,9 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.checkpoint.timm_architectures import TimmArguments, architectures, native_names
+from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
+from tests.model.blocks import blocks
 from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
 from tests.timm_reference import timm
 
@@ -88,9 +90,10 @@ def test_every_architecture_has_timms_parameters(name: str) -> None:
     assert config.norm_eps == theirs.blocks[0].norm1.eps
     assert config.grid == theirs.patch_embed.grid_size
     assert config.prefix_tokens == theirs.num_prefix_tokens
-    activation = theirs.blocks[0].mlp.act
+    mlp, activation = blocks(ours)[0].mlp, theirs.blocks[0].mlp.act
     values = torch.linspace(-3, 3, 50)
-    torch.testing.assert_close(ours.blocks[0].mlp.activation(values), activation(values), atol=1e-6, rtol=0)
+    assert isinstance(mlp, Mlp | SwiGLU)
+    torch.testing.assert_close(mlp.activation(values), activation(values), atol=1e-6, rtol=0)
 
 
 def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.data.cifar10 import Images, read_labels, read_test, read_train, split_validation
+from model.data.cifar10 import read_labels, read_test, read_train, split_validation
+from model.data.labelled_images import Images
 from model.errors import DatasetError
 from tests.model.training.synthetic import LABELS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ MAGICS = [
 @functools.cache
 def valid_files() -> list[bytes]:
     picture, grey = noise(40, 30), noise(40, 30, channels=1)
-    animation = {"save_all": True, "append_images": [scene(40, 30)]}
+    animation: dict[str, Any] = {"save_all": True, "append_images": [scene(40, 30)]}
     return [
         encode(picture, "JPEG", orientation=6),
         encode(picture, "JPEG", progressive=True, subsampling=0),

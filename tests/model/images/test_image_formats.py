@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.formats import SUPPORTED_FORMATS
@@ -145,6 +145,7 @@ def test_of_several_pictures_the_first_counts(name):
 def test_a_later_tiff_page_may_be_anything():
     data = bytearray(encode(scene(), "TIFF", save_all=True, append_images=[scene()]))
     with Image.open(io.BytesIO(bytes(data))) as image:
+        assert isinstance(image, TiffImagePlugin.TiffImageFile)
         image.seek(1)
         second = image.tag_v2.offset
     data[second:] = b"\xff" * (len(data) - second)

@@ -124,7 +124,7 @@ class TestScaledDecode:
     @pytest.mark.parametrize("subsampling", [0, 1, 2])
     def test_what_is_left_out_of_a_progressive_jpeg_at_an_eighth_changes_no_pixel(self, subsampling, monkeypatch):
         data = encode(noise(400, 300), "JPEG", progressive=True, subsampling=subsampling)
-        lengths = []
+        lengths: list[int] = []
 
         def recorded(jpeg: Jpeg, scale: int, components: Set[int]) -> bytes | None:
             shorter = without_fine_scans(jpeg, scale, components)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def folder(shared) -> Path:
+def folder(shared: Path) -> Path:
     path = shared / "data" / "torture"
     if not path.is_dir():
         pytest.skip(f"no torture files: {path} does not exist")
@@ -69,11 +70,11 @@ def folder(shared) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(folder) -> list[Answers]:
+def answered(folder: Path) -> list[Answers]:
     # A process of its own, so that its peak is the pictures' and a crash is an answer that is missing.
     done = subprocess.run([sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-200:]
-    runs: dict[str, list[list]] = {}
+    runs: dict[str, list[list[Any]]] = {}
     for line in done.stdout.splitlines():
         runs.setdefault(json.loads(line)[0], []).append(json.loads(line))
     with (folder / "MANIFEST.csv").open(encoding="utf-8") as manifest:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from model.errors import InputError
 from model.images.preprocess import preprocess
 from model.insight.attention_distance import even_attention_distance, mean_attention_distance
 from model.network.vit import VisionTransformer
+from tests.model.blocks import blocks
 from tests.model.insight.models import random_model
 from tests.timm_reference import transformers
 
@@ -49,7 +51,7 @@ def all_weights(model: VisionTransformer, images: torch.Tensor) -> NDArray[np.fl
     layers = []
     with torch.inference_mode():
         x = model.embed(images)
-        for block in model.blocks:
+        for block in blocks(model):
             attention = block.attn
             y = block.norm1(x)
             qkv = attention.qkv(y).reshape(*y.shape[:2], 3, config.heads, config.width // config.heads)
@@ -76,9 +78,7 @@ def all_weights(model: VisionTransformer, images: torch.Tensor) -> NDArray[np.fl
     ],
     ids=["cls", "registers", "no prefix", "qk norm", "relative bias", "remainder"],
 )
-def test_attention_distance_is_that_of_a_reckoning_by_hand(
-    changes: dict[str, object],
-) -> None:
+def test_attention_distance_is_that_of_a_reckoning_by_hand(changes: dict[str, Any]) -> None:
     model = random_model(**changes)
     images = pixels(model)
     prefix = model.config.prefix_tokens
@@ -128,7 +128,7 @@ def test_attention_distance_agrees_with_the_weights_that_transformers_returns(tm
 
 def test_even_attention_is_the_mean_distance_between_patches() -> None:
     model = random_model()
-    for block in model.blocks:
+    for block in blocks(model):
         torch.nn.init.zeros_(block.attn.qkv.weight)
         torch.nn.init.zeros_(block.attn.qkv.bias)
     found = mean_attention_distance(model, [pixels(model)])

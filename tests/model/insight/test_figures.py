@@ -38,7 +38,8 @@ def read(path: Path) -> NDArray[np.uint8]:
 
 
 def near(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDArray[np.bool_]:
-    return (np.abs(picture.astype(int) - colour) < 40).all(axis=-1)
+    close: NDArray[np.bool_] = np.all(np.abs(picture.astype(int) - colour) < 40, axis=-1)
+    return close
 
 
 def test_the_best_validation_epoch_is_marked_where_it_is(tmp_path: Path) -> None:

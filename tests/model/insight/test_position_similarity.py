@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.model.insight.models import random_model
 @pytest.mark.parametrize(
     "changes", [{}, {"registers": 2}, {"position_prefix": False}, {"class_token": False, "pool": "mean"}], ids=str
 )
-def test_position_similarity_leaves_the_prefix_out_and_keeps_rows_and_columns(changes: dict[str, object]) -> None:
+def test_position_similarity_leaves_the_prefix_out_and_keeps_rows_and_columns(changes: dict[str, Any]) -> None:
     model = random_model(**changes)
     assert model.pos_embed is not None
     found = position_similarity(model)
@@ -33,7 +35,7 @@ def test_position_similarity_leaves_the_prefix_out_and_keeps_rows_and_columns(ch
     ],
     ids=["fixed", "none", "relative"],
 )
-def test_positions_that_were_not_learned_are_named(changes: dict[str, object], message: str) -> None:
+def test_positions_that_were_not_learned_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         position_similarity(random_model(**changes))
 

@@ -60,6 +60,7 @@ def test_patches_by_convolution_and_by_a_linear_layer_are_the_same(remainder: in
     config = SMALL.model_copy(update={"image_size": size, "drop_remainder": bool(remainder)})
     convolution, linear = PatchEmbed(config), LinearPatchEmbed(config)
     randomise(convolution)
+    assert convolution.proj.bias is not None
     with torch.no_grad():
         linear.proj.weight.copy_(convolution.proj.weight.flatten(1))
         linear.proj.bias.copy_(convolution.proj.bias)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.config import SIZES, ViTConfig
 from model.network.layers import attention_kernels
+from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.position import resize_position_embedding
 from model.network.vit import VisionTransformer, count_parameters
+from tests.model.blocks import blocks
 
 
 def make_config(**changes: object) -> ViTConfig:
@@ -40,13 +42,18 @@ def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]
     """The paper's equations, written out: logits [B, K] and attention [B, layers, heads, N, N]."""
     c = model.config
     head_dim = c.width // c.heads
+    assert isinstance(model.patch_embed, PatchEmbed)
+    assert model.patch_embed.proj.bias is not None
     x = F.unfold(pixels, c.patch_size, stride=c.patch_size).transpose(1, 2)
     x = x @ model.patch_embed.proj.weight.flatten(1).T + model.patch_embed.proj.bias
     if model.cls_token is not None:
         x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
+    assert model.pos_embed is not None
     x = x + model.pos_embed
     matrices = []
-    for block in model.blocks:
+    for block in blocks(model):
+        mlp = block.mlp
+        assert isinstance(mlp, Mlp)
         y = F.layer_norm(x, (c.width,), block.norm1.weight, block.norm1.bias, c.norm_eps)
         q, k, v = (y @ block.attn.qkv.weight.T + block.attn.qkv.bias).split(c.width, dim=-1)
         split = [t.unflatten(-1, (c.heads, head_dim)).transpose(1, 2) for t in (q, k, v)]
@@ -55,14 +62,16 @@ def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]
         y = (attention @ split[2]).transpose(1, 2).flatten(2)
         x = x + y @ block.attn.proj.weight.T + block.attn.proj.bias
         y = F.layer_norm(x, (c.width,), block.norm2.weight, block.norm2.bias, c.norm_eps)
-        y = F.gelu(y @ block.mlp.fc1.weight.T + block.mlp.fc1.bias)
-        x = x + y @ block.mlp.fc2.weight.T + block.mlp.fc2.bias
+        y = F.gelu(y @ mlp.fc1.weight.T + mlp.fc1.bias)
+        x = x + y @ mlp.fc2.weight.T + mlp.fc2.bias
     prefix = int(c.class_token)
+    norm = model.fc_norm if c.norm_after_pool else model.norm
+    assert isinstance(norm, nn.LayerNorm)
     if c.norm_after_pool:
         pooled = x[:, prefix:].mean(dim=1)
-        pooled = F.layer_norm(pooled, (c.width,), model.fc_norm.weight, model.fc_norm.bias, c.norm_eps)
+        pooled = F.layer_norm(pooled, (c.width,), norm.weight, norm.bias, c.norm_eps)
     else:
-        x = F.layer_norm(x, (c.width,), model.norm.weight, model.norm.bias, c.norm_eps)
+        x = F.layer_norm(x, (c.width,), norm.weight, norm.bias, c.norm_eps)
         pooled = x[:, 0] if c.pool == "cls" else x[:, prefix:].mean(dim=1)
     return pooled @ model.head.weight.T + model.head.bias, torch.stack(matrices, dim=1)
 

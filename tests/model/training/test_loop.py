@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.errors import TrainingError
-from model.training import loop, mixed_precision
+from model.training import mixed_precision
 from model.training.ema import update_average
 from model.training.loop import STATE_FILE, Trainer
 from model.training.metrics import METRICS_FILE, EpochMetrics
@@ -209,7 +210,7 @@ def test_a_terminal_is_told_the_pace_and_what_is_left_of_the_whole_run(
 
     monkeypatch.setattr(trainer, "_step", slow_step)
     told: list[str] = []
-    monkeypatch.setattr(loop.tqdm, "set_postfix_str", lambda self, s, refresh: told.append(s))
+    monkeypatch.setattr(tqdm, "set_postfix_str", lambda self, s, refresh: told.append(s))
     trainer.run(lambda row: None, progress=True)
     shown = terminal.getvalue()
     assert "epoch 1/3" in shown

@@ -29,6 +29,7 @@ learning_rate = 1e-3
 
 def test_the_bundled_recipe_makes_a_small_model_with_a_class_token() -> None:
     recipe = read_recipe(RECIPES / "cifar10.toml")
+    assert recipe.architecture is not None
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
     assert count_parameters(VisionTransformer(config)) <= 6_000_000
     assert config.attention_source == "cls"
@@ -104,5 +105,6 @@ def test_two_augmentation_policies_at_once_are_refused(recipe: Recipe) -> None:
 
 
 def test_an_architecture_that_does_not_fit_the_images_is_refused(recipe: Recipe) -> None:
+    assert recipe.architecture is not None
     with pytest.raises(TrainingError, match="not a multiple of patch_size 8"):
         recipe.architecture.config((30, 32), 10)

@@ -33,6 +33,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     finished: tuple[Path, RunRecord], cifar: Path
 ) -> None:
     out, result = finished
+    assert result.test is not None
     checkpoint = load_checkpoint(str(out))
     assert checkpoint.labels == LABELS
     assert checkpoint.name == "tiny"
@@ -64,7 +65,7 @@ def test_preprocessing_is_measured_on_the_training_images_alone(
     finished: tuple[Path, RunRecord], cifar: Path, recipe: Recipe
 ) -> None:
     out, _ = finished
-    train, _ = split_validation(read_train(cifar), recipe.validation, recipe.seed)
+    train, _ = split_validation(read_train(cifar), int(recipe.validation), recipe.seed)
     scaled = train.pixels.astype(np.float64) / 255
     preprocess = load_checkpoint(str(out)).preprocess
     assert preprocess.mean == pytest.approx(scaled.mean(axis=(0, 2, 3)), abs=1e-4)
@@ -79,6 +80,7 @@ def test_channels_keep_their_order_in_the_statistics() -> None:
 
 def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, RunRecord], recipe: Recipe) -> None:
     out, result = finished
+    assert result.test is not None
     record = json.loads((out / "config.json").read_text())["training"]
     assert Recipe.model_validate(record["recipe"]) == recipe
     assert record["test"]["accuracy"] == result.test.accuracy

@@ -217,7 +217,7 @@ async def test_one_wake_up_of_the_event_loop_a_batch(running: Running, monkeypat
     async with running(FakePredictor(max_batch=8)) as rig:
         tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 17))]
         await rig.until_queued(16)
-        wake_ups = []
+        wake_ups: list[Any] = []
         monkeypatch.setattr(LocalEngine, "_call_loop", _counting(LocalEngine._call_loop, wake_ups))
         rig.predictor.gate.set()
         await asyncio.gather(*tasks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -102,14 +102,12 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
         await stop.wait()
         return {"type": "lifespan.shutdown"}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "lifespan.startup.complete":
             started.set()
 
-    lifespan: Coroutine[Any, Any, None] = service.asgi(
-        {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, receive, send
-    )
-    task = asyncio.create_task(lifespan)
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    task = asyncio.ensure_future(service.asgi(scope, receive, send))
     await started.wait()
     assert (
         service.metric(

@@ -97,7 +97,8 @@ async def listening(**settings: Any) -> AsyncIterator[Listening]:
     finally:
         server.close()
         for connection in list(state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            assert isinstance(connection, HttpProtocol)
+            connection.transport.abort()
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

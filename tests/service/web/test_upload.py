@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -14,7 +15,7 @@ from service.errors import (
     ServiceError,
     UnsupportedMediaType,
 )
-from service.web.upload import UploadedFile, UploadLimits
+from service.web.upload import UploadLimits
 from tests.service.web.uploads import BOUNDARY, MULTIPART, Channel, cut, form, part, read
 
 # Contents made of what is likely to be taken for a boundary.
@@ -50,7 +51,7 @@ def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     assert len(further) == len(files) - 1
 
 
-def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[UploadedFile] | type[ServiceError]:
+def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[object] | type[ServiceError]:
     try:
         return read(chunks, content_type)
     except ServiceError as error:
@@ -95,7 +96,7 @@ def test_a_raw_body_is_the_picture(body: bytes, cuts: list[int]) -> None:
     "content_type", [None, "", "image/png", "text/plain", MULTIPART, "multipart/form-data", "junk"]
 )
 @pytest.mark.parametrize("headers", [{}, {"content_length": "0"}])
-def test_an_empty_body_holds_no_image_whatever_its_type(content_type: str | None, headers: dict[str, str]) -> None:
+def test_an_empty_body_holds_no_image_whatever_its_type(content_type: str | None, headers: dict[str, Any]) -> None:
     with pytest.raises(MissingImage, match="empty"):
         read(b"", content_type, **headers)
 

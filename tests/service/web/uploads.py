@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from service.web.upload import UploadedFile, UploadLimits, read_files
+from service.web.upload import UploadLimits, read_files
 
 ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
 BOUNDARY = "xYz"
@@ -47,15 +47,15 @@ def read(
     limits: UploadLimits = ROOMY,
     on_further: Callable[[], None] = lambda: None,
     **headers: str,
-) -> list[UploadedFile]:
+) -> list[object]:
     if isinstance(chunks, bytes):
         chunks = [chunks]
     channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
         given_headers["content-type"] = content_type
-    pictures: list[UploadedFile] = finish(read_files(Headers(given_headers), channel, limits, on_further))
-    return pictures
+    files: list[object] = finish(read_files(Headers(given_headers), channel, limits, on_further))
+    return files
 
 
 def part(content: bytes, name: str = "file", *, extra: str = "") -> bytes:
