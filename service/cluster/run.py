@@ -22,7 +22,6 @@ def run_cluster(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it; this process only looks after the others.
 
     Args:
-        settings: see `service.settings`.
         load: called in each engine's process, with that engine's device in the settings.
 
     Returns:
