@@ -29,11 +29,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one subcommand.
-
-    Returns:
-        The exit code: 0, or 1 after an error that one line explains.
-    """
+    """Parse the command line, run one subcommand, and return its exit code: 1 after an error that one line explains."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
@@ -44,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vitserve {version('vitserve')}")  # noqa: T201
         return 0
     parsed = _parser(arguments[0]).parse_args(arguments)
+    import logging  # noqa: PLC0415  `--help` is quicker without
+
+    # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     try:
         code: int = _command(arguments[0]).run(parsed)
     except (VitError, ServiceError) as error:

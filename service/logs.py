@@ -36,5 +36,3 @@ def configure(log_format: str, level: str) -> None:
     # Their start-up chatter says in five lines what ours says in one.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-    # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)

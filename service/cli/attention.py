@@ -10,8 +10,8 @@ import numpy as np
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
 from model.images.preprocess import preprocess
-from model.prediction import Head, MapRequest, parse_head, parse_layer
-from service.cli.model_flags import add_model_flags, predictor_from
+from model.prediction import MapRequest, parse_head, parse_layer
+from service.cli.setting_flags import add_setting_flags, predictor_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,16 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, help="weight of the map over the picture, 0 ... 1")
     parser.add_argument("--colormap", choices=COLORMAPS)
     parser.add_argument("--size", type=int, help=f"longer side in pixels, at most {MAX_SIZE}")
-    add_model_flags(parser)
+    add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the map of one image, and print its best class and facts of the map.
-
-    Raises:
-        InputError: the file cannot be read, or an option is out of range.
-        ImageError: the file cannot be decoded.
-    """
+    """Write the map of one image, and print its best class and facts of the map."""
     if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
         raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")
     if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
@@ -43,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError("file", f"{arguments.file}: {error.strerror}") from None
     predictor, info, settings = predictor_from(arguments)
-    head: Head = parse_head(arguments.head, info.config.heads)
-    wanted = MapRequest(parse_layer(arguments.layer, info.config.depth), head)
+    wanted = MapRequest(parse_layer(arguments.layer, info.config.depth), parse_head(arguments.head, info.config.heads))
     pixels = preprocess(data, info.preprocess, max_pixels=settings.max_image_pixels)
     found = predictor.predict(pixels[None], top_k=1, maps=[wanted])
     map_ = found.maps[0]
@@ -52,17 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output.suffix == ".npy":
         np.save(arguments.output, map_.values, allow_pickle=False)
     else:
-        arguments.output.write_bytes(
-            render_heatmap(
-                map_.values,
-                picture=pixels if arguments.overlay else None,
-                **{
-                    name: value
-                    for name in ("alpha", "colormap", "size")
-                    if (value := getattr(arguments, name)) is not None
-                },
-            )
-        )
+        drawing = {name: vars(arguments)[name] for name in ("alpha", "colormap", "size")}
+        given = {name: value for name, value in drawing.items() if value is not None}
+        picture = pixels if arguments.overlay else None
+        arguments.output.write_bytes(render_heatmap(map_.values, picture=picture, **given))
     rows, columns = map_.values.shape
     label = info.labels[int(found.indices[0, 0])]
     print(  # noqa: T201

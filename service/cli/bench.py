@@ -49,11 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the server and print what its clients saw.
-
-    Raises:
-        InputError: no images, an option out of range, or no server at the URL.
-    """
+    """Load the server and print what its clients saw."""
     if arguments.concurrency < 1 or arguments.seconds <= 0:
         raise InputError("concurrency", "--concurrency and --seconds must be above zero")
     images = [file.read_bytes() for file in find_images(arguments.pictures)] or [EXAMPLE_IMAGE.read_bytes()]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import httpx
 import numpy as np
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
-from service.cli.model_flags import add_model_flags, predictor_from
+from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 from service.schemas import Prediction
 from service.web.documents import ranked_predictions
@@ -45,26 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--url", help="ask this server instead of loading the model here")
     parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
-    add_model_flags(parser)
+    add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Classify everything that is named; a file that cannot be classified does not stop the others.
-
-    Returns:
-        0, or 1 if any file has no answer.
-
-    Raises:
-        InputError: a path does not exist, a folder holds no images, or the server cannot be asked.
-    """
+    """Classify everything that is named, and return 1 if any file has no answer; the others have theirs."""
     if arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
     answers = _ask_server(files, arguments) if arguments.url else _ask_model(files, arguments)
-    writer = _writer(arguments, sys.stdout)
+    write = _writer(arguments)
     failed = 0
     for answer in tqdm(answers, total=len(files), unit="image", disable=len(files) < 2 or None):
-        writer(answer)
+        write(answer)
         failed += answer.error is not None
     if failed:
         print(f"vitserve: {failed} of {len(files)} files have no answer", file=sys.stderr)  # noqa: T201
@@ -87,13 +80,12 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
             decoded = list(pool.map(decode, chunk))
             good = [pixels for pixels in decoded if not isinstance(pixels, str)]
             found = predictor.predict(np.stack(good), top_k=top_k) if good else None
-            row = 0
+            rows = zip(found.indices, found.scores, strict=True) if found else iter(())
             for file, pixels in zip(chunk, decoded, strict=True):
-                if isinstance(pixels, str) or found is None:
-                    yield ClassifiedFile(file, [], str(pixels))
-                    continue
-                yield ClassifiedFile(file, ranked_predictions(info.labels, found.indices[row], found.scores[row]))
-                row += 1
+                if isinstance(pixels, str):
+                    yield ClassifiedFile(file, [], pixels)
+                else:
+                    yield ClassifiedFile(file, ranked_predictions(info.labels, *next(rows)))
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
@@ -109,12 +101,14 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
         raise InputError("url", f"{arguments.url}: {error}") from None
 
 
-def _writer(arguments: argparse.Namespace, out: TextIO) -> Callable[[ClassifiedFile], None]:
-    if arguments.csv:
-        table = csv.writer(out)
-        table.writerow(["file", "rank", "label", "index", "score", "error"])
-        return lambda answer: _write_csv(answer, table)
-    return (lambda answer: _write_json(answer, out)) if arguments.json else (lambda answer: _write_text(answer, out))
+def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
+    """Return what prints an answer in the form that the arguments ask for."""
+    if not arguments.csv:
+        form = _json if arguments.json else _text
+        return lambda answer: tqdm.write(form(answer), file=sys.stdout)
+    table = csv.writer(sys.stdout)
+    table.writerow(["file", "rank", "label", "index", "score", "error"])
+    return lambda answer: _write_csv(answer, table)
 
 
 def _write_csv(answer: ClassifiedFile, table: Any) -> None:
@@ -124,15 +118,12 @@ def _write_csv(answer: ClassifiedFile, table: Any) -> None:
         table.writerow([answer.file, rank, found.label, found.index, found.score, ""])
 
 
-def _write_json(answer: ClassifiedFile, out: TextIO) -> None:
-    document: dict[str, Any] = {"file": str(answer.file)}
-    if answer.error is None:
-        document["predictions"] = [found.model_dump() for found in answer.predictions]
-    else:
-        document["error"] = answer.error
-    tqdm.write(json.dumps(document, ensure_ascii=False), file=out)
+def _json(answer: ClassifiedFile) -> str:
+    predictions = [found.model_dump() for found in answer.predictions]
+    outcome = {"predictions": predictions} if answer.error is None else {"error": answer.error}
+    return json.dumps({"file": str(answer.file), **outcome}, ensure_ascii=False)
 
 
-def _write_text(answer: ClassifiedFile, out: TextIO) -> None:
+def _text(answer: ClassifiedFile) -> str:
     lines = [f"{found.score:8.2%}  {found.label}" for found in answer.predictions]
-    tqdm.write("\n".join([str(answer.file), *lines, *([f"  error: {answer.error}"] if answer.error else [])]), file=out)
+    return "\n".join([str(answer.file), *lines, *([f"  error: {answer.error}"] if answer.error else [])])

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from model.errors import InputError
-from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 
 
@@ -20,16 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
     )
-    add_model_flags(parser, CHECKPOINT_FLAGS)
+    add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read a checkpoint, check its weights, and write it as a native folder.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read exactly.
-        InputError: the folder cannot be written, or is not empty.
-    """
+    """Read a checkpoint, check its weights, and write it as a native folder."""
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import DTYPES  # noqa: PLC0415
 

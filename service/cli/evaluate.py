@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
-from service.cli.model_flags import add_model_flags, predictor_from
+from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 
 if TYPE_CHECKING:
@@ -43,16 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
     )
-    add_model_flags(parser)
+    add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the accuracy and print it.
-
-    Raises:
-        DatasetError: the data cannot be read, or are not what the model was made for.
-        InputError: the server cannot be asked, or the flags do not go together.
-    """
+    """Measure the accuracy and print it."""
     if arguments.card is not None and not arguments.robustness:
         raise InputError("card", "--card needs --robustness")
     if arguments.card is not None and not arguments.card.is_file():
@@ -62,10 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     pictures = open_evaluation_set(arguments.data)
     if arguments.robustness and not pictures.variants:
         raise InputError("robustness", f"{arguments.data}: --robustness is for CIFAR-10's binary files")
-    return _through_server(arguments, pictures) if arguments.url else _in_process(arguments, pictures)
+    (_through_server if arguments.url else _in_process)(arguments, pictures)
+    return 0
 
 
-def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
+def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     from model.evaluation.evaluate import evaluate_cifar10, measure, predict_uploads  # noqa: PLC0415
 
     predictor, info, _ = predictor_from(arguments)
@@ -78,10 +74,9 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
     _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
     if arguments.robustness:
         _robustness(arguments.card, pictures.variants, score, truth)
-    return 0
 
 
-def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> int:
+def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     from model.evaluation.evaluate import measure  # noqa: PLC0415
 
     try:
@@ -110,7 +105,6 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> i
                 _robustness(arguments.card, pictures.variants, score, truth)
     except (httpx.TransportError, ClientError) as error:
         raise InputError("url", f"{arguments.url}: {error}") from None
-    return 0
 
 
 def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:

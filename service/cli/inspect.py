@@ -18,7 +18,7 @@ from model.config import PreprocessConfig
 from model.errors import FigureError, ImageError, InputError
 from model.insight import figures
 from service.cli.image_files import find_images, read_pixels
-from service.cli.model_flags import CHECKPOINT_FLAGS, add_model_flags, settings_from
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
 
@@ -45,20 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="pictures, in subfolders too, on which --figures measures how far attention reaches",
     )
-    add_model_flags(parser, CHECKPOINT_FLAGS)
+    add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the checkpoint as the service does, weights and all, print it, and draw it where asked to.
-
-    Returns:
-        0, or 1 if an image was left out.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read exactly.
-        FigureError: matplotlib is missing, or a figure cannot be written.
-        InputError: `--images` names no folder of images, or none of them can be read.
-    """
+    """Read, print and, where asked to, draw the checkpoint; return 1 if an image was left out."""
     out: Path | None = arguments.figures
     if arguments.images is not None and out is None:
         raise InputError("images", "--images needs --figures DIR, where the figures go")
@@ -71,8 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     _print_summary(checkpoint)
     if out is None:
         return 0
-    _draw_filters(model, out / FILTERS)
-    _draw_positions(model, out / POSITIONS)
+    for name, draw in ((FILTERS, _draw_filters), (POSITIONS, _draw_positions)):
+        try:
+            print(f"{out / name}: {draw(model, out / name)}")  # noqa: T201
+        except InputError as error:
+            print(f"{name}: not drawn, {error}")  # noqa: T201
     if not files:
         print(f"{DISTANCE}: not drawn, it needs pictures: --images FOLDER")  # noqa: T201
         return 0
@@ -101,30 +95,21 @@ def _print_summary(checkpoint: Checkpoint) -> None:
         print(f"{name:{width}}  {value}")  # noqa: T201
 
 
-def _draw_filters(model: VisionTransformer, path: Path) -> None:
-    """Draw the principal components of the patch filters, or print why this model has none."""
+def _draw_filters(model: VisionTransformer, path: Path) -> str:
+    """Draw the principal components of the patch filters; raises `InputError` when this model has none."""
     from model.insight.patch_filters import patch_filters  # noqa: PLC0415  torch takes seconds to import
 
-    try:
-        found = patch_filters(model)
-    except InputError as error:
-        print(f"{path.name}: not drawn, {error}")  # noqa: T201
-        return
+    found = patch_filters(model)
     figures.patch_filters(found.components.numpy(), found.explained.numpy(), path)
-    print(f"{path}: {len(found.components)} components, {found.explained.sum():.1%} of the variance")  # noqa: T201
+    return f"{len(found.components)} components, {found.explained.sum():.1%} of the variance"
 
 
-def _draw_positions(model: VisionTransformer, path: Path) -> None:
-    """Draw how alike the position embeddings are, or print why this model has none."""
+def _draw_positions(model: VisionTransformer, path: Path) -> str:
+    """Draw how alike the position embeddings are; raises `InputError` when this model has none."""
     from model.insight.position_similarity import position_similarity  # noqa: PLC0415  torch takes seconds to import
 
-    try:
-        similarity = position_similarity(model)
-    except InputError as error:
-        print(f"{path.name}: not drawn, {error}")  # noqa: T201
-        return
-    figures.position_similarity(similarity.numpy(), path)
-    print(f"{path}: {model.config.grid[0]}x{model.config.grid[1]} positions")  # noqa: T201
+    figures.position_similarity(position_similarity(model).numpy(), path)
+    return f"{model.config.grid[0]}x{model.config.grid[1]} positions"
 
 
 def _draw_attention(
@@ -163,10 +148,11 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
     """Yield float32 [B, C, H, W] of at most `_BATCH` images."""
     import torch  # noqa: PLC0415  torch takes seconds to import
 
-    mean = torch.tensor(config.mean).reshape(-1, 1, 1)
-    std = torch.tensor(config.std).reshape(-1, 1, 1)
+    from model.runtime.normalise import Normalise  # noqa: PLC0415
+
+    normalise = Normalise(config)
     while batch := list(islice(images, _BATCH)):
-        yield (torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 - mean) / std
+        yield normalise(torch.from_numpy(np.stack(batch)))
 
 
 def _write_distances(distance: NDArray[np.float64], path: Path) -> None:

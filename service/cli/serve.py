@@ -9,8 +9,9 @@ import sys
 from typing import NoReturn
 
 from service import logs
+from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.loading import load_predictor
-from service.settings import ENV_PREFIX, Settings, load_settings, unknown_variables
+from service.settings import Settings, unknown_variables
 from service.web.server import exit_now
 from service.web.single_process import run_single_process
 
@@ -18,25 +19,13 @@ logger = logging.getLogger("vitserve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as a flag; each flag is an environment variable too."""
-    for name, field in Settings.model_fields.items():
-        default = "" if field.default in (None, ()) else f" Default: {field.default}."
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            metavar="VALUE",
-            default=argparse.SUPPRESS,
-            help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
-        )
+    """Add every setting as a flag."""
+    add_setting_flags(parser, Settings.model_fields)
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure.
-
-    Raises:
-        SettingsError: a setting with a value that is not allowed.
-    """
-    settings = load_settings({name: value for name, value in vars(arguments).items() if name in Settings.model_fields})
+    """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure."""
+    settings = settings_from(arguments)
     logs.configure(settings.log_format, settings.log_level)
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)

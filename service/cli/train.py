@@ -91,11 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, fit the temperature, measure, write the folder.
-
-    Raises:
-        TrainingError, DatasetError, CheckpointError: one line that says what is wrong with recipe, data or start.
-    """
+    """Train, fit the temperature, measure, write the folder."""
     from model.training.recipe import read_recipe  # noqa: PLC0415  torch takes seconds to import
     from model.training.train import run as train  # noqa: PLC0415
 

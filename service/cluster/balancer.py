@@ -12,13 +12,7 @@ from service.errors import EngineUnavailable
 
 
 class Balancer:
-    """Sends each image to the engine with the shortest queue, counted over all workers.
-
-    It is ready as long as one of them is.
-
-    Args:
-        engines: one a device, all with the same model.
-    """
+    """Sends each image to the engine, of several with the same model, that has the shortest queue over all workers."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self.engines = tuple(engines)

@@ -81,11 +81,7 @@ class EngineChannel:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Sends and receives frames; those sent within one turn of the event loop leave in one write.
-
-    Args:
-        limit: bytes of the longest frame that is read.
-    """
+    """Sends frames, those of one turn of the event loop in one write, and receives some of up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -111,11 +107,7 @@ class FrameProtocol(asyncio.Protocol):
             self.close()
 
     def frame_received(self, frame: Frame) -> None:
-        """Handle one frame.
-
-        Raises:
-            FrameError: the frame is out of order; the connection ends.
-        """
+        """Handle one frame; a `FrameError` that this raises ends the connection."""
         raise NotImplementedError
 
     def send(self, frame: Frame) -> None:

@@ -22,16 +22,11 @@ STOP = signal.SIGUSR1
 
 
 def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics) -> int:
-    """Run one device's engine until it is stopped or fails.
+    """Run one device's engine, and return the exit code: 0 after `STOP`, 1 when the engine failed.
 
     Args:
         settings: see `service.settings`; the device is this engine's.
-        channel: where its workers connect.
         load: called on the engine's thread.
-        metrics: batches are counted here.
-
-    Returns:
-        The exit code: 0 after `STOP`, 1 when the engine failed.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -73,8 +68,7 @@ async def _serve(settings: Settings, channel: EngineChannel, load: Loader, metri
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's factory where it is installed, as in the web workers: a round trip is much shorter with it."""
     try:
-        uvloop = importlib.import_module("uvloop")
+        factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
     except ImportError:
         return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory

@@ -19,46 +19,43 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Serves an engine of this process to the workers of other processes.
+    """Serves an engine of this process to at most `workers` workers of other processes.
 
-    Args:
-        engine: what computes their requests.
-        channel: where the workers connect.
-        workers: how many there are at most.
-        refresh_seconds: how often the status is looked at for changes that the engine does not report itself.
+    Every `refresh_seconds` the status is looked at for changes that the engine does not report itself.
+
+    Attributes:
+        connections: those that have said which worker they are from.
     """
 
     def __init__(self, engine: Engine, channel: EngineChannel, *, workers: int, refresh_seconds: float = 1.0) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._workers = workers
+        self.engine = engine
+        self.channel = channel
+        self.workers = workers
+        self.connections: set[_WorkerConnection] = set()
         self._refresh_seconds = refresh_seconds
-        self._connections: set[_WorkerConnection] = set()
         self._last_status: EngineStatus | None = None
 
     async def start(self, on_change: Callable[[], None] = lambda: None) -> None:
         """Start the engine and accept connections; `on_change` as of `Engine.start`."""
 
         def engine_changed() -> None:
-            info = self._engine.info
-            if info is not None:
-                self._channel.grow_pixels(self._workers, info)
+            if self.engine.info is not None:
+                self.channel.grow_pixels(self.workers, self.engine.info)
             self._publish_status()
             on_change()
 
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _WorkerConnection(self._engine, self._channel, self._workers, self._connections),
-            sock=self._channel.listener,
+            lambda: _WorkerConnection(self), sock=self.channel.listener
         )
-        self._engine.start(engine_changed)
+        self.engine.start(engine_changed)
         self._refresher = asyncio.create_task(self._refresh())
 
     async def close(self) -> None:
         """Close the engine; the requests that it has are answered before the connections end."""
         self._refresher.cancel()
-        await self._engine.close()
+        await self.engine.close()
         self._publish_status()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             await connection.finish()
         self._server.close()
 
@@ -69,24 +66,19 @@ class EngineServer:
             self._publish_status()
 
     def _publish_status(self) -> None:
-        status = dataclasses.replace(self._engine.status, queue_depth=0)
+        status = dataclasses.replace(self.engine.status, queue_depth=0)
         if status != self._last_status:
             self._last_status = status
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.publish_status()
 
 
 class _WorkerConnection(FrameProtocol):
     """One worker's requests in the engine's process."""
 
-    def __init__(
-        self, engine: Engine, channel: EngineChannel, workers: int, connections: set[_WorkerConnection]
-    ) -> None:
+    def __init__(self, server: EngineServer) -> None:
         super().__init__(protocol.REQUEST_LIMIT)
-        self._engine = engine
-        self._channel = channel
-        self._workers = workers
-        self._connections = connections
+        self._server = server
         self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._tasks: dict[int, asyncio.Task[InferenceResult]] = {}
@@ -94,17 +86,18 @@ class _WorkerConnection(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel what the worker asked: nobody waits for it."""
         super().connection_lost(exc)
-        self._connections.discard(self)
+        self._server.connections.discard(self)
         for task in self._tasks.values():
             task.cancel()
 
     def frame_received(self, frame: protocol.Frame) -> None:
         """Handle a request; the first frame must say which worker it is from."""
         if isinstance(frame, protocol.Hello) and self._worker is None:
-            if not hmac.compare_digest(frame.key, self._channel.key) or frame.worker >= self._workers:
+            authentic = hmac.compare_digest(frame.key, self._server.channel.key)
+            if not authentic or frame.worker >= self._server.workers:
                 raise protocol.FrameError("a stranger")
             self._worker = frame.worker
-            self._connections.add(self)
+            self._server.connections.add(self)
             self.publish_status()
         elif isinstance(frame, protocol.Submit) and self._worker is not None:
             task = self._tasks[frame.id] = self._loop.create_task(self._infer(frame))
@@ -117,11 +110,11 @@ class _WorkerConnection(FrameProtocol):
 
     def publish_status(self) -> None:
         """Send the engine's status; the model first, so that whoever hears `ready` has it."""
-        info = self._engine.info
+        info = self._server.engine.info
         if info is not None and self._slots is None and self._worker is not None:
-            self._slots = self._channel.image_slots(self._worker, info)
+            self._slots = self._server.channel.image_slots(self._worker, info)
             self.send(protocol.ModelLoaded(info))
-        self.send(protocol.StatusChanged(self._engine.status))
+        self.send(protocol.StatusChanged(self._server.engine.status))
 
     async def finish(self) -> None:
         """Send the answers that are still owed, and close."""
@@ -131,17 +124,14 @@ class _WorkerConnection(FrameProtocol):
 
     async def _infer(self, frame: protocol.Submit) -> InferenceResult:
         if self._slots is None:
-            raise EngineUnavailable(self._engine.status.reason)
+            raise EngineUnavailable(self._server.engine.status.reason)
         request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map)
-        return await self._engine.infer(request, timeout=frame.timeout)
+        return await self._server.engine.infer(request, timeout=frame.timeout)
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
         """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""
         del self._tasks[id_]
-        if task.cancelled():
-            self.send(protocol.Failed.of(id_, protocol.Cancelled("cancelled")))
-            return
-        error = task.exception()
+        error = protocol.Cancelled("cancelled") if task.cancelled() else task.exception()
         if error is None:
             self.send(protocol.Completed(id_, task.result()))
         elif isinstance(error, ServiceError):

@@ -36,15 +36,7 @@ class OperatingSystem:
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process, which the kernel kills when this one dies.
-
-        Args:
-            name: for the log.
-            main: what the process does; its result is the exit code.
-
-        Returns:
-            The pid.
-        """
+        """Start a process that exits with the result of `main`, and return its pid; it is killed when this one dies."""
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

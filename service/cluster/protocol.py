@@ -63,12 +63,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_Frame, frozen=True, tag=1):
-    """Opens a connection.
-
-    Attributes:
-        worker: whose part of the pixel memory this connection uses.
-        key: proof that it comes from the same service.
-    """
+    """Says whose part of the pixel memory this connection uses; `key` proves that it comes from the same service."""
 
     worker: Natural
     key: bytes
@@ -80,8 +75,6 @@ class Submit(_Frame, frozen=True, tag=2):
     Attributes:
         id: unique on its connection among those that have no outcome yet.
         slot: where its pixels lie.
-        top_k: how many classes to answer with.
-        map: the attention map wanted beside them, if any.
         timeout: seconds from now within which it must be launched.
     """
 
@@ -165,22 +158,14 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes, however it arrives, into frames.
-
-    Args:
-        limit: bytes of the longest frame; a longer one is refused as soon as its length is known.
-    """
+    """Cuts a stream of bytes, however it arrives, into frames; one above `limit` bytes is refused by its length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are complete with these bytes.
-
-        Raises:
-            FrameError: this is not what `encode` makes.
-        """
+        """Yield the frames that are complete with these bytes; raises `FrameError` at what `encode` never makes."""
         self._buffer += data
         start, end = 0, len(self._buffer)
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol
@@ -23,12 +23,7 @@ _CONNECTION_LOST = "the engine ended and is being started again"
 class RemoteEngine:
     """Sends images to an engine in a process of its own; see `service.engine.base.Engine`.
 
-    Belongs to one event loop.
-
-    Args:
-        channel: where the engine is.
-        worker: which worker this is.
-        retry_seconds: how long to wait after a connection that failed.
+    Belongs to one event loop, and waits `retry_seconds` after a connection that failed.
     """
 
     def __init__(self, channel: EngineChannel, worker: int, *, retry_seconds: float = 0.1) -> None:
@@ -37,9 +32,7 @@ class RemoteEngine:
         self._worker = worker
         self._retry_seconds = retry_seconds
         self._connection: _EngineConnection | None = None
-        self._state: Literal["loading", "ready", "failed", "closed"] = "loading"
-        self._reason = "the model is loading"
-        self._last_status: EngineStatus | None = None
+        self._status = EngineStatus(channel.device, "loading", "the model is loading", "", None, 0)
         self._on_change: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -47,21 +40,14 @@ class RemoteEngine:
     @property
     def status(self) -> EngineStatus:
         """Return how the engine is doing right now."""
-        last, index, counters = self._last_status, self._channel.index, self._channel.counters
-        return EngineStatus(
-            device=last.device if last else self._channel.device,
-            state=self._state,
-            reason=self._reason,
-            compiled=last.compiled if last else "",
-            batch_sizes=last.batch_sizes if last else None,
-            queue_depth=int(counters.queue_depth[index]) if self._state == "ready" else 0,
-            restarts=int(counters.restarts[index]),
-        )
+        index, counters = self._channel.index, self._channel.counters
+        depth = int(counters.queue_depth[index]) if self.ready else 0
+        return replace(self._status, queue_depth=depth, restarts=int(counters.restarts[index]))
 
     @property
     def ready(self) -> bool:
         """Return whether the engine takes images."""
-        return self._state == "ready"
+        return self._status.state == "ready"
 
     @property
     def outstanding(self) -> int:
@@ -75,8 +61,8 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        if self._state != "ready" or self._connection is None:
-            raise EngineUnavailable(self._reason)
+        if not self.ready or self._connection is None:
+            raise EngineUnavailable(self._status.reason)
         return await self._connection.infer(request, timeout)
 
     async def close(self) -> None:
@@ -89,8 +75,8 @@ class RemoteEngine:
         if self._connection is not None:
             self._connection.close()
             await self._connection.lost.wait()
-        if self._state != "failed":
-            self._change("closed", "the engine is closed")
+        if self._status.state != "failed":
+            self._change(replace(self._status, state="closed", reason="the engine is closed"))
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -106,29 +92,20 @@ class RemoteEngine:
                 await asyncio.sleep(self._retry_seconds)
                 continue
             await self._connection.lost.wait()
-            if self._state != "closed":  # else it has said so
-                self._change("failed", _CONNECTION_LOST)
+            if self._status.state != "closed":  # else it has said so
+                self._change(replace(self._status, state="failed", reason=_CONNECTION_LOST))
 
     def _on_status(self, frame: protocol.StatusChanged | protocol.ModelLoaded) -> None:
         if isinstance(frame, protocol.ModelLoaded):
             self.info = frame.info
         elif not self._closed:
-            self._last_status = frame.status
-            self._change(frame.status.state, frame.status.reason)
+            self._change(frame.status)
 
-    def _change(self, state: Literal["loading", "ready", "failed", "closed"], reason: str) -> None:
-        changed = state != self._state
-        self._state, self._reason = state, reason
+    def _change(self, status: EngineStatus) -> None:
+        changed = status.state != self._status.state
+        self._status = status
         if changed:
             self._on_change()
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A request without an outcome: its slot is in use though its caller may have gone."""
-
-    slot: int
-    future: asyncio.Future[InferenceResult]
 
 
 class _EngineConnection(FrameProtocol):
@@ -147,8 +124,9 @@ class _EngineConnection(FrameProtocol):
         self._on_status = on_status
         self._slots: ImageSlots | None = None
         self._free: list[int] = []
-        self._pending: dict[int, _Pending] = {}
-        self._next_id = 0
+        # Slot and future of each request without an outcome: the slot is in use though its caller may have gone.
+        self._pending: dict[int, tuple[int, asyncio.Future[InferenceResult]]] = {}
+        self._ids = itertools.count(1)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say which worker this is."""
@@ -160,9 +138,9 @@ class _EngineConnection(FrameProtocol):
         super().connection_lost(exc)
         pending, self._pending = self._pending, {}
         self._count()
-        for request in pending.values():
-            if not request.future.done():
-                request.future.set_exception(EngineUnavailable(_CONNECTION_LOST))
+        for _, future in pending.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(_CONNECTION_LOST))
         self.lost.set()
 
     def frame_received(self, frame: protocol.Frame) -> None:
@@ -171,12 +149,11 @@ class _EngineConnection(FrameProtocol):
             self._deliver(frame.id, frame.result)
         elif isinstance(frame, protocol.Failed):
             self._deliver(frame.id, frame.error())
-        elif isinstance(frame, protocol.ModelLoaded):
-            self._slots = self._channel.image_slots(self._worker, frame.info)
-            # The last one given back is the first one taken, so that few pages are ever touched.
-            self._free = list(range(self._slots.count - 1, -1, -1))
-            self._on_status(frame)
-        elif isinstance(frame, protocol.StatusChanged):
+        elif isinstance(frame, protocol.ModelLoaded | protocol.StatusChanged):
+            if isinstance(frame, protocol.ModelLoaded):
+                self._slots = self._channel.image_slots(self._worker, frame.info)
+                # The last one given back is the first one taken, so that few pages are ever touched.
+                self._free = list(range(self._slots.count - 1, -1, -1))
             self._on_status(frame)
         else:
             raise protocol.FrameError(f"{type(frame).__name__} out of order")
@@ -189,10 +166,9 @@ class _EngineConnection(FrameProtocol):
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
         slot = self._free.pop()
         self._slots[slot][...] = request.pixels
-        self._next_id += 1
-        id_ = self._next_id
+        id_ = next(self._ids)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._pending[id_] = _Pending(slot, future)
+        self._pending[id_] = slot, future
         self._count()
         self.send(protocol.Submit(id_, slot, request.top_k, request.map, timeout))
         try:
@@ -202,17 +178,17 @@ class _EngineConnection(FrameProtocol):
             raise
 
     def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
-        request = self._pending.pop(id_, None)
-        if request is None:
+        if id_ not in self._pending:
             raise protocol.FrameError(f"an answer to {id_}, which waits for none")
-        self._free.append(request.slot)
+        slot, future = self._pending.pop(id_)
+        self._free.append(slot)
         self._count()
-        if request.future.done():  # its caller went away
+        if future.done():  # its caller went away
             return
         if isinstance(outcome, ServiceError):
-            request.future.set_exception(outcome)
+            future.set_exception(outcome)
         else:
-            request.future.set_result(outcome)
+            future.set_result(outcome)
 
     def _count(self) -> None:
         self._channel.counters.outstanding[self._worker, self._channel.index] = len(self._pending)

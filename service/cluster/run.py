@@ -19,14 +19,9 @@ from service.web.single_process import Loader, log_address
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it; this process only looks after the others.
+    """Run the service until a signal ends it, and return the exit code; this process only looks after the others.
 
-    Args:
-        settings: see `service.settings`.
-        load: called in each engine's process, with that engine's device in the settings.
-
-    Returns:
-        The exit code.
+    `load` is called in each engine's process, with that engine's device in the settings.
     """
     shared = SharedResources(settings)
     supervisor = Supervisor(

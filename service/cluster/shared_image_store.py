@@ -34,7 +34,7 @@ class SharedImageStore:
     """A bounded store of model-size pictures, oldest out first, each valid for `ttl` seconds.
 
     Args:
-        file: the ring's; used for nothing else.
+        file: used for nothing else.
         ttl: seconds, rounded up to whole ones; 0 keeps nothing.
         max_bytes: memory for all pictures; 0 keeps nothing.
         clock: whole seconds, the same for all workers.
@@ -47,11 +47,7 @@ class SharedImageStore:
         self._clock = clock
 
     def put(self, pixels: NDArray[np.uint8]) -> str | None:
-        """Keep a picture.
-
-        Returns:
-            An unguessable id (128 bits of the system's randomness, and where to look), or None if nothing is kept.
-        """
+        """Keep a picture; see `ImageStore.put`. Its id is 128 bits of the system's randomness, and where to look."""
         cost = whole_pages(_CELL.size + pixels.nbytes)
         if self._ttl == 0 or cost > self._max_bytes:
             return None
@@ -69,7 +65,7 @@ class SharedImageStore:
         return base64.urlsafe_b64encode(token + after.to_bytes(8, "big")).decode()
 
     def get(self, image_id: str) -> NDArray[np.uint8] | None:
-        """Return the picture, uint8 [H, W, C], or None if it is unknown, expired or pushed out."""
+        """Return the picture, or None; see `ImageStore.get`."""
         try:
             given = base64.b64decode(image_id, b"-_", validate=True)
         except (binascii.Error, ValueError):

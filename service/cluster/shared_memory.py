@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import QueueFull
+from service.web.admission import Limiter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -28,15 +30,10 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 class SharedFile:
-    """An anonymous file in memory; whoever inherits its descriptor can map it.
-
-    Pages take memory only when they are first written.
-
-    Args:
-        name: shown in /proc, for people.
-    """
+    """An anonymous file in memory for all who inherit its descriptor; pages take memory when they are first written."""
 
     def __init__(self, name: str) -> None:
+        # The name is shown in /proc, for people.
         self._descriptor = os.memfd_create(f"vitserve-{name}", os.MFD_CLOEXEC)
 
     def grow(self, size: int) -> None:
@@ -57,11 +54,7 @@ class SharedFile:
         os.pwrite(self._descriptor, data, offset)
 
     def free(self, offset: int, size: int) -> None:
-        """Give whole pages back to the system; they read as zeros from now on.
-
-        Raises:
-            OSError: the kernel cannot.
-        """
+        """Give whole pages back to the system; they read as zeros from now on. Raises `OSError` when it cannot."""
         if _libc.fallocate(self._descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, offset, size):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -94,49 +87,39 @@ class ImageSlots:
 
     Args:
         file: of the engine, which has grown it to `size` a worker.
-        worker: 0 ... workers-1.
-        slots: images that one worker may have in the engine.
         shape: of an image, (rows, columns, channels).
     """
 
     def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int]) -> None:
         size = self.size(slots, shape)
-        memory = file.map(size, worker * size)
-        image_bytes = int(np.prod(shape))
-        flat = np.frombuffer(memory, np.uint8)[: slots * image_bytes]
+        flat = np.frombuffer(file.map(size, worker * size), np.uint8, slots * math.prod(shape))
         self._images: NDArray[np.uint8] = flat.reshape(slots, *shape)
         self.count = slots
 
     @staticmethod
     def size(slots: int, shape: tuple[int, int, int]) -> int:
         """Return the bytes of one worker's part."""
-        return whole_pages(slots * int(np.prod(shape)))
+        return whole_pages(slots * math.prod(shape))
 
     def __getitem__(self, slot: int) -> NDArray[np.uint8]:
-        """Return the image in a slot, uint8 [H, W, C], as a view.
-
-        Raises:
-            IndexError: there is no such slot.
-        """
+        """Return the image in a slot, uint8 [H, W, C], as a view; raises `IndexError` when there is no such slot."""
         image: NDArray[np.uint8] = self._images[slot]
         return image
 
 
 class SharedCounters:
-    """Numbers that all processes of a service read; each cell has one writer.
-
-    Args:
-        workers, engines: how many there are.
-        capacity: images in the service at once, over all workers.
+    """Numbers, uint64, that all processes of a service read; each cell has one writer.
 
     Attributes:
-        permits_taken: uint32 [workers]; written by the worker.
-        outstanding: uint32 [workers, engines], images without an outcome yet; written by the worker.
-        worker_state: uint32 [workers], see `LISTENING` and `SERVING`; written by the worker.
-        engine_was_ready: uint32 [engines]; written by the engine, once.
-        queue_depth: uint32 [engines]; written by the engine.
-        restarts: uint32 [engines]; written by the supervisor.
-        seconds: uint64 [1], of the service's life: the one clock that all can read; written by the supervisor.
+        capacity: images in the service at once, over all workers.
+        lock: guards what is read and written in one step.
+        permits_taken: [workers]; written by the worker.
+        outstanding: [workers, engines], images without an outcome yet; written by the worker.
+        worker_state: [workers], see `LISTENING` and `SERVING`; written by the worker.
+        engine_was_ready: [engines]; written by the engine, once.
+        queue_depth: [engines]; written by the engine.
+        restarts: [engines]; written by the supervisor.
+        seconds: [1], of the service's life: the one clock that all can read; written by the supervisor.
     """
 
     LISTENING = 1
@@ -144,17 +127,11 @@ class SharedCounters:
 
     def __init__(self, *, workers: int, engines: int, capacity: int) -> None:
         self.capacity = capacity
-        self._file = SharedFile("counters")
-        counts = (workers, workers * engines, workers, engines, engines, engines)
-        size = whole_pages(8 + 4 * sum(counts))
-        self._file.grow(size)
-        memory = self._file.map(size)
-        self.seconds: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, 1)
-        words = np.frombuffer(memory, np.uint32, sum(counts), 8)
-        parts: list[NDArray[np.uint32]] = np.split(words, np.cumsum(counts)[:-1])
-        self.permits_taken, outstanding, self.worker_state = parts[:3]
-        self.engine_was_ready, self.queue_depth, self.restarts = parts[3:]
-        self.outstanding = outstanding.reshape(workers, engines)
+        self.lock = SharedFile("counters")
+        self.permits_taken, self.worker_state = _shared_zeros(2, workers)
+        self.outstanding = _shared_zeros(workers, engines)
+        self.engine_was_ready, self.queue_depth, self.restarts = _shared_zeros(3, engines)
+        self.seconds = _shared_zeros(1)
 
     def all_ready(self) -> bool:
         """Return whether all engines are loaded and all workers know of it."""
@@ -174,17 +151,34 @@ class SharedCounters:
         self.outstanding[worker] = 0
         self.worker_state[worker] = 0
 
-    def acquire_permit(self, worker: int) -> None:
-        """Take one of the service's permits for a worker.
-
-        Raises:
-            QueueFull: all are taken, over all workers.
-        """
-        with self._file.locked():  # others can only release meanwhile
-            if int(self.permits_taken.sum()) >= self.capacity:
-                raise QueueFull(f"all {self.capacity} places in the service are taken")
-            self.permits_taken[worker] += 1
-
     def close(self) -> None:
         """Close the lock's file."""
-        self._file.close()
+        self.lock.close()
+
+
+def _shared_zeros(*shape: int) -> NDArray[np.uint64]:
+    """Return zeros that this process shares with those that it forks."""
+    return np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.uint64).reshape(shape)
+
+
+class SharedLimiter(Limiter):
+    """Limits the images of all web workers together; counts those of one."""
+
+    def __init__(self, counters: SharedCounters, worker: int) -> None:
+        super().__init__(counters.capacity)
+        self._counters = counters
+        self._worker = worker
+
+    def acquire(self) -> None:
+        """Take one place; raises `QueueFull` when all are taken, over all workers."""
+        taken = self._counters.permits_taken
+        with self._counters.lock.locked():  # others can only release meanwhile
+            if int(taken.sum()) >= self.capacity:
+                raise QueueFull(f"all {self.capacity} places in the service are taken")
+            taken[self._worker] += 1
+        self.in_use += 1
+
+    def release(self, count: int = 1) -> None:
+        """Give `count` places back."""
+        super().release(count)
+        self._counters.permits_taken[self._worker] = self.in_use

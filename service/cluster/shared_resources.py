@@ -66,11 +66,7 @@ class SharedResources:
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return `count` listening sockets on one address.
-
-    Raises:
-        OSError: the address cannot be had.
-    """
+    """Return `count` listening sockets on one address; raises `OSError` when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listeners: list[socket.socket] = []
     for _ in range(count):

@@ -35,12 +35,10 @@ class Child:
     """One place for a process, and the process that has it now.
 
     Attributes:
-        name: for the log.
         main: what the process does; its result is the exit code.
         stop: the signal that ends it in order.
         is_running: whether the process does its work, by what it has written.
         on_death: what to do about what the process left behind.
-        on_restart: called before it is started again.
         start_at: when it is to be started; None while it runs or is not to be started any more.
     """
 
@@ -61,8 +59,6 @@ class Supervisor:
     """Runs a service's processes; the module's text says how.
 
     Args:
-        workers, engines: what to run.
-        system: the clock, signals and processes.
         drain_timeout: seconds after which workers have ended by themselves.
         on_tick: called at least every second, and when a child has something to say.
         on_drain: called when no worker is to be started any more.
@@ -89,11 +85,7 @@ class Supervisor:
         self._exit_code = 0
 
     def run(self) -> int:
-        """Run until every child has ended.
-
-        Returns:
-            The exit code of the service.
-        """
+        """Run until every child has ended, and return the exit code of the service."""
         while True:
             self._start_due()
             for received in self._system.wait_for_signals(self._seconds_to_wait()):
@@ -143,7 +135,7 @@ class Supervisor:
         if self._kill_at is not None:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
-            self._kill(self._children)
+            self._signal(self._children, signal.SIGKILL)
             return
         logger.info("%s: draining", number.name)
         self._drain(exit_code=0)
@@ -154,7 +146,7 @@ class Supervisor:
         for child in self._children:
             child.start_at = None
         self._on_drain()
-        self._stop(self._workers)
+        self._signal(self._workers)
 
     def _has_ended(self) -> bool:
         """Stop the engines after the workers, kill who does not end in time, and return whether all have ended."""
@@ -162,23 +154,19 @@ class Supervisor:
         assert self._kill_at is not None
         if any(child.pid is not None for child in self._workers):
             if now > self._kill_at:
-                self._kill(self._children)
+                self._signal(self._children, signal.SIGKILL)
             return False
         if any(child.pid is not None for child in self._engines):
             if self._kill_at <= now:
-                self._kill(self._engines)
+                self._signal(self._engines, signal.SIGKILL)
             else:
-                self._stop(self._engines)
+                self._signal(self._engines)
                 self._kill_at = min(self._kill_at, now + _GRACE)
             return False
         return True
 
-    def _stop(self, children: Sequence[Child]) -> None:
+    def _signal(self, children: Sequence[Child], number: signal.Signals | None = None) -> None:
+        """Send a signal, or else the one that ends each child in order, to those that run."""
         for child in children:
             if child.pid is not None:
-                self._system.kill(child.pid, child.stop)
-
-    def _kill(self, children: Sequence[Child]) -> None:
-        for child in children:
-            if child.pid is not None:
-                self._system.kill(child.pid, signal.SIGKILL)
+                self._system.kill(child.pid, number or child.stop)

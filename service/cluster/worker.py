@@ -11,8 +11,7 @@ import signal
 from service.cluster.balancer import Balancer
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
-from service.cluster.shared_limiter import SharedLimiter
-from service.cluster.shared_memory import SharedCounters
+from service.cluster.shared_memory import SharedCounters, SharedLimiter
 from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.metrics.metrics import Metrics
@@ -33,11 +32,7 @@ class WorkerServer(Server):
 
 
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
-    """Run one web worker until a signal ends it.
-
-    Returns:
-        The exit code.
-    """
+    """Run one web worker until a signal ends it, and return its exit code."""
     counters = shared.counters
     engines = [RemoteEngine(channel, worker) for channel in shared.channels]
     engine: Engine = engines[0] if len(engines) == 1 else Balancer(engines)

@@ -1,4 +1,4 @@
-"""What the tests of subcommands share: a run of the command line, and a tiny checkpoint to run it on."""
+"""What the tests of subcommands share: a run of the command line, a tiny checkpoint and pictures to run it on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from model.checkpoint import Checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
@@ -22,6 +24,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     code = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def write_pictures(folder: Path, *names: str) -> Path:
+    """Write a picture of noise, 30 x 20 pixels, under each name below the folder; return the folder."""
+    generator = np.random.default_rng(0)
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    return folder
 
 
 def write_checkpoint(folder: Path, labels: Sequence[str], *, resize: str = "shortest_edge", **changes: Any) -> Path:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.service.cli.command_line import run, write_checkpoint
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +25,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    generator = np.random.default_rng(0)
-    for name in ("b.png", "a.jpg", "deep/c.webp"):
-        path = tmp_path / "pictures" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
-    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
-    return tmp_path / "pictures"
+    folder = write_pictures(tmp_path / "pictures", "b.png", "a.jpg", "deep/c.webp")
+    (folder / "notes.txt").write_text("no picture")
+    return folder
 
 
 def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
@@ -56,6 +54,23 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert [Path(row["file"]).name for row in rows] == ["a.jpg", "aa.png", "b.png", "c.webp"]
     assert [bool(row["error"]) for row in rows] == [False, True, False, False]
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
+
+
+def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    # 32 x 32 pixels of 65,535 samples, which Pillow calls an error.
+    fields = [(256, 32), (257, 32), (258, 8), (259, 1), (262, 1), (273, 8), (277, 65_535), (279, 1024)]
+    entries = b"".join(struct.pack("<HHLL", tag, 3, 1, value) for tag, value in fields)
+    tiff = tmp_path / "samples.tif"
+    tiff.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(2048))
+    logging.getLogger("PIL").setLevel(logging.NOTSET)  # as in a process that has not run a command yet
+    caplog.set_level(logging.DEBUG)
+    code, out, err = run(capfd, "classify", tiff, "--checkpoint", checkpoint)
+    assert code == 1
+    assert "samples per pixel" in out
+    assert err == "vitserve: 1 of 1 files have no answer\n"
+    assert [record.name for record in caplog.records if record.name.startswith("PIL")] == []
 
 
 @pytest.mark.parametrize(

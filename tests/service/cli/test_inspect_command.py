@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.service.cli.command_line import run, write_checkpoint
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 
 def write(folder: Path, **changes: object) -> Path:
@@ -18,12 +17,7 @@ def write(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    generator = np.random.default_rng(0)
-    for name in ("1.png", "deep/2.jpg", "deep/3.webp"):
-        path = tmp_path / "pictures" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
-    return tmp_path / "pictures"
+    return write_pictures(tmp_path / "pictures", "1.png", "deep/2.jpg", "deep/3.webp")
 
 
 def test_figures_and_numbers_are_written(tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:

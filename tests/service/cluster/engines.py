@@ -77,7 +77,7 @@ class Service:
     def lose_connections(self, server: EngineServer) -> None:
         """As when the engine process is killed."""
         server._server.close()
-        for connection in list(server._connections):
+        for connection in list(server.connections):
             connection._transport.abort()  # type: ignore[union-attr]
 
 

@@ -7,8 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from service.cluster.shared_limiter import SharedLimiter
-from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, whole_pages
+from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, SharedLimiter, whole_pages
 from service.errors import QueueFull
 from tests.service.cluster.scripts import run
 
@@ -54,9 +53,8 @@ def test_processes_never_take_more_places_than_there_are() -> None:
     """Each takes and gives back as fast as it can, and looks whether too many were ever taken."""
     script = """
 import os
-from service.cluster.shared_limiter import SharedLimiter
+from service.cluster.shared_memory import SharedCounters, SharedLimiter
 from service.errors import QueueFull
-from service.cluster.shared_memory import SharedCounters
 
 counters = SharedCounters(workers=3, engines=1, capacity=2)
 for worker in range(3):

@@ -1,9 +1,9 @@
-"""Flags that every in-process command shares, and the warm predictor that they ask for."""
+"""Settings as flags of the subcommands, and the warm predictor that they ask for."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from service.engine.loading import load_predictor
@@ -14,28 +14,26 @@ if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
 CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture")
-_NAMES = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
+MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
 
 
-def add_model_flags(parser: argparse.ArgumentParser, names: Sequence[str] = _NAMES) -> None:
-    """Add `--checkpoint`, `--device` and the like, as `vitserve serve` has them."""
+def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS) -> None:
+    """Add a flag for each of these settings; each is an environment variable too."""
     for name in names:
+        field = Settings.model_fields[name]
+        default = "" if field.default in (None, ()) else f" Default: {field.default}."
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{Settings.model_fields[name].description} [{ENV_PREFIX}{name.upper()}]",
+            help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
         )
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Build settings from the given flags and the environment.
-
-    Raises:
-        SettingsError: a value is not allowed.
-    """
-    return load_settings({name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)})
+    """Build settings from the given flags and the environment; raises `SettingsError` when a value is not allowed."""
+    return load_settings({name: value for name, value in vars(arguments).items() if name in Settings.model_fields})
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
