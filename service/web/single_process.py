@@ -26,15 +26,7 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it.
-
-    Args:
-        settings: see `service.settings`.
-        load: called on the engine's thread.
-
-    Returns:
-        The exit code.
-    """
+    """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics = Lifecycle(), Metrics()
     engine = LocalEngine(
         lambda: load(settings),
