@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run one subcommand, and return its exit code: 1 after an error that one line explains."""
+    """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):

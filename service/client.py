@@ -29,12 +29,7 @@ class ClientError(Exception):
 
 
 class ProblemError(ClientError):
-    """The service refused the request.
-
-    Attributes:
-        problem: the problem document, with its status and code.
-        retry_after: seconds to wait before another try, if the service named any.
-    """
+    """The service refused the request with `problem`; `retry_after` are the seconds to wait, if it named any."""
 
     def __init__(self, problem: ProblemDocument, retry_after: int | None) -> None:
         super().__init__(f"{problem.status} {problem.code}: {problem.detail}")
@@ -44,12 +39,7 @@ class ProblemError(ClientError):
 
 @dataclass(frozen=True, slots=True)
 class _Request(Generic[_Answer]):
-    """One request as data, which either client sends.
-
-    Attributes:
-        read: turns a successful response into the answer.
-        options: further arguments of httpx's `request`.
-    """
+    """One request as data, which either client sends; `read` turns a successful response into the answer."""
 
     method: str
     path: str
@@ -91,12 +81,7 @@ def _connection(api_key: str | None, timeout: float) -> dict[str, Any]:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    """Return the response if it is a success.
-
-    Raises:
-        ProblemError: the service refused the request.
-        ClientError: the refusal is not one of vitserve.
-    """
+    """Return the response if it is a success; raises `ProblemError`, or `ClientError` if vitserve did not answer."""
     if response.is_success:
         return response
     try:
@@ -125,7 +110,6 @@ class Client:
         url: of the service.
         api_key: sent as `Authorization: Bearer`.
         timeout: seconds of silence after which a request is given up.
-        transport: of httpx; for tests.
 
     Every method raises `ProblemError` when the service refuses, and `httpx.TransportError` when it
     cannot be reached.

@@ -1,24 +1,5 @@
 """The errors of a request, as types. They know no HTTP: `service.web.problems` maps them.
 
-    ServiceError
-      SettingsError           start-up only
-      MalformedRequest        broken multipart or framing
-      Unauthorized
-      NotFound                unknown path, or an id unknown or expired
-      MethodNotAllowed
-      RequestTimeout          the body did not arrive in time
-      UploadTooLarge          too many bytes, in one file or in the body
-      TooManyImages
-      UnsupportedMediaType    a body of a kind that holds no image
-      InvalidParameter        a query parameter out of range
-      MissingImage            an empty body, or no part named `file`
-      InferenceFailed         this image failed, its neighbours did not
-      Unavailable             try again later
-        QueueFull
-        EngineUnavailable
-        Draining
-      DeadlineExceeded        the time was up before the image was launched
-
 Errors of the picture itself come from `model.errors`.
 """
 
@@ -28,15 +9,15 @@ from collections.abc import Iterable
 
 
 class ServiceError(Exception):
-    """Root of the service's own errors. The message is for the caller."""
+    """Base of the service's own errors. The message is for the caller."""
 
 
 class SettingsError(ServiceError):
-    """A setting with a value that is not allowed."""
+    """A setting has a value that is not allowed; raised at start-up only."""
 
 
 class MalformedRequest(ServiceError):
-    """The request breaks the form that its headers promise."""
+    """The request breaks its framing or its multipart form."""
 
 
 class Unauthorized(ServiceError):
@@ -44,15 +25,11 @@ class Unauthorized(ServiceError):
 
 
 class NotFound(ServiceError):
-    """Nothing is there."""
+    """The path is unknown, or an id is unknown or expired."""
 
 
 class MethodNotAllowed(ServiceError):
-    """The path exists, the method on it does not.
-
-    Attributes:
-        allowed: the methods that the path has.
-    """
+    """The path exists, the method on it does not; `allowed` are those that it has."""
 
     def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -64,35 +41,31 @@ class RequestTimeout(ServiceError):
 
 
 class UploadTooLarge(ServiceError):
-    """More bytes than allowed."""
+    """A file or the whole body has more bytes than allowed."""
 
 
 class TooManyImages(ServiceError):
-    """More files than allowed in one request."""
+    """The request has more files than allowed."""
 
 
 class UnsupportedMediaType(ServiceError):
-    """A body of a kind that holds no image."""
+    """The body is of a kind that holds no image."""
 
 
 class InvalidParameter(ServiceError):
-    """A query parameter that is out of range or does not apply."""
+    """A query parameter is out of range or does not apply."""
 
 
 class MissingImage(ServiceError):
-    """A well-formed request without a picture in it."""
+    """The body is empty, or no part of it is named `file`."""
 
 
 class InferenceFailed(ServiceError):
-    """The model gave no answer for this image."""
+    """The model gave no answer for this image; others of its batch may have one."""
 
 
 class Unavailable(ServiceError):
-    """The service cannot take the request now.
-
-    Attributes:
-        retry_after: seconds after which another try may do better.
-    """
+    """The service cannot take the request now; after `retry_after` seconds another try may do better."""
 
     retry_after = 1
 

@@ -1,7 +1,6 @@
 """Every setting of the service, typed and documented for an operator.
 
-Each is read from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`); the flag wins.
-They are read once at start-up and handed to whoever needs them.
+Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`), which wins.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
 from model.errors import first_problem
@@ -69,12 +68,9 @@ CommaSeparated = BeforeValidator(_comma_separated)
 
 
 class Settings(BaseSettings):
-    """All settings; see each field's description.
+    """All settings; see each field's description."""
 
-    Raises:
-        pydantic.ValidationError: a value outside its range; `load_settings` turns it into one line.
-    """
-
+    # No `env_file`: nothing is read behind the operator's back.
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     # The model.
@@ -179,24 +175,9 @@ class Settings(BaseSettings):
         """Return whether web worker and engine share the only process."""
         return self.workers == 1 and len(self.devices) == 1
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read flags, then the environment; no .env file is read behind the operator's back."""
-        return init_settings, env_settings
-
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Read the settings from flags and the environment.
-
-    Args:
-        flags: field name to value, for the flags that were given.
+    """Read the settings from the environment and the flags that were given, field name to value.
 
     Raises:
         SettingsError: one line that names the setting, the value and what is allowed.

@@ -13,48 +13,38 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch.
-
-    Attributes:
-        max_batch: images in one batch at most.
-        streams: threads that may be inside `predict` at the same time.
-    """
+    """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch."""
 
     max_batch: int
+    """Images in one batch at most."""
     streams: int
+    """Threads that may be inside `predict` at the same time."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
         """Return the fixed launch sizes; None when any size up to `max_batch` is launched."""
-        ...
 
     @property
     def compiled(self) -> str:
         """Return `compiled`, `compiling`, or why not."""
-        ...
 
     @property
     def device(self) -> str:
         """Return the device's name, `cpu` or `cuda:N`."""
-        ...
 
     def warm_up(self) -> None:
         """Run the model once before the first request; raises `DeviceError` when it does not run."""
-        ...
 
     def check(self) -> None:
         """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
-        ...
 
     def launch_size(self, count: int) -> int:
         """Return how many rows are launched for a batch of `count` images."""
-        ...
 
     def predict(
         self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
     ) -> BatchPrediction:
         """Classify a batch, see `model.runtime.predictor.Predictor.predict`."""
-        ...
 
 
 class Engine(Protocol):
@@ -63,30 +53,22 @@ class Engine(Protocol):
     @property
     def info(self) -> ModelInfo | None:
         """Return what is served, or None before it is loaded."""
-        ...
 
     @property
     def status(self) -> EngineStatus:
         """Return how the engine is doing right now."""
-        ...
 
     @property
     def ready(self) -> bool:
         """Return whether `status` says "ready"; cheap enough to be asked with each request."""
-        ...
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading; `on_change` is called on the event loop whenever the state changes."""
-        ...
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        """Return one image's result.
+        """Return the result of one image, which must be launched within `timeout` seconds from now.
 
         Cancelling the call takes the image out of the queue if it was not launched.
-
-        Args:
-            request: the image.
-            timeout: seconds from now within which it must be launched.
 
         Raises:
             DeadlineExceeded: it was not launched in time.
@@ -94,11 +76,9 @@ class Engine(Protocol):
             EngineUnavailable: no model is ready.
             QueueFull: too many images wait.
         """
-        ...
 
     async def close(self) -> None:
         """Finish what is launched, refuse the rest."""
-        ...
 
 
 def replicas(engine: Engine) -> Sequence[Engine]:

@@ -44,14 +44,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One item's stay in the queue.
-
-    Attributes:
-        item: what was put.
-        arrived: clock reading at `put`, seconds.
-        deadline: clock reading from which it is never launched.
-        state: see `State`.
-    """
+    """One item's stay in the queue, with the clock's readings at `put` and from which it is never launched."""
 
     item: T
     arrived: float

@@ -26,9 +26,7 @@ def launch(
     """Compute a batch, and if that fails, its images one by one.
 
     Args:
-        runner: what computes it.
         batch: at least one image, and at most `runner.max_batch`.
-        release: why it is launched.
         clock: monotonic seconds, the same that the queue reads.
 
     Returns:

@@ -17,11 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
-    """Read the checkpoint that the settings name.
-
-    Raises:
-        CheckpointError: it cannot be read exactly.
-    """
+    """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read exactly."""
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
 
     return load_checkpoint(

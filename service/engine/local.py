@@ -45,10 +45,8 @@ class LocalEngine:
     Args:
         load: builds the runner and says what was loaded; called on the engine's thread.
         device: what the status says until the runner is there.
-        queue_size, max_delay: see `BatchQueue`.
         on_batch: called with the report of every launch, on the event loop; for metrics.
-        on_queue: called with the number of waiting images whenever it changes, on any thread.
-        clock: monotonic seconds.
+        queue_size, max_delay, on_queue, clock: see `Streams`.
     """
 
     def __init__(

@@ -29,8 +29,7 @@ class InferenceRequest:
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
-        top_k: how many classes to answer with.
-        map: the attention map wanted beside them, if any.
+        map: the attention map wanted beside the classes, if any.
     """
 
     pixels: NDArray[np.uint8]
@@ -64,10 +63,8 @@ class BatchReport:
     """What the engine's owner counts of one launch.
 
     Attributes:
-        device: where it ran.
         size: images in it.
         padding: rows added to reach a fixed launch size.
-        release: why it was launched.
         inference_seconds: from launch to result.
     """
 
@@ -106,7 +103,6 @@ class EngineStatus:
 
     Attributes:
         device: where it runs; what the settings name until it is loaded.
-        state: see `EngineState`.
         reason: why it is not ready; empty when it is.
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.

@@ -22,11 +22,10 @@ class Streams:
     """A batch queue behind a lock, and as many threads as the runner has streams to empty it.
 
     Args:
-        queue_size, max_delay: see `BatchQueue`.
+        queue_size, max_delay, clock: see `BatchQueue`.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -51,11 +50,7 @@ class Streams:
         return len(self._queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
-        """Add an image that must be launched within `timeout` seconds from now.
-
-        Raises:
-            QueueFull, EngineUnavailable: see `BatchQueue.put`.
-        """
+        """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._wake:
             entry = self._queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self._queue))
@@ -71,8 +66,7 @@ class Streams:
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`, on this thread and one more for each further stream of the runner.
 
-        Raises:
-            BaseException: what ended the first stream that failed; it ends the others too.
+        What ends the first stream that fails ends the others too, and is raised.
         """
         others = [
             threading.Thread(target=self._serve, args=(runner,), name=f"engine-{number}", daemon=True)

@@ -3,10 +3,8 @@
 Units are base units (seconds, bytes, ratios), and there are histograms and never summaries, so that dashboards
 can aggregate over replicas. Each service has a registry of its own: two apps in one process do not mix.
 
-With several processes each counts into files of its own in one private folder, and a scrape of any
-worker adds them up (`prometheus_client.multiprocess`). What is read at the scrape instead of being
-counted (engines, the model, kept pictures, GPUs) is the same from everywhere and is added by the worker
-that is asked.
+With several processes each counts into files of its own in one private folder, and the worker that is scraped adds
+them up (`prometheus_client.multiprocess`) and adds what is read instead of counted: engines, model, pictures, GPUs.
 """
 
 from __future__ import annotations
@@ -58,20 +56,16 @@ def count_in_files(folder: Path, process: str) -> None:
 
 
 class Metrics:
-    """The service's metrics; `render` is what Prometheus scrapes.
-
-    Args:
-        folder: where the processes of the service count, see `count_in_files`; None when there is only this one.
-    """
+    """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
 
     def __init__(self, folder: Path | None = None) -> None:
         # The moment each series began would be a second series beside every one.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._folder = folder
-        self._engines = _EngineCollector()
+        self._state = _StateCollector()
         self._gpus = GpuCollector()
-        self.registry.register(self._engines)
+        self.registry.register(self._state)
         self.registry.register(self._gpus)
         registry = None if folder else self.registry
         if registry:  # of one process among several they would say nothing about the service
@@ -109,15 +103,15 @@ class Metrics:
 
     def watch_engines(self, statuses: Callable[[], Sequence[EngineStatus]]) -> None:
         """Read the engines' state at every scrape instead of following each change."""
-        self._engines.statuses = statuses
+        self._state.statuses = statuses
 
     def watch_recent(self, usage: Callable[[], tuple[int, int]]) -> None:
         """Read how many pictures and bytes are kept at every scrape."""
-        self.registry.register(_RecentCollector(usage))
+        self._state.usage = usage
 
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show what is served, and on which device."""
-        self._engines.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
+        self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
         self._gpus.watch(info.device, info.gpu_uuid)
 
     def observe_batch(self, report: BatchReport) -> None:
@@ -136,15 +130,16 @@ class Metrics:
         return generate_latest(counted) + text
 
 
-class _EngineCollector(Collector):
-    """The gauges of the engines; a device is known for sure (`cuda:0`, not `auto`) only when its engine is ready."""
+class _StateCollector(Collector):
+    """The gauges of the engines, which know their device (`cuda:0`, not `auto`) when ready, and of kept pictures."""
 
     def __init__(self) -> None:
         self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
+        self.usage: Callable[[], tuple[int, int]] | None = None
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Return all gauges, from one look at the engines."""
+        """Return all gauges, from one look at each source."""
         up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
         depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
         restarts = CounterMetricFamily(
@@ -162,16 +157,7 @@ class _EngineCollector(Collector):
         for labels in self.models.values():
             model.add_metric(labels, 1)
         yield from (up, depth, restarts, model)
-
-
-class _RecentCollector(Collector):
-    """The gauges of the pictures that are kept for GET /attention."""
-
-    def __init__(self, usage: Callable[[], tuple[int, int]]) -> None:
-        self._usage = usage
-
-    def collect(self) -> Iterator[Metric]:
-        """Return both gauges, from one look."""
-        pictures, size = self._usage()
-        yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
-        yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
+        if self.usage is not None:
+            pictures, size = self.usage()
+            yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
+            yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)

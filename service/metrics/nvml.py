@@ -35,8 +35,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Any, Any], float]], ...] = (
 class GpuCollector(Collector):
     """Utilisation, memory and power of the GPUs that serve: each metric once, with a sample a GPU.
 
-    Args:
-        nvml: the module `pynvml`; by default imported for the first GPU.
+    The module `nvml` is by default `pynvml`, imported for the first GPU.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -44,14 +43,11 @@ class GpuCollector(Collector):
         self._handles: dict[str, tuple[str, Any] | None] = {}
 
     def watch(self, device: str, uuid: str | None) -> bool:
-        """Add the GPU behind a CUDA device, if it is not there yet.
+        """Add the GPU behind a CUDA device, if it is not there yet, and return whether it has metrics.
 
         Args:
             device: `cuda:N`; N labels the samples.
             uuid: of that GPU as CUDA reports it, as NVML numbers GPUs differently; None on a CPU.
-
-        Returns:
-            Whether the GPU has metrics.
         """
         if uuid is None:
             return False

@@ -1,7 +1,5 @@
 """Admission: a bound on the images that are received, decoded, queued or computed at once.
 
-With several web workers the bound is over all of them, and the count lies in the memory that they share.
-
 A permit is taken from the request's head, before its body is read, and released with the answer, the error or the
 disconnect. So overload costs a refusal and no work, and memory is bounded.
 """
@@ -14,25 +12,14 @@ from service.errors import QueueFull
 
 
 class Limiter:
-    """Counts the places in the service that are taken. Belongs to one event loop.
-
-    Args:
-        capacity: images in the service at most.
-
-    Attributes:
-        in_use: places that are taken now.
-    """
+    """Counts how many of the service's `capacity` places for images are taken. Belongs to one event loop."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_use = 0
 
     def acquire(self) -> None:
-        """Take one place.
-
-        Raises:
-            QueueFull: none is free.
-        """
+        """Take one place; raises `QueueFull` if none is free."""
         if self.in_use >= self.capacity:
             raise QueueFull(f"all {self.capacity} places in the service are taken")
         self.in_use += 1
@@ -42,11 +29,7 @@ class Limiter:
         self.in_use -= count
 
     def permit(self) -> Permit:
-        """Take one place, and return the permit that holds it.
-
-        Raises:
-            QueueFull: none is free.
-        """
+        """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
         permit = Permit(self)
         permit.extend()
         return permit
@@ -63,11 +46,7 @@ class Permit:
         self._held = 0
 
     def extend(self) -> None:
-        """Take one place more.
-
-        Raises:
-            QueueFull: none is free.
-        """
+        """Take one place more; raises `QueueFull` if none is free."""
         self._limiter.acquire()
         self._held += 1
 

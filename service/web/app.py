@@ -38,10 +38,7 @@ _PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
 
 
 class _Application(FastAPI):
-    """FastAPI's routes and their description without its layers around each request.
-
-    `ProblemMiddleware` answers errors, and no route leaves a context open.
-    """
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -63,7 +60,6 @@ def create_app(
     """Return the ASGI application around an engine.
 
     Args:
-        settings: see `service.settings`.
         engine: started when the application starts, closed when it stops.
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
@@ -71,7 +67,6 @@ def create_app(
         limiter: one that other processes count in too; by default this application's own.
         image_store: one that other processes keep pictures in too; by default this application's own.
         clock: monotonic seconds, for requests' deadlines and durations.
-        linger: how long an unread body is read after an early refusal.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)

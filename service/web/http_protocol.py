@@ -13,9 +13,9 @@ from service.web.middleware import BROKEN_FRAMING, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
 _MAX_HEAD_BYTES = 64 << 10
-_HEAD_SECONDS = 30.0
-_LINGER_SECONDS = 2.0
-_STALL_SECONDS = 30.0
+HEAD_SECONDS = 30.0
+LINGER_SECONDS = 2.0
+STALL_SECONDS = 30.0
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -171,11 +171,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([*head, b"\r\n", content]))
         # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
         self.transport.write_eof()
-        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -191,7 +191,7 @@ class HttpProtocol(HttpToolsProtocol):
             else:
                 self.transport.abort()
 
-        self._stall_timer = self.loop.call_later(_STALL_SECONDS, check)
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, check)
 
     def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:

@@ -20,26 +20,18 @@ class ImageStore(Protocol):
 
     def put(self, pixels: NDArray[np.uint8]) -> str | None:
         """Keep a picture, and return its unguessable id, or None if nothing is kept."""
-        ...
 
     def get(self, image_id: str) -> NDArray[np.uint8] | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
-        ...
 
     def usage(self) -> tuple[int, int]:
         """Return how many pictures and bytes are kept now."""
-        ...
 
 
 class MemoryImageStore:
-    """Keeps model-size pictures in bounded memory, each for `ttl` seconds; the oldest goes first.
+    """Keeps at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
 
-    Belongs to one event loop.
-
-    Args:
-        ttl: seconds; 0 keeps nothing.
-        max_bytes: memory for all pictures; 0 keeps nothing.
-        clock: monotonic seconds.
+    A limit of 0 keeps nothing. Belongs to one event loop.
     """
 
     def __init__(self, *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,11 +42,7 @@ class MemoryImageStore:
         self._bytes = 0
 
     def put(self, pixels: NDArray[np.uint8]) -> str | None:
-        """Keep a picture.
-
-        Returns:
-            An unguessable id (128 bits of the system's randomness), or None if nothing is kept.
-        """
+        """Keep a picture, and return its id, 128 bits of the system's randomness, or None if nothing is kept."""
         cost = pixels.nbytes + _OVERHEAD_BYTES
         if self._ttl == 0 or cost > self._max_bytes:
             return None

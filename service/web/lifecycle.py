@@ -8,23 +8,14 @@ from service.errors import Draining
 
 
 class Lifecycle:
-    """Whether the process takes new work.
-
-    Attributes:
-        draining: set once, when the process is about to end.
-        exit_code: what the process should end with.
-    """
+    """Whether the process is about to end and takes no new work, and the code that it should end with."""
 
     def __init__(self) -> None:
         self.draining = False
         self.exit_code = 0
 
     def check(self) -> None:
-        """Refuse new work while draining.
-
-        Raises:
-            Draining: the process is about to end.
-        """
+        """Refuse new work: raises `Draining` when the process is about to end."""
         if self.draining:
             raise Draining("the service is about to stop: try another instance")
 

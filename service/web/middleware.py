@@ -71,7 +71,6 @@ class RequestContext:
     """One request, its answer on the way out, and what is left unread of its body.
 
     Attributes:
-        request_id: the caller's, or ours.
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
     """
@@ -91,11 +90,7 @@ class RequestContext:
         self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     async def receive(self) -> Message:
-        """Return the next message of the body.
-
-        Raises:
-            MalformedRequest: the body broke its framing.
-        """
+        """Return the next message of the body; raises `MalformedRequest` if it broke its framing."""
         message = await self._receive_any()
         if BROKEN_FRAMING in self._scope:
             raise MalformedRequest(self._scope[BROKEN_FRAMING])
@@ -140,12 +135,9 @@ class RequestContextMiddleware:
     """The outermost layer: gives each request its context, measures and logs it.
 
     Args:
-        app: what it surrounds.
-        metrics: request metrics are counted here and nowhere else.
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
         clock: monotonic seconds.
-        linger: how long an unread body is read after an early refusal.
     """
 
     def __init__(
@@ -218,10 +210,6 @@ class ProblemMiddleware:
     """Answers what its layers raise with a problem document, and counts it.
 
     A defect of ours is raised again after its answer, so that it is logged.
-
-    Args:
-        app: what it surrounds.
-        metrics: refusals are counted.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -248,13 +236,7 @@ class ProblemMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` on every path but the public ones.
-
-    Args:
-        app: what it surrounds.
-        keys: accepted keys; none means that no key is asked for.
-        public: paths that need none.
-    """
+    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], public: Iterable[str]) -> None:
         self._app = app
@@ -262,11 +244,7 @@ class ApiKeyMiddleware:
         self._public = frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection.
-
-        Raises:
-            Unauthorized: the key is missing or wrong.
-        """
+        """Serve one ASGI connection; raises `Unauthorized` if its key is missing or wrong."""
         if scope["type"] == "http" and self._keys and scope["path"] not in self._public and not self._knows(scope):
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
         await self._app(scope, receive, send)

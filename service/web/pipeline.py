@@ -6,12 +6,13 @@ Each step is one method, so that routes read as the list of steps that they are.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a request's time is up.
-
-    Attributes:
-        at: seconds of `clock`.
-        clock: monotonic seconds.
-    """
+    """The reading `at` of the monotonic `clock`, seconds, at which a request's time is up."""
 
     at: float
     clock: Callable[[], float] = time.monotonic
@@ -58,24 +54,10 @@ class Deadline:
         """Return the seconds left, never below zero."""
         return max(0.0, self.at - self.clock())
 
-    def check(self) -> None:
-        """Stop work that nobody may use any more.
-
-        Raises:
-            DeadlineExceeded: the time is up.
-        """
-        if self.remaining() == 0.0:
-            raise DeadlineExceeded("the time was up before the image was decoded")
-
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A picture as the model sees it.
-
-    Attributes:
-        pixels: uint8 [H, W, C], the model's input size.
-        seconds: what decoding took.
-    """
+    """A picture as the model sees it, uint8 [H, W, C] of its input size, and the seconds that decoding took."""
 
     pixels: NDArray[np.uint8]
     seconds: float
@@ -83,12 +65,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Everything a request needs on its way; built once by `service.web.app`.
-
-    Attributes:
-        pool: the decode threads.
-        clock: monotonic seconds, the same that requests' contexts have.
-    """
+    """Everything a request needs on its way: `pool` are the decode threads, `clock` gives monotonic seconds."""
 
     settings: Settings
     engine: Engine
@@ -100,22 +77,14 @@ class Pipeline:
     clock: Callable[[], float] = time.monotonic
 
     def model(self) -> ModelInfo:
-        """Return what is served.
-
-        Raises:
-            EngineUnavailable: no model is ready.
-        """
+        """Return what is served; raises `EngineUnavailable` if no model is ready."""
         info = self.engine.info
         if info is None or not self.engine.ready:
             raise EngineUnavailable(self.engine.status.reason)
         return info
 
     def admit(self) -> Permit:
-        """Take a place in the service before any work; use the permit as a context manager.
-
-        Raises:
-            Draining, EngineUnavailable, QueueFull: there is no place, and why.
-        """
+        """Take a place in the service before any work; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
         self.lifecycle.check()
         self.model()
         return self.limiter.permit()
@@ -142,12 +111,7 @@ class Pipeline:
         return uploaded
 
     async def read_one(self, request: Request, permit: Permit) -> bytearray:
-        """Return the bytes of the only file in the body.
-
-        Raises:
-            UploadTooLarge: it is too large.
-            RequestTimeout, ServiceError: see `read`.
-        """
+        """Return the bytes of the only file in the body; raises what `read` raises, and `UploadTooLarge`."""
         [file] = await self.read(request, permit)
         if isinstance(file, UploadTooLarge):
             raise file
@@ -168,14 +132,11 @@ class Pipeline:
         return decoded
 
     def _decode(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
-        deadline.check()
+        if deadline.remaining() == 0.0:
+            raise DeadlineExceeded("the time was up before the image was decoded")
         started = time.perf_counter()
-        pixels = preprocess(
-            data,
-            config,
-            max_pixels=self.settings.max_image_pixels,
-            scaled_decode=self.settings.scaled_decode,
-        )
+        bounds = self.settings
+        pixels = preprocess(data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode)
         return Decoded(pixels, time.perf_counter() - started)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -184,12 +145,18 @@ class Pipeline:
         When the caller is cancelled, work that no thread has begun is skipped; but the call ends only after the
         thread has let go of the picture, so that its place in the service is not given to another before.
         """
-        job = _Job(work)
-        future = asyncio.get_running_loop().run_in_executor(self.pool, job)
+        abandoned = threading.Event()
+
+        def work_unless_abandoned() -> T:
+            if abandoned.is_set():
+                raise ClientDisconnected("the caller went away")
+            return work()
+
+        future = asyncio.get_running_loop().run_in_executor(self.pool, work_unless_abandoned)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            job.abandoned = True
+            abandoned.set()
             await asyncio.wait((future,))
             if not future.cancelled():
                 future.exception()  # seen, though nobody asks for it any more
@@ -198,29 +165,12 @@ class Pipeline:
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
     ) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C].
-
-        Raises:
-            DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: see `Engine.infer`.
-        """
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`."""
         request = InferenceRequest(pixels, top_k, map_request)
         result = await self.engine.infer(request, timeout=deadline.remaining())
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
         return result
-
-
-class _Job(Generic[T]):
-    """Work for a decode thread, which is skipped when it was abandoned before a thread began it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.abandoned = False
-        self._work = work
-
-    def __call__(self) -> T:
-        if self.abandoned:
-            raise ClientDisconnected("the caller went away")
-        return self._work()
 
 
 def pipeline_of(request: Request) -> Pipeline:
@@ -243,14 +193,9 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it if the caller goes away meanwhile.
+    """Await `work`; if the caller goes away meanwhile, cancel it and raise `ClientDisconnected`.
 
-    Args:
-        receive: ASGI channel of a request whose body has been read to its end.
-        work: what the caller waits for.
-
-    Raises:
-        ClientDisconnected: the caller went away first.
+    The body that came through `receive` must have been read to its end.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))

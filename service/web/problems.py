@@ -18,11 +18,7 @@ INTERNAL_ERROR = "internal_error"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as it is answered.
-
-    Attributes:
-        headers: those that belong to the status.
-    """
+    """An error as it is answered, with the headers that belong to its status."""
 
     status: int
     code: str

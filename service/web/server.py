@@ -33,11 +33,6 @@ class Server(uvicorn.Server):
     SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
     A second signal ends the process at once.
-
-    Args:
-        app: the ASGI application.
-        settings: see `service.settings`.
-        lifecycle: says from when on new work is refused, and with what code the process ends.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from service.engine.base import ModelRunner
 from service.engine.local import LocalEngine
@@ -17,20 +18,15 @@ from service.web.server import Server
 
 logger = logging.getLogger("vitserve")
 
+EXAMPLE = "examples/dog.jpg"
+"""A picture of the repository, relative to its root."""
+
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 """Loads the model that the settings name onto their device."""
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it.
-
-    Args:
-        settings: see `service.settings`.
-        load: called on the engine's thread.
-
-    Returns:
-        The exit code.
-    """
+    """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics = Lifecycle(), Metrics()
     engine = LocalEngine(
         lambda: load(settings),
@@ -55,8 +51,9 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 def log_address(settings: Settings, port: int) -> None:
     """Log where the service answers and what to try."""
     base = f"http://{_reachable(settings.host)}:{port}"
+    picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
-    logger.info("  curl -F file=@examples/dog.jpg '%s/classify'", base)
+    logger.info("  curl -F file=@%s '%s/classify'", picture, base)
 
 
 def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:

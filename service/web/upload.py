@@ -34,13 +34,7 @@ UploadedFile = bytearray | UploadTooLarge
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """How much one request may send.
-
-    Attributes:
-        file_bytes: bytes of one file.
-        body_bytes: bytes of the whole body.
-        files: files in one request.
-    """
+    """How much one request may send: bytes in one file, bytes in the whole body, and files."""
 
     file_bytes: int
     body_bytes: int
@@ -53,9 +47,6 @@ async def read_files(
     """Read the body: one raw picture, or the parts named `file` of a multipart form.
 
     Args:
-        headers: those of the request.
-        receive: ASGI channel of the body.
-        limits: see `UploadLimits`.
         on_further_file: called before the second and each later file is read; may refuse it.
 
     Returns:
@@ -165,8 +156,8 @@ class _FormBody:
                 boundary,
                 {
                     "on_part_begin": self._on_part_begin,
-                    "on_header_field": self._on_header_field,
-                    "on_header_value": self._on_header_value,
+                    "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                    "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
                     "on_header_end": self._on_header_end,
                     "on_headers_finished": self._on_headers_finished,
                     "on_part_data": self._on_part_data,
@@ -197,12 +188,6 @@ class _FormBody:
         self._parts += 1
         if self._parts > self._limits.files + _MAX_OTHER_PARTS:
             raise MalformedRequest(f"multipart: more than {_MAX_OTHER_PARTS} parts that are not named {FIELD!r}")
-
-    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
 
     def _on_header_end(self) -> None:
         if self._header.lower() == b"content-disposition":

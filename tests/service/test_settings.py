@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,14 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VIT_HOST", "0.0.0.0")
     settings = load_settings(parse(["--port", "9001"]))
     assert (settings.host, settings.port) == ("0.0.0.0", 9001)
+
+
+def test_a_file_of_variables_in_the_working_directory_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("VIT_PORT=9000\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_settings().port == 8000
 
 
 def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,7 @@ def _npy(found: AttentionMap) -> bytes:
 
 
 def _map_request(query: AttentionQuery, config: ViTConfig) -> MapRequest:
-    """Return the map that is asked for, once the whole query is checked against the model.
-
-    Raises:
-        InvalidParameter, InputError: a value out of range, or a parameter that does not apply.
-    """
+    """Return the map that is asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
     if query.method not in METHODS:
         raise InvalidParameter(f"method {query.method!r}: this service offers {', '.join(METHODS)}")
     if query.class_ is not None:

@@ -69,12 +69,7 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
 
 
 class _Classifier:
-    """Classifies the files of one request.
-
-    Raises:
-        InvalidParameter: `top_k` is above the number of classes.
-        EngineUnavailable: no model is ready.
-    """
+    """Classifies the files of one request; raises `EngineUnavailable`, or `InvalidParameter` if `top_k` is too high."""
 
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
@@ -88,11 +83,7 @@ class _Classifier:
         self._deadline = pipeline.deadline(request)
 
     async def classify(self, file: UploadedFile) -> Classification:
-        """Decode a picture, compute its classes, keep it, and return the answer.
-
-        Raises:
-            ImageError, ServiceError: this picture has no answer.
-        """
+        """Decode, compute and keep a picture, and return its answer; raises `ImageError` or `ServiceError`."""
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline

@@ -56,11 +56,7 @@ class Endpoint(APIRoute):
 
 
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request that no route takes.
-
-    Raises:
-        NotFound: always.
-    """
+    """Refuse a request that no route takes: raises `NotFound`."""
     raise NotFound(f"{scope['path']}: no such path")
 
 

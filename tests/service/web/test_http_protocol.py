@@ -4,114 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
-from service.web import http_protocol
-from service.web.http_protocol import HttpProtocol
+from service.web.http_protocol import STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
-from tests.service.web.apps import App, app, pipeline_of
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def code(self) -> str:
-        assert self.headers["content-type"] == "application/problem+json"
-        document = json.loads(self.body)
-        assert document["status"] == self.status
-        assert document["request_id"] == self.headers["x-request-id"]
-        code: str = document["code"]
-        return code
-
-
-class Connection:
-    """A client that sends what it is told to."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def answer(self) -> Answer:
-        async with asyncio.timeout(PATIENCE):
-            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
-            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
-        return Answer(int(head[0].split()[1]), headers, body)
-
-    async def is_closed(self) -> bool:
-        """Whether the server sends nothing more and closes."""
-        async with asyncio.timeout(PATIENCE):
-            try:
-                return await self.reader.read() == b""
-            except ConnectionResetError:
-                return True
-
-
-@dataclass
-class Listening:
-    app: App
-    port: int
-    state: ServerState
-
-    @asynccontextmanager
-    async def connect(self) -> AsyncIterator[Connection]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            yield Connection(reader, writer)
-        finally:
-            writer.close()
-
-    async def ask(self, data: bytes) -> Answer:
-        async with self.connect() as connection:
-            await connection.send(data)
-            return await connection.answer()
-
-
-@asynccontextmanager
-async def listening(**settings: Any) -> AsyncIterator[Listening]:
-    service = app(**settings)
-    config = uvicorn.Config(
-        service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
-    )
-    config.load()
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: HttpProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-    )
-    try:
-        yield Listening(service, server.sockets[0].getsockname()[1], state)
-    finally:
-        server.close()
-        for connection in list(state.connections):
-            assert isinstance(connection, HttpProtocol)
-            connection.transport.abort()
-        for task in list(state.tasks):
-            task.cancel()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
-
-
-def post(body: bytes, *headers: str, path: str = "/classify", length: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: image/png", *headers]
-    if length:
-        lines.append(f"Content-Length: {len(body)}")
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+from tests.service.web.apps import pipeline_of, until
+from tests.service.web.listening import GET, listening, post
+from tests.service.web.wire import Clock
 
 
 @on_a_loop
@@ -336,16 +236,18 @@ async def test_a_slow_body_is_408_and_closes() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_asks_and_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_STALL_SECONDS", 0.1)
-    async with listening() as server, server.connect() as connection:
+async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
+    clock = Clock()
+
+    def is_let_go() -> bool:
+        clock.advance(STALL_SECONDS)  # again while the kernel still takes a few bytes
+        return not server.state.connections and not server.state.tasks
+
+    async with listening(clock) as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\n\r\n" * 5_000))
-        async with asyncio.timeout(PATIENCE):
-            while not server.state.connections:
-                await asyncio.sleep(0.001)
-            while server.state.connections or server.state.tasks:
-                await asyncio.sleep(0.01)
+        await until(lambda: any(protocol._stall_timer for protocol in server.protocols))
+        await until(is_let_go)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert server.app.metric("vit_inflight_requests") == 0

@@ -7,14 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from service.web import http_protocol
+from service.web.http_protocol import HEAD_SECONDS, LINGER_SECONDS, STALL_SECONDS
 from tests.service.fakes import on_a_loop
 from tests.service.web.wire import Wire
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-HEAD_SECONDS = http_protocol._HEAD_SECONDS
-STALL_SECONDS = http_protocol._STALL_SECONDS
-LINGER_SECONDS = http_protocol._LINGER_SECONDS
 
 
 @asynccontextmanager
