@@ -1,7 +1,8 @@
-"""A training recipe: every choice that a run depends on, frozen, read from a TOML file."""
+"""A training recipe: every choice that a run depends on, frozen, read from a TOML file and written to one."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,6 +227,22 @@ def read_recipe(path: Path) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainingError(f"{path}: not TOML: {error}") from error
     return _validated(values, str(path))
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Write the whole recipe, defaults included; `read_recipe` reads the same one back."""
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    parts = [_lines({name: value for name, value in values.items() if name not in tables})]
+    parts += [f"[{name}]\n{_lines(table)}" for name, table in tables.items()]
+    return "\n".join(parts)
+
+
+def _lines(values: dict[str, Any]) -> str:
+    # JSON's strings, numbers, booleans and lists of them are TOML's, too; DEL alone has to be escaped here as well.
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()).replace(
+        "\x7f", "\\u007f"
+    )
 
 
 def parse_recipe(text: str, source: str) -> Recipe:

@@ -24,14 +24,20 @@ from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
 from model.runtime.device import choose_device
 from model.training.export import STORED_DTYPE, CalibratedCheckpoint, log_scores, measure_logits, round_and_calibrate
-from model.training.folder_lock import folder_lock
 from model.training.loop import STATE_FILE, Trainer
 from model.training.metrics import EpochMetrics
-from model.training.recipe import RECIPES, Recipe
-from model.training.recipe_toml import to_toml
+from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
-from model.training.run_folder import CARD_FILE, LAST_FOLDER, RECIPE_FILE, prepare_folder, record_start, write_text
+from model.training.run_folder import (
+    CARD_FILE,
+    LAST_FOLDER,
+    RECIPE_FILE,
+    folder_lock,
+    prepare_folder,
+    record_start,
+    write_text,
+)
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
 from model.training.training_data import TrainingData
