@@ -23,7 +23,6 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     """Recognise a folder's kind: CIFAR-10's binary files, or pictures in folders.
 
     Args:
-        root: the folder.
         validation: size of the validation set, as a number or as a share of the training pictures; not used
             where the folder has a validation set of its own.
         seed: decides which pictures are in it.
@@ -94,14 +93,12 @@ class FolderDataset:
         self.root = root
         self.name = root.resolve().name
         found = find_pictures(root)
-        self.labels = found.labels
-        self._train = found.train
-        self._test = found.test
+        self.labels, self._test = found.labels, found.test
         if found.validation is not None:
-            self._validation = found.validation
+            self._train, self._validation = found.train, found.validation
         else:
-            train_indices, validation_indices = stratify(found.train.labels, found.labels, validation, seed)
-            self._train, self._validation = found.train.take(train_indices), found.train.take(validation_indices)
+            split = stratify(found.train.labels, found.labels, validation, seed)
+            self._train, self._validation = map(found.train.take, split)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
         self.has_test = self._test is not None
 
@@ -158,9 +155,8 @@ class FolderDataset:
             copies = sum(digests[path] in seen_in_training for path in files.paths)
             if copies:
                 logger.warning("%s: %d %s pictures are copies of training pictures", self.root, copies, name)
-        classes = {
-            (digests[path], label) for _, files in sets for path, label in zip(files.paths, files.labels, strict=True)
-        }
+        labelled = (pair for _, files in sets for pair in zip(files.paths, files.labels, strict=True))
+        classes = {(digests[path], label) for path, label in labelled}
         ambiguous = sum(count > 1 for count in Counter(digest for digest, _ in classes).values())
         if ambiguous:
             logger.warning("%s: %d pictures are in more than one class", self.root, ambiguous)

@@ -37,7 +37,6 @@ class MixedPrecisionOptimiser:
     Args:
         model: in float32 on the training device; it becomes the working copy.
         dtype: of the working copy.
-        recipe: optimiser, clipping and EMA decay.
 
     Raises:
         TrainingError: this torch lacks the recipe's optimiser.

@@ -35,7 +35,6 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
     """Make a recipe's start for data of `classes` classes.
 
     Args:
-        recipe: names a checkpoint or an architecture.
         classes: number of classes of the new head.
         image_size: (rows, columns) of the data's pictures, where all are of one size.
 

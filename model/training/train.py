@@ -23,7 +23,13 @@ from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_sta
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
 from model.runtime.device import choose_device
-from model.training.export import STORED_DTYPE, CalibratedCheckpoint, log_scores, measure_logits, round_and_calibrate
+from model.training.export import (
+    STORED_DTYPE,
+    CalibratedCheckpoint,
+    log_scores,
+    measure_calibrated,
+    round_and_calibrate,
+)
 from model.training.loop import STATE_FILE, Trainer
 from model.training.metrics import EpochMetrics
 from model.training.recipe import RECIPES, Recipe, to_toml
@@ -72,11 +78,9 @@ def run(
     Args:
         data: folder with the binary version of CIFAR-10, or with one folder of pictures a class.
         out: folder for the results; made if absent.
-        recipe: what to do.
         resume: continue the run that `out` holds; one that is complete is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
         memory: bytes of decoded pictures up to which they are kept in memory; more go to a file in `out`.
-        progress: show bars.
 
     Raises:
         DatasetError: the data cannot be read or trained on.
@@ -95,9 +99,8 @@ def run(
         sizes = (len(dataset.labels), dataset.train_count, dataset.validation_count)
         logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
         record_start(out, recipe, dataset, resume=resume)
-        train, validation = dataset.load(
-            _training_size(recipe, start, dataset), start.preprocess, storage, progress=progress
-        )
+        size = _training_size(recipe, start, dataset)
+        train, validation = dataset.load(size, start.preprocess, storage, progress=progress)
         if start.weights is None:
             start = _with_statistics(start, train)
         trainer = _make_trainer(recipe, start, train, validation, out, training_device)
@@ -121,10 +124,9 @@ def run(
 
 
 def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
-    if dataset.train_count < recipe.batch_size:
-        raise TrainingError(
-            f"recipe: batch_size {recipe.batch_size}: there are only {dataset.train_count} training images"
-        )
+    count = dataset.train_count
+    if count < recipe.batch_size:
+        raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
@@ -147,10 +149,8 @@ def _with_statistics(start: Start, train: Images) -> Start:
 def _make_trainer(
     recipe: Recipe, start: Start, train: Images, validation: Images, out: Path, device: torch.device
 ) -> Trainer:
-    preprocess = start.preprocess
-    data = TrainingData(
-        *_tensors(train, device), *_tensors(validation, device), mean=preprocess.mean, std=preprocess.std
-    )
+    statistics = start.preprocess.mean, start.preprocess.std
+    data = TrainingData(*_tensors(train, device), *_tensors(validation, device), *statistics)
     return Trainer(recipe, start.config, data, out, device, initial=start.weights)
 
 
@@ -191,10 +191,7 @@ def _measure_test(
     """Measure the test set with the fitted temperature and without it."""
     images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
     logits = log_scores(kept.predictor, images, progress=progress)
-    return (
-        measure_logits(logits, images, kept.checkpoint.temperature, dataset.labels),
-        measure_logits(logits, images, 1.0, dataset.labels),
-    )
+    return measure_calibrated(logits, images, kept.checkpoint)
 
 
 def _record(

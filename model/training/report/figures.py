@@ -26,8 +26,6 @@ def write_figures(
 
     Args:
         out: the checkpoint's folder; files go to `figures/` in it.
-        measured: the evaluation that the card reports.
-        labels: names of all classes.
         history: the epochs of the run; empty: no learning curve.
 
     Returns:

@@ -33,10 +33,7 @@ _TABLED_CLASSES: Final = 100
 def model_card(run: RunRecord, checkpoint: Checkpoint, figures: Sequence[str] = ()) -> str:
     """Fill `model_card.md` and the sentences of `model_card.toml`, both beside this file, in with a run's measurements.
 
-    Args:
-        run: what happened.
-        checkpoint: what came of it.
-        figures: names of the pictures that `write_figures` drew beside it.
+    `figures` are the names of the pictures that `write_figures` drew beside the card.
     """
     texts = _TEXTS["data"].get(run.data, _TEXTS["data"]["folder"])
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -106,12 +103,9 @@ def _result_fields(run: RunRecord, figures: Sequence[str]) -> dict[str, str]:
 
 
 def with_robustness(card: str, accuracies: Mapping[str, float], count: int) -> str:
-    """Return a card with a section on pictures as users send them; one that is there already is replaced.
+    """Return a card with a section on `count` pictures as users send them; one that is there already is replaced.
 
-    Args:
-        card: as `model_card` writes it.
-        accuracies: by what was done to the pictures, untouched ones first.
-        count: pictures.
+    `accuracies` are by what was done to the pictures, untouched ones first.
     """
     first = next(iter(accuracies.values()))
     rows = "\n".join(
