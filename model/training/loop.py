@@ -42,13 +42,7 @@ _VALIDATION_TOKENS: Final = 40_000
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The weights that did best on the validation images.
-
-    Attributes:
-        epoch: the epoch that they are the result of, counted from 1.
-        accuracy, loss: on the validation images.
-        weights: float32 on the CPU, by name.
-    """
+    """The weights that did best on the validation images, float32 on the CPU, and their epoch, counted from 1."""
 
     epoch: int
     accuracy: float
@@ -206,9 +200,7 @@ class Trainer:
         write_metrics(self.folder, self.history)
 
     def load(self) -> None:
-        """Continue where the folder's state stopped.
-
-        A state from before best weights were kept has its last ones for them.
+        """Continue where the folder's state stopped; the last weights of a state without best ones are its best.
 
         Raises:
             TrainingError: no state there, unreadable, or of another recipe; or its best weights are gone.

@@ -12,18 +12,13 @@ from model.training.recipe import Augmentation
 
 
 def augment(
-    images: Tensor,
-    size: tuple[int, int],
-    augmentation: Augmentation,
-    generator: torch.Generator,
-    progress: float = 0.0,
+    images: Tensor, size: tuple[int, int], augmentation: Augmentation, generator: torch.Generator, progress: float = 0.0
 ) -> Tensor:
     """Augment a batch before it is normalised, in the recipe's order.
 
     Args:
         images: uint8 [B, C, H, W].
         size: (rows, columns) of the model's input; not above H, W unless crops are resized.
-        augmentation: what to do.
         generator: on the images' device.
         progress: share of the schedule that was done when the epoch began.
 
