@@ -48,11 +48,7 @@ def read_test(folder: Path) -> Images:
 
 
 def check_test_file(folder: Path) -> None:
-    """Check, without opening it, that `read_test` will find its file.
-
-    Raises:
-        DatasetError: it is missing, or not a whole number of records long.
-    """
+    """Raise DatasetError if the file of `read_test` is missing or not a whole number of records long; it stays shut."""
     path = folder / TEST_FILES[0]
     try:
         _check_size(path, path.stat().st_size)
@@ -61,13 +57,7 @@ def check_test_file(folder: Path) -> None:
 
 
 def resize(images: Images, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
-    """Bring images to a model's size, as the service would if they were uploaded.
-
-    Args:
-        images: of `IMAGE_SIZE`.
-        config: the model's preprocessing; where it keeps the size, the images stay as they are.
-        storage: where the result goes.
-        progress: show a bar.
+    """Bring images of `IMAGE_SIZE` to a model's size, as the service would if they were uploaded.
 
     Raises:
         DatasetError: no room on the disk.
@@ -81,12 +71,10 @@ def resize(images: Images, config: PreprocessConfig, storage: PixelStorage, *, p
         Image.fromarray(np.ascontiguousarray(images.pixels[index].transpose(1, 2, 0))).save(file, "BMP")
         pixels[index] = preprocess(file.getvalue(), config).transpose(2, 0, 1)
 
-    with (
-        ThreadPoolExecutor() as pool,
-        tqdm(total=len(images), desc="resize", disable=None if progress else True) as bar,
-    ):
-        for _ in pool.map(work, range(len(images))):
-            bar.update()
+    with ThreadPoolExecutor() as pool:
+        done = pool.map(work, range(len(images)))
+        for _ in tqdm(done, total=len(images), desc="resize", disable=None if progress else True):
+            pass
     return Images(pixels, images.labels)
 
 
@@ -131,9 +119,8 @@ def _read_records(path: Path) -> NDArray[np.uint8]:
     try:
         data = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
-        raise DatasetError(
-            f"{path}: cannot be read: {_reason(error)} (expected the binary version of CIFAR-10)"
-        ) from error
+        hint = "expected the binary version of CIFAR-10"
+        raise DatasetError(f"{path}: cannot be read: {_reason(error)} ({hint})") from error
     _check_size(path, data.size)
     records = data.reshape(-1, _RECORD_BYTES)
     worst = int(records[:, 0].max())

@@ -1,4 +1,4 @@
-"""The two kinds of data that can be trained on, CIFAR-10 and folders of pictures, behind one protocol."""
+"""The two kinds of data that can be trained on, CIFAR-10 and folders of pictures, with the same methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
 
 from model.config import PreprocessConfig, Size
 from model.data import cifar10
@@ -20,57 +19,10 @@ from model.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 
-class Dataset(Protocol):
-    """Labelled pictures: a training set, a validation set and perhaps a test set.
-
-    Attributes:
-        name: what a model card calls them.
-        labels: names of the classes, in index order.
-        image_size: (rows, columns) of all pictures; None where they differ.
-        train_count, validation_count: sizes of the two sets.
-        has_test: whether there is a test set.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    image_size: Size | None
-    train_count: int
-    validation_count: int
-    has_test: bool
-
-    def load(
-        self, train: PreprocessConfig, validation: PreprocessConfig, storage: PixelStorage, *, progress: bool = True
-    ) -> tuple[Images, Images]:
-        """Return the training set and the validation set, each in a size of its own.
-
-        Args:
-            train, validation: preprocessing of either.
-            storage: where the pixels go.
-            progress: show bars.
-
-        Raises:
-            DatasetError: bad pictures, test pictures among them, or no room on the disk.
-        """
-        ...
-
-    def load_test(self, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
-        """Return the test set: not for training, nor for any choice made while training.
-
-        Raises:
-            DatasetError: they cannot be read.
-        """
-        ...
-
-    def split_csv(self) -> str | None:
-        """Return which picture is in which set, as CSV; None where the recipe's seed alone decides it."""
-        ...
-
-
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     """Recognise a folder's kind: CIFAR-10's binary files, or pictures in folders.
 
     Args:
-        root: the folder.
         validation: size of the validation set, as a number or as a share of the training pictures; not used
             where the folder has a validation set of its own.
         seed: decides which pictures are in it.
@@ -91,7 +43,7 @@ def is_cifar10(root: Path) -> bool:
 
 
 class Cifar10Dataset:
-    """CIFAR-10's binary files; see `Dataset`."""
+    """CIFAR-10's binary files, with the attributes and methods of `FolderDataset`."""
 
     name = "CIFAR-10"
     image_size: Size | None = cifar10.IMAGE_SIZE
@@ -109,22 +61,31 @@ class Cifar10Dataset:
     def load(
         self, train: PreprocessConfig, validation: PreprocessConfig, storage: PixelStorage, *, progress: bool = True
     ) -> tuple[Images, Images]:
-        """See `Dataset`; of the test set only the file's size is checked, when the dataset is opened."""
+        """Do as `FolderDataset.load`; of the test set only the file's size is checked, when the dataset is opened."""
         return (
             cifar10.resize(self._train, train, storage, progress=progress),
             cifar10.resize(self._validation, validation, storage, progress=progress),
         )
 
     def load_test(self, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
-        """See `Dataset`."""
+        """Do as `FolderDataset.load_test`."""
         return cifar10.resize(cifar10.read_test(self.root), config, storage, progress=progress)
 
-    def split_csv(self) -> None:
-        """Return None: the seed decides the split."""
+    def split_csv(self) -> str | None:
+        """Return None: the seed alone decides which picture is in which set."""
+        return None
 
 
 class FolderDataset:
-    """Pictures in one folder a class; see `Dataset` and `image_folder`."""
+    """A training set, a validation set and perhaps a test set of pictures in one folder a class; see `image_folder`.
+
+    Attributes:
+        name: what a model card calls them.
+        labels: names of the classes, in index order.
+        image_size: (rows, columns) of all pictures; None where they differ.
+        train_count, validation_count: sizes of the two sets.
+        has_test: whether there is a test set.
+    """
 
     image_size: Size | None = None
 
@@ -132,21 +93,25 @@ class FolderDataset:
         self.root = root
         self.name = root.resolve().name
         found = find_pictures(root)
-        self.labels = found.labels
-        self._train = found.train
-        self._test = found.test
+        self.labels, self._test = found.labels, found.test
         if found.validation is not None:
-            self._validation = found.validation
+            self._train, self._validation = found.train, found.validation
         else:
-            train_indices, validation_indices = stratify(found.train.labels, found.labels, validation, seed)
-            self._train, self._validation = found.train.take(train_indices), found.train.take(validation_indices)
+            split = stratify(found.train.labels, found.labels, validation, seed)
+            self._train, self._validation = map(found.train.take, split)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
         self.has_test = self._test is not None
 
     def load(
         self, train: PreprocessConfig, validation: PreprocessConfig, storage: PixelStorage, *, progress: bool = True
     ) -> tuple[Images, Images]:
-        """See `Dataset`; the test set is decoded, too, so that bad pictures in it are named before training."""
+        """Return the training set and the validation set, each in the size that its preprocessing gives.
+
+        The test set is decoded, too, so that bad pictures in it are named before training.
+
+        Raises:
+            DatasetError: bad pictures, or no room on the disk.
+        """
         decoder = Decoder(progress=progress)
         images = decoder.decode(self._train, train, storage), decoder.decode(self._validation, validation, storage)
         if self._test is not None:
@@ -156,7 +121,11 @@ class FolderDataset:
         return images
 
     def load_test(self, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
-        """See `Dataset`."""
+        """Return the test set: not for training, nor for any choice made while training.
+
+        Raises:
+            DatasetError: there is none, or it cannot be read.
+        """
         if self._test is None:
             raise DatasetError(f"{self.root}: has no test pictures")
         decoder = Decoder(progress=progress)
@@ -165,7 +134,7 @@ class FolderDataset:
         return images
 
     def split_csv(self) -> str:
-        """See `Dataset`."""
+        """Return which picture is in which set, as CSV."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["split", "class", "file"])
@@ -186,9 +155,11 @@ class FolderDataset:
             copies = sum(digests[path] in seen_in_training for path in files.paths)
             if copies:
                 logger.warning("%s: %d %s pictures are copies of training pictures", self.root, copies, name)
-        classes = {
-            (digests[path], label) for _, files in sets for path, label in zip(files.paths, files.labels, strict=True)
-        }
+        labelled = (pair for _, files in sets for pair in zip(files.paths, files.labels, strict=True))
+        classes = {(digests[path], label) for path, label in labelled}
         ambiguous = sum(count > 1 for count in Counter(digest for digest, _ in classes).values())
         if ambiguous:
             logger.warning("%s: %d pictures are in more than one class", self.root, ambiguous)
+
+
+Dataset = Cifar10Dataset | FolderDataset

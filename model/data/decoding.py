@@ -27,9 +27,6 @@ _LISTED_FILES: Final = 20
 class Decoder:
     """Decodes files and remembers what was wrong with them.
 
-    Args:
-        progress: show bars.
-
     Attributes:
         bad: (path, reason) of every file that is no picture.
         digests: of the bytes of each file that was decoded.
@@ -42,11 +39,6 @@ class Decoder:
 
     def decode(self, files: PictureFiles, config: PreprocessConfig, storage: PixelStorage) -> Images:
         """Decode files as a model with this preprocessing sees them; a bad file leaves its place undefined.
-
-        Args:
-            files: what to decode.
-            config: the model's preprocessing.
-            storage: where the pixels go.
 
         Raises:
             DatasetError: no room on the disk.
@@ -64,11 +56,7 @@ class Decoder:
         self._run(files.paths, config, lambda index, picture: None, "check")
 
     def refuse_bad(self, root: Path) -> None:
-        """Raise an error if there was any bad file so far.
-
-        Raises:
-            DatasetError: the files, and what is wrong with each.
-        """
+        """Raise DatasetError if there was any bad file so far; it names them and what is wrong with each."""
         if not self.bad:
             return
         self.bad.sort()
@@ -78,11 +66,7 @@ class Decoder:
         raise DatasetError("\n".join([f"{root}: {count} in class folders cannot be read as pictures:", *named, *more]))
 
     def _run(
-        self,
-        paths: Iterable[Path],
-        config: PreprocessConfig,
-        keep: Callable[[int, NDArray[np.uint8]], None],
-        name: str,
+        self, paths: Iterable[Path], config: PreprocessConfig, keep: Callable[[int, NDArray[np.uint8]], None], name: str
     ) -> None:
         def work(index: int, path: Path) -> None:
             try:
@@ -96,11 +80,9 @@ class Decoder:
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         try:
             futures = [pool.submit(work, index, path) for index, path in enumerate(paths)]
-            bar = tqdm(total=len(futures), desc=name, unit="img", disable=None if self.progress else True)
-            with bar:
-                for future in as_completed(futures):
-                    future.result()
-                    bar.update()
+            off = None if self.progress else True
+            for future in tqdm(as_completed(futures), total=len(futures), desc=name, unit="img", disable=off):
+                future.result()
         finally:
             pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
 

@@ -33,12 +33,7 @@ _IGNORED: Final = frozenset({"thumbs.db", "desktop.ini"})
 
 @dataclass(frozen=True)
 class PictureFiles:
-    """Labelled files, not yet opened.
-
-    Attributes:
-        paths: sorted by class and then by name.
-        labels: int64 [N].
-    """
+    """Labelled files, not yet opened: paths sorted by class and then by name, and labels, int64 [N]."""
 
     paths: tuple[Path, ...]
     labels: NDArray[np.int64]

@@ -51,11 +51,7 @@ class PixelStorage:
     memory: int = MEMORY
 
     def allocate(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return an uninitialised array of this shape.
-
-        Raises:
-            DatasetError: no room on the disk.
-        """
+        """Return an uninitialised array of this shape, or raise DatasetError: no room on the disk."""
         size = math.prod(shape)
         if size <= self.memory:
             return np.empty(shape, np.uint8)
@@ -71,22 +67,13 @@ class PixelStorage:
 
 
 def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, of values scaled to 0...1, to four decimals.
-
-    Args:
-        pixels: uint8 [N, C, H, W].
-    """
+    """Return mean and standard deviation of each channel of uint8 [N, C, H, W], scaled to 0...1, to four decimals."""
     # From the histogram of the 256 values: exact, and without a float copy of every pixel.
     counts = np.zeros((pixels.shape[1], 256), np.int64)
     for start in range(0, len(pixels), 1000):
         for channel, plane in enumerate(np.moveaxis(pixels[start : start + 1000], 1, 0)):
             counts[channel] += np.bincount(plane.reshape(-1), minlength=256)
     values = np.arange(256) / 255
-    means: list[float] = []
-    deviations: list[float] = []
-    for row in counts:
-        mean = float((row * values).sum() / row.sum())
-        variance = float((row * (values - mean) ** 2).sum() / row.sum())
-        means.append(round(mean, 4))
-        deviations.append(round(variance**0.5, 4))
-    return tuple(means), tuple(deviations)
+    means = [float((row * values).sum() / row.sum()) for row in counts]
+    variances = [float((row * (values - mean) ** 2).sum() / row.sum()) for row, mean in zip(counts, means, strict=True)]
+    return tuple(round(mean, 4) for mean in means), tuple(round(variance**0.5, 4) for variance in variances)

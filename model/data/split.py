@@ -30,9 +30,9 @@ def stratify(
         if count < 2:
             raise DatasetError(f"class {name!r} has {count} picture: it needs one to train on and one to validate on")
     total, classes = len(labels), len(names)
-    wanted = (
-        validation if isinstance(validation, int) else min(max(round(validation * total), classes), total - classes)
-    )
+    wanted = validation
+    if isinstance(wanted, float):
+        wanted = min(max(round(wanted * total), classes), total - classes)
     if not classes <= wanted <= total - classes:
         raise DatasetError(
             f"validation {validation} of {total} pictures: {classes} classes need {classes} to {total - classes}"

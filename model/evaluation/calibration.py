@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -28,10 +29,9 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the temperature at which the top-1 score is the best estimate of whether the answer is right.
 
     Best is the lowest Brier score: the mean of (score - 1 if right, else 0) squared. Guo et al. take the
-    likelihood of all classes' scores instead; one temperature cannot get all of them right, and what users
-    read and the calibration error judges is the top score. Over twenty random halvings of a validation set,
-    fitted on one half and measured on the other, this gave a lower calibration error than the likelihood on
-    models trained with and without label smoothing, and scattered less than minimising the error itself.
+    likelihood of all classes' scores instead; one temperature cannot get all of them right, and users read the
+    top score. Over twenty random halvings of a validation set this gave a lower calibration error out of sample
+    than the likelihood, with and without label smoothing, and scattered less than minimising the error itself.
 
     Args:
         logits: [N, K], of images that were not trained on.
@@ -42,6 +42,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     right = (answers == labels).double()
     golden = (math.sqrt(5) - 1) / 2
 
+    @cache
     def loss(log_temperature: float) -> float:
         top = (logits / math.exp(log_temperature)).softmax(dim=1).amax(dim=1)
         return float((top - right).square().mean())
@@ -51,17 +52,14 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     step = (high - low) / (_GRID - 1)
     best = min((low + number * step for number in range(_GRID)), key=loss)
     low, high = max(low, best - step), min(high, best + step)
-    left, right_end = high - golden * (high - low), low + golden * (high - low)
-    loss_left, loss_right = loss(left), loss(right_end)
+    inner_low, inner_high = high - golden * (high - low), low + golden * (high - low)
     while high - low > 1e-4:
-        if loss_left < loss_right:
-            high, right_end, loss_right = right_end, left, loss_left
-            left = high - golden * (high - low)
-            loss_left = loss(left)
+        if loss(inner_low) < loss(inner_high):
+            high, inner_high = inner_high, inner_low
+            inner_low = high - golden * (high - low)
         else:
-            low, left, loss_left = left, right_end, loss_right
-            right_end = low + golden * (high - low)
-            loss_right = loss(right_end)
+            low, inner_low = inner_low, inner_high
+            inner_high = low + golden * (high - low)
     return math.exp((low + high) / 2)
 
 

@@ -65,11 +65,10 @@ class Evaluation:
 def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = False) -> Evaluation:
     """Measure a predictor on CIFAR-10's 10,000 test images.
 
+    A model that takes another size than 32 x 32 pixels sees them as the service would: through its preprocessing.
+
     Args:
-        predictor: of a model that has CIFAR-10's labels. One that takes another size than 32 x 32 pixels sees
-            them as the service would: through its preprocessing.
         data: folder with the binary version of CIFAR-10.
-        progress: show a bar.
 
     Raises:
         DatasetError: the data cannot be read, or the model's labels are not CIFAR-10's.
@@ -99,7 +98,6 @@ def predict_uploads(
     """Return all scores of pictures that come as files, through the service's own preprocessing.
 
     Args:
-        count: number of pictures.
         upload: takes a picture's number, 0...count-1, and returns the bytes of its file; called on several threads.
         name: takes a picture's number and returns what a message calls it.
 
@@ -124,14 +122,7 @@ def predict_uploads(
 def predict_scores(
     predictor: BatchPredictor, pixels: NDArray[np.uint8], *, progress: bool = False
 ) -> NDArray[np.float32]:
-    """Return all scores of all images, in batches as large as the predictor takes.
-
-    Args:
-        pixels: uint8 [N, C, H, W].
-
-    Returns:
-        float32 [N, K] in class order.
-    """
+    """Return all scores, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
 
     def read(batch: range) -> NDArray[np.uint8]:
         return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))

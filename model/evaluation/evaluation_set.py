@@ -24,8 +24,7 @@ class EvaluationSet:
         split: `test`, `validation`, or empty where the data are not split.
         names: names of the classes, in index order.
         labels: int64 [N], indices of `names`.
-        upload: takes a picture's number, returns the bytes of its file; thread-safe.
-        name: takes a picture's number, returns what a message calls it.
+        upload, name: take a picture's number; return its file's bytes, thread-safe, and what a message calls it.
         variants: the same pictures as users send them (see `robustness`), by name; empty where not offered.
     """
 

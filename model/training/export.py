@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +49,6 @@ def round_and_calibrate(
         checkpoint: float32; its temperature is not used.
         validation: images that were not trained on, in the checkpoint's size.
         device: see `model.runtime.device.choose_device`.
-        progress: show a bar.
 
     Raises:
         CheckpointError: a weight is not finite, or too large for the stored dtype.
@@ -61,13 +59,9 @@ def round_and_calibrate(
     logits = log_scores(predictor, validation, progress=progress)
     truth = torch.from_numpy(validation.labels)
     all_right = bool((logits.argmax(dim=1) == truth).all())
-    temperature = 1.0 if all_right or len(truth) < MIN_CALIBRATION_IMAGES else fit_temperature(logits, truth)
-    return CalibratedCheckpoint(
-        checkpoint=replace(stored, temperature=temperature),
-        predictor=predictor,
-        validation=measure_logits(logits, validation, temperature, checkpoint.labels),
-        validation_uncalibrated=measure_logits(logits, validation, 1.0, checkpoint.labels),
-    )
+    if not all_right and len(truth) >= MIN_CALIBRATION_IMAGES:
+        stored = replace(stored, temperature=fit_temperature(logits, truth))
+    return CalibratedCheckpoint(stored, predictor, *measure_calibrated(logits, validation, stored))
 
 
 def log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
@@ -76,7 +70,10 @@ def log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tenso
     return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
 
 
-def measure_logits(logits: Tensor, images: Images, temperature: float, labels: tuple[str, ...]) -> Evaluation:
-    """Evaluate logits [N, K], divided by a temperature."""
-    scores: np.ndarray[tuple[int, int], np.dtype[np.float32]] = (logits / temperature).softmax(dim=1).numpy()
-    return measure(scores, images.labels, labels)
+def measure_calibrated(logits: Tensor, images: Images, checkpoint: Checkpoint) -> tuple[Evaluation, Evaluation]:
+    """Evaluate logits [N, K] with the checkpoint's temperature and without it."""
+    calibrated, uncalibrated = (
+        measure((logits / temperature).softmax(dim=1).numpy(), images.labels, checkpoint.labels)
+        for temperature in (checkpoint.temperature, 1.0)
+    )
+    return calibrated, uncalibrated

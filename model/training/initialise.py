@@ -32,8 +32,6 @@ def initial_model(
     """Make the float32 model that training starts with, on the CPU.
 
     Args:
-        recipe: how weights are initialised, and how much of the model is left out at random while it trains.
-        config: the architecture.
         data: its images may decide where the patch embedding starts.
         initial: all weights by the model's parameter names; None: the recipe's initialisation.
 
@@ -70,7 +68,6 @@ def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
 
     Args:
         grid: (rows, columns) of patches.
-        width: of the tokens.
 
     Returns:
         float32 [rows*columns, width].
@@ -106,14 +103,10 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def whitening_sample(pixels: Tensor) -> Tensor:
-    """Return as many pictures as the patches' covariance needs, and no more than fit in memory as float32.
+    """Return as many pictures of [N, C, H, W] as the patches' covariance needs, as a view: only they are read.
 
-    Args:
-        pixels: [N, C, H, W]; only what is chosen is read.
-
-    Returns:
-        A view: the first 5000, or fewer of pictures larger than 32 x 32, these from all over the data,
-        which may be sorted by class.
+    They are the first 5000, or fewer of pictures larger than 32 x 32 so that they fit in memory as float32; these
+    come from all over the data, which may be sorted by class.
     """
     count = max(1, _WHITENING_PIXELS // (pixels.shape[2] * pixels.shape[3]))
     if count >= _WHITENING_IMAGES:

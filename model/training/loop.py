@@ -42,13 +42,7 @@ _VALIDATION_TOKENS: Final = 40_000
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The weights that did best on the validation images.
-
-    Attributes:
-        epoch: the epoch that they are the result of, counted from 1.
-        accuracy, loss: on the validation images.
-        weights: float32 on the CPU, by name.
-    """
+    """The weights that did best on the validation images, float32 on the CPU, and their epoch, counted from 1."""
 
     epoch: int
     accuracy: float
@@ -74,13 +68,9 @@ class Trainer:
     """One run of a recipe.
 
     Args:
-        recipe: what to do.
         config: the architecture, fitted to the data.
-        data: what to learn from.
         folder: where state and metrics go; made if absent.
-        device: where to compute.
-        initial: weights to start from, all of them, by the model's parameter names, instead of the
-            recipe's initialisation. A state that is loaded takes their place.
+        initial: all weights by the model's parameter names, instead of the recipe's initialisation.
         clock: seconds from any start, never falling.
 
     Attributes:
@@ -193,11 +183,9 @@ class Trainer:
         return torch.cat(logits).cpu()
 
     def save(self) -> None:
-        """Write state, best weights and metrics; an interruption leaves files that can be resumed from.
-
-        The best weights come first. Cut off after them, `last.pt` is an epoch behind; that epoch is then
-        done again, and cannot beat itself.
-        """
+        """Write state, best weights and metrics; an interruption leaves files that can be resumed from."""
+        # The best weights come first: cut off after them, the epoch that `last.pt` lacks is done again, and cannot
+        # beat itself.
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._best is not None and not self._best_is_saved:
             write_state(self.folder / BEST_FILE, self.recipe, vars(self._best))
@@ -212,9 +200,7 @@ class Trainer:
         write_metrics(self.folder, self.history)
 
     def load(self) -> None:
-        """Continue where the folder's state stopped.
-
-        A state from before best weights were kept has its last ones for them.
+        """Continue where the folder's state stopped; the last weights of a state without best ones are its best.
 
         Raises:
             TrainingError: no state there, unreadable, or of another recipe; or its best weights are gone.
@@ -272,10 +258,7 @@ class Trainer:
 
     @contextmanager
     def _seeded_generator(self) -> Iterator[torch.Generator]:
-        """Seed a generator for the epoch under way, and the global one, which is restored afterwards.
-
-        Stochastic depth and PatchDropout draw from the global generator.
-        """
+        """Seed a generator for the epoch, and the global one, which stochastic depth and PatchDropout draw from."""
         seed = self.recipe.seed * 1_000_003 + self.epoch + 1
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)

@@ -1,13 +1,13 @@
-"""Training in reduced precision with float32 master weights.
+"""Training in reduced precision with float32 master weights, and their exponential moving average (EMA).
 
-Reduced precision works without autocast: the updates go to float32 masters, and a working copy of them in
-another dtype does the arithmetic, forward and backward. Rounded to bfloat16 at each step, late and small
-updates would be lost.
+A working copy in another dtype does the arithmetic, forward and backward, without autocast; updates go to the
+masters, since late and small ones would be lost if they were rounded to bfloat16 at each step. The average and
+its warm-up are those of TensorFlow's `ExponentialMovingAverage` and timm's `ModelEmaV3`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,20 @@ import torch
 from torch import Tensor
 
 from model.network.vit import VisionTransformer
-from model.training.ema import update_average, warmed_up_decay
 from model.training.optimisers import make_optimisers
 from model.training.recipe import Recipe
 from model.training.schedule import rate_factor
+
+
+def warmed_up_decay(decay: float, steps: int) -> float:
+    """Return the decay, 0...1, after `steps` updates: less in the first ones, when the average knows little."""
+    return min(decay, (1 + steps) / (10 + steps))
+
+
+@torch.no_grad()
+def update_average(average: Sequence[Tensor], weights: Sequence[Tensor], decay: float) -> None:
+    """Set average = decay * average + (1 - decay) * weights, in place."""
+    torch._foreach_lerp_(list(average), list(weights), 1 - decay)
 
 
 class MixedPrecisionOptimiser:
@@ -27,7 +37,6 @@ class MixedPrecisionOptimiser:
     Args:
         model: in float32 on the training device; it becomes the working copy.
         dtype: of the working copy.
-        recipe: optimiser, clipping and EMA decay.
 
     Raises:
         TrainingError: this torch lacks the recipe's optimiser.

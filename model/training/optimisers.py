@@ -21,7 +21,6 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
 
     Args:
         weights: float32, by the model's parameter names.
-        settings: the recipe's table.
         depth: number of the model's blocks.
 
     Raises:
@@ -30,43 +29,30 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
     scales = [1.0]
     if settings.layer_decay != 1:
         scales = [settings.layer_decay ** (depth + 1 - layer) for layer in range(depth + 2)]
-    muon: list[list[Tensor]] = [[] for _ in scales]
-    decayed: list[list[Tensor]] = [[] for _ in scales]
-    spared: list[list[Tensor]] = [[] for _ in scales]
+    muon, decayed, spared = ([list[Tensor]() for _ in scales] for _ in range(3))
     for name, weight in weights.items():
         layer = layer_of(name, depth) if len(scales) > 1 else 0
+        group = decayed if weight.ndim > 1 else spared
         if settings.name == "muon" and weight.ndim == 2 and name.startswith("blocks."):
-            muon[layer].append(weight)
-        elif weight.ndim > 1:
-            decayed[layer].append(weight)
-        else:
-            spared[layer].append(weight)
+            group = muon
+        group[layer].append(weight)
     groups: list[dict[str, Any]] = []
     for scale, matrices, vectors in zip(scales, decayed, spared, strict=True):
         rate = settings.learning_rate * scale
         groups += [{"params": matrices, "lr": rate}, {"params": vectors, "lr": rate, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,
+        groups, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
     )
     if settings.name == "adamw":
         return [adamw]
     if not hasattr(torch.optim, "Muon"):
         raise TrainingError(f"optimiser muon needs torch 2.9 or later, this is {torch.__version__}")
-    orthogonalised = torch.optim.Muon(
-        [
-            {"params": matrices, "lr": settings.muon_learning_rate * scale}
-            for scale, matrices in zip(scales, muon, strict=True)
-            if matrices
-        ],
-        lr=settings.muon_learning_rate,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return [adamw, orthogonalised]
+    peak = settings.muon_learning_rate
+    blocks = [{"params": group, "lr": peak * scale} for scale, group in zip(scales, muon, strict=True) if group]
+    return [
+        adamw,
+        torch.optim.Muon(blocks, lr=peak, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"),
+    ]
 
 
 def layer_of(name: str, depth: int) -> int:

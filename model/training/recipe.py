@@ -1,7 +1,8 @@
-"""A training recipe: every choice that a run depends on, frozen, read from a TOML file."""
+"""A training recipe: every choice that a run depends on, frozen, read from a TOML file and written to one."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,17 +37,10 @@ class Architecture(_Table):
     pool: Pool = "cls"
 
     def config(self, image_size: Size, num_classes: int) -> ViTConfig:
-        """Return the whole architecture, for these data.
-
-        Raises:
-            TrainingError: it does not fit them.
-        """
+        """Return the whole architecture, or raise TrainingError where it does not fit these data."""
         try:
             return ViTConfig(
-                **self.model_dump(),
-                image_size=image_size,
-                num_classes=num_classes,
-                class_token=self.pool == "cls",
+                **self.model_dump(), image_size=image_size, num_classes=num_classes, class_token=self.pool == "cls"
             )
         except ValidationError as error:
             raise TrainingError(f"architecture: {first_problem(error)}") from None
@@ -228,15 +222,26 @@ def read_recipe(path: Path) -> Recipe:
     return _validated(values, str(path))
 
 
-def parse_recipe(text: str, source: str) -> Recipe:
-    """Read a recipe from its JSON record; fields that are younger than the record take their defaults.
+def to_toml(recipe: Recipe) -> str:
+    """Write the whole recipe, defaults included; `read_recipe` reads the same one back."""
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    parts = [_lines({name: value for name, value in values.items() if name not in tables})]
+    parts += [f"[{name}]\n{_lines(table)}" for name, table in tables.items()]
+    return "\n".join(parts)
 
-    Args:
-        text: what `Recipe.model_dump_json` wrote.
-        source: whose record it is, for the error.
+
+def _lines(values: dict[str, Any]) -> str:
+    # JSON's strings, numbers, booleans and lists of them are TOML's, too; DEL alone has to be escaped here as well.
+    lines = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+    return lines.replace("\x7f", "\\u007f")
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """Read what `Recipe.model_dump_json` wrote; fields that are younger than the record take their defaults.
 
     Raises:
-        TrainingError: it is no recipe.
+        TrainingError: it is no recipe; the message names `source`.
     """
     try:
         return Recipe.model_validate_json(text)

@@ -1,7 +1,11 @@
-"""The folder of a run: what may be in it before, and what is recorded there when the run begins."""
+"""The folder of a run: what may be in it before, its lock, and what is recorded there when the run begins."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -9,8 +13,7 @@ from model.data.datasets import Dataset, FolderDataset
 from model.errors import TrainingError
 from model.training.loop import STATE_FILE
 from model.training.metrics import METRICS_FILE
-from model.training.recipe import Recipe
-from model.training.recipe_toml import to_toml
+from model.training.recipe import Recipe, to_toml
 
 RECIPE_FILE: Final = "recipe.toml"
 SPLIT_FILE: Final = "split.csv"
@@ -40,6 +43,28 @@ def prepare_folder(out: Path, dataset: Dataset, data: Path, *, resume: bool) -> 
         raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
     elif others := there - _LEFT_BEFORE_FIRST_EPOCH:
         raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process; the kernel lets go of it however the process ends.
+
+    The folder itself is locked, so that no file is left behind.
+
+    Raises:
+        TrainingError: another process holds it, or its file system has no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{folder}: another run is writing here; wait, or choose another folder") from None
+        except OSError as error:
+            raise TrainingError(f"{folder}: cannot be locked: {error.strerror}") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -> None:

@@ -27,8 +27,7 @@ class RunRecord:
         epochs: number of epochs trained; the last may be a part of one when the recipe bounds the time.
         images, validation_images: sizes of the training set and of the validation set.
         seconds: wall time of training, evaluations on the validation set included.
-        device: what it ran on.
-        precision: dtype of activations and gradients there.
+        device, precision: what it ran on, and the dtype of activations and gradients there.
         parameters: number of the model's parameters.
         versions: of Python and the packages that matter.
         temperature: fitted on the validation images; 1 where they cannot tell it (see `round_and_calibrate`).
@@ -62,12 +61,8 @@ class RunRecord:
     def record(self) -> dict[str, Any]:
         """Return the record as JSON types."""
         measured = {name: value.record() for name, value in vars(self).items() if isinstance(value, Evaluation)}
-        return {
-            **asdict(self),
-            **measured,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "versions": dict(self.versions),
-        }
+        recipe = self.recipe.model_dump(mode="json")
+        return {**asdict(self), **measured, "recipe": recipe, "versions": dict(self.versions)}
 
 
 def describe_device(device: torch.device) -> str:
@@ -77,10 +72,8 @@ def describe_device(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name} ({torch.get_num_threads()} threads)"
 
 

@@ -34,9 +34,7 @@ class Schedule:
 def rate_factor(progress: float, warmup: float) -> float:
     """Return the share of the peak learning rate: a linear warm-up from almost zero, then a cosine to zero.
 
-    Args:
-        progress: share of the schedule that is done, 0...1.
-        warmup: share of the schedule that the warm-up takes.
+    Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the warm-up takes.
     """
     if progress < warmup:
         return max(progress / warmup, 1e-3)

@@ -35,7 +35,6 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
     """Make a recipe's start for data of `classes` classes.
 
     Args:
-        recipe: names a checkpoint or an architecture.
         classes: number of classes of the new head.
         image_size: (rows, columns) of the data's pictures, where all are of one size.
 
@@ -50,13 +49,9 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
     size = recipe.image_size or image_size
     if size is None:
         raise TrainingError("recipe: image_size: needed to train from scratch on pictures of any size")
+    half = (0.5, 0.5, 0.5)
     preprocess = PreprocessConfig(
-        size=size,
-        resize="shortest_edge",
-        resize_size=size,
-        interpolation="bicubic",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
+        size=size, resize="shortest_edge", resize_size=size, interpolation="bicubic", mean=half, std=half
     )
     return Start(recipe.architecture.config(size, classes), preprocess)
 

@@ -26,7 +26,6 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
     """Read what `write_state` wrote.
 
     Args:
-        path: the file.
         recipe: the run's recipe. The state's must equal it, with defaults for fields that it does not name.
         device: where the tensors go.
 

@@ -23,15 +23,19 @@ from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_sta
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
 from model.runtime.device import choose_device
-from model.training.export import STORED_DTYPE, CalibratedCheckpoint, log_scores, measure_logits, round_and_calibrate
-from model.training.folder_lock import folder_lock
+from model.training import run_folder
+from model.training.export import (
+    STORED_DTYPE,
+    CalibratedCheckpoint,
+    log_scores,
+    measure_calibrated,
+    round_and_calibrate,
+)
 from model.training.loop import STATE_FILE, Trainer
 from model.training.metrics import EpochMetrics
-from model.training.recipe import RECIPES, Recipe
-from model.training.recipe_toml import to_toml
+from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
-from model.training.run_folder import CARD_FILE, LAST_FOLDER, RECIPE_FILE, prepare_folder, record_start, write_text
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
 from model.training.training_data import TrainingData
@@ -66,11 +70,9 @@ def run(
     Args:
         data: folder with the binary version of CIFAR-10, or with one folder of pictures a class.
         out: folder for the results; made if absent.
-        recipe: what to do.
         resume: continue the run that `out` holds; one that is complete is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
         memory: bytes of decoded pictures up to which they are kept in memory; more go to a file in `out`.
-        progress: show bars.
 
     Raises:
         DatasetError: the data cannot be read or trained on.
@@ -82,43 +84,36 @@ def run(
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     storage = PixelStorage(out, memory)
-    prepare_folder(out, dataset, data, resume=resume)
-    with folder_lock(out):
+    run_folder.prepare_folder(out, dataset, data, resume=resume)
+    with run_folder.folder_lock(out):
         start = start_from(recipe, len(dataset.labels), dataset.image_size)
         _check_batch_size(recipe, dataset)
         sizes = (len(dataset.labels), dataset.train_count, dataset.validation_count)
         logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
-        record_start(out, recipe, dataset, resume=resume)
-        train, validation = dataset.load(
-            _training_size(recipe, start, dataset), start.preprocess, storage, progress=progress
-        )
+        run_folder.record_start(out, recipe, dataset, resume=resume)
+        size = _training_size(recipe, start, dataset)
+        train, validation = dataset.load(size, start.preprocess, storage, progress=progress)
         if start.weights is None:
             start = _with_statistics(start, train)
         trainer = _make_trainer(recipe, start, train, validation, out, training_device)
         if resume and (out / STATE_FILE).exists():
             trainer.load()
-            write_text(out / RECIPE_FILE, to_toml(recipe))
+            run_folder.write_text(out / run_folder.RECIPE_FILE, to_toml(recipe))
         trainer.run(_log_epoch, progress=progress)
         last, kept, kept_epoch = _calibrated(trainer, start, dataset.labels, validation, device, progress)
         test = _measure_test(kept, dataset, storage, progress) if dataset.has_test else None
         record = _record(trainer, start, dataset, kept, kept_epoch, test)
         _write_results(out, record, trainer, last.checkpoint, kept.checkpoint)
-    logger.info(
-        "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s",
-        data,
-        "validation" if record.test is None else "test",
-        100 * record.measured.accuracy,
-        record.seconds,
-        out,
-    )
+    text = "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s"
+    split, accuracy = "validation" if record.test is None else "test", 100 * record.measured.accuracy
+    logger.info(text, data, split, accuracy, record.seconds, out)
     return record
 
 
 def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
-    if dataset.train_count < recipe.batch_size:
-        raise TrainingError(
-            f"recipe: batch_size {recipe.batch_size}: there are only {dataset.train_count} training images"
-        )
+    count = dataset.train_count
+    if count < recipe.batch_size:
+        raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
@@ -141,10 +136,8 @@ def _with_statistics(start: Start, train: Images) -> Start:
 def _make_trainer(
     recipe: Recipe, start: Start, train: Images, validation: Images, out: Path, device: torch.device
 ) -> Trainer:
-    preprocess = start.preprocess
-    data = TrainingData(
-        *_tensors(train, device), *_tensors(validation, device), mean=preprocess.mean, std=preprocess.std
-    )
+    statistics = start.preprocess.mean, start.preprocess.std
+    data = TrainingData(*_tensors(train, device), *_tensors(validation, device), *statistics)
     return Trainer(recipe, start.config, data, out, device, initial=start.weights)
 
 
@@ -185,10 +178,7 @@ def _measure_test(
     """Measure the test set with the fitted temperature and without it."""
     images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
     logits = log_scores(kept.predictor, images, progress=progress)
-    return (
-        measure_logits(logits, images, kept.checkpoint.temperature, dataset.labels),
-        measure_logits(logits, images, 1.0, dataset.labels),
-    )
+    return measure_calibrated(logits, images, kept.checkpoint)
 
 
 def _record(
@@ -222,21 +212,15 @@ def _record(
 
 def _write_results(out: Path, record: RunRecord, trainer: Trainer, last: Checkpoint, kept: Checkpoint) -> None:
     """Write checkpoints, figures and card; the folder is servable when all else is written, and not before."""
-    native.write(out / LAST_FOLDER, last, dtype=STORED_DTYPE, training={"epoch": trainer.epoch})
+    native.write(out / run_folder.LAST_FOLDER, last, dtype=STORED_DTYPE, training={"epoch": trainer.epoch})
     pictures = write_figures(out, record.measured, kept.labels, trainer.history)
-    write_text(out / CARD_FILE, model_card(record, kept, pictures))
+    run_folder.write_text(out / run_folder.CARD_FILE, model_card(record, kept, pictures))
     native.write(out, kept, dtype=STORED_DTYPE, training=record.record())
 
 
 def _log_epoch(metrics: EpochMetrics) -> None:
     accuracy = metrics.validation_accuracy
     validation = "" if accuracy is None else f", validation accuracy {accuracy:.2%}"
-    logger.info(
-        "epoch %d: loss %.3f, accuracy %.2f%%%s, %.0f images/s, %.0f s",
-        metrics.epoch,
-        metrics.train_loss,
-        100 * metrics.train_accuracy,
-        validation,
-        metrics.images_per_second,
-        metrics.seconds,
-    )
+    trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"
+    pace = f"{metrics.images_per_second:.0f} images/s, {metrics.seconds:.0f} s"
+    logger.info("epoch %d: %s%s, %s", metrics.epoch, trained, validation, pace)

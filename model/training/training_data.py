@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,10 @@ from model.errors import TrainingError
 from model.training.augment.augment import augment
 from model.training.augment.erasing import random_erasing
 from model.training.augment.mixing import mix
-from model.training.prefetch import read_ahead
 from model.training.recipe import Recipe
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,6 @@ def augmented_batches(
     """Yield an epoch's augmented batches on the generator's device; the last, smaller batch is left out.
 
     Args:
-        data: where the images come from.
-        recipe: batch size, augmentation and mixing.
-        config: input size and number of classes.
         generator: source of all that is random; on the training device.
         progress: share of the schedule that is done when the epoch begins.
 
@@ -90,10 +91,7 @@ def augmented_batches(
 def _stored_batches(
     data: TrainingData, batches: tuple[Tensor, ...], device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the stored pixels and labels of each batch of indices, on `device`.
-
-    Data that live on another device are read one batch ahead of the one that is trained on.
-    """
+    """Yield stored pixels and labels by batches of indices, on `device`; from another device they are read ahead."""
 
     def read(batch: Tensor) -> tuple[Tensor, Tensor]:
         return data.pixels[batch], data.labels[batch]
@@ -107,3 +105,19 @@ def _stored_batches(
         return
     for pixels, labels in read_ahead(read_pinned if device.type == "cuda" else read, batches):
         yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def read_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Value]:
+    """Yield `read(key)` of each key; a thread reads the next item while the present one is used.
+
+    Raises:
+        Exception: whatever `read` raises, when its item is asked for.
+    """
+    with ThreadPoolExecutor(1) as reader:
+        following = None
+        for key in keys:
+            present, following = following, reader.submit(read, key)
+            if present is not None:
+                yield present.result()
+        if following is not None:
+            yield following.result()

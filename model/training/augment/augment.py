@@ -5,26 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.training.augment.rand_augment import rand_augment
+from model.training.augment.policies import rand_augment, trivial_augment
 from model.training.augment.resample import random_resample
 from model.training.augment.resized_crop import random_resized_crop
-from model.training.augment.trivial_augment import trivial_augment
 from model.training.recipe import Augmentation
 
 
 def augment(
-    images: Tensor,
-    size: tuple[int, int],
-    augmentation: Augmentation,
-    generator: torch.Generator,
-    progress: float = 0.0,
+    images: Tensor, size: tuple[int, int], augmentation: Augmentation, generator: torch.Generator, progress: float = 0.0
 ) -> Tensor:
     """Augment a batch before it is normalised, in the recipe's order.
 
     Args:
         images: uint8 [B, C, H, W].
         size: (rows, columns) of the model's input; not above H, W unless crops are resized.
-        augmentation: what to do.
         generator: on the images' device.
         progress: share of the schedule that was done when the epoch began.
 
@@ -46,10 +40,7 @@ def augment(
 def random_crop(
     images: Tensor, padding: int, generator: torch.Generator, size: tuple[int, int] | None = None
 ) -> Tensor:
-    """Cut a random part of `size` out of each image, after `padding` pixels of black were put around it.
-
-    Of images that have the size already, that is to shift them by up to `padding` pixels either way
-    (He et al. 2015, section 4.2).
+    """Cut a random part out of each image, after `padding` pixels of black were put around it (He et al. 2015, 4.2).
 
     Args:
         images: [B, C, H, W], any dtype.
@@ -76,14 +67,6 @@ def random_crop(
 
 
 def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each image left to right with probability one half.
-
-    Args:
-        images: [B, C, H, W], any dtype.
-        generator: on the images' device.
-
-    Returns:
-        A new tensor, same shape and dtype.
-    """
+    """Mirror each image of [B, C, H, W] left to right with probability one half, into a new tensor."""
     flip = torch.rand((len(images), 1, 1, 1), generator=generator, device=images.device) < 0.5
     return torch.where(flip, images.flip(-1), images)

@@ -13,12 +13,7 @@ _ATTEMPTS: Final = 10
 
 
 class Boxes(NamedTuple):
-    """Rectangles in whole pixels, each int64 [B]; all zero where none of the attempts fitted.
-
-    Attributes:
-        top, left: first row and column.
-        height, width: how many of them.
-    """
+    """First row and column, height and width of rectangles in pixels, each int64 [B]; all zero where none fitted."""
 
     top: Tensor
     left: Tensor
@@ -41,10 +36,9 @@ def random_boxes(
     ratio: tuple[float, float],
     generator: torch.Generator,
 ) -> Boxes:
-    """Draw rectangles within images of `size`, evenly distributed over the places where they fit.
+    """Draw `count` rectangles within images of `size`, evenly distributed over the places where they fit.
 
     Args:
-        count: B.
         size: (rows, columns) of the images.
         share: least and largest area as a share of the image's, drawn evenly.
         ratio: least and largest width / height, drawn evenly on a logarithmic scale.

@@ -29,10 +29,10 @@ def random_erasing(
     """
     if probability == 0:
         return pixels
-    count = len(pixels)
-    boxes = random_boxes(count, (pixels.shape[2], pixels.shape[3]), _SHARE, _RATIO, generator)
+    count, _, rows, columns = pixels.shape
+    boxes = random_boxes(count, (rows, columns), _SHARE, _RATIO, generator)
     changed = torch.rand((count, 1, 1, 1), generator=generator, device=pixels.device) < probability
-    erased = boxes.mask((pixels.shape[2], pixels.shape[3])) & changed
+    erased = boxes.mask((rows, columns)) & changed
     if fill == "mean":
         return pixels.masked_fill(erased, 0.0)
     return torch.where(erased, torch.randn(pixels.shape, generator=generator, device=pixels.device), pixels)

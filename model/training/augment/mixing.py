@@ -20,7 +20,6 @@ def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: torch.Genera
     Args:
         pixels: float32 [B, C, H, W].
         targets: float32 [B, K], each row summing to 1.
-        mixing: how.
         generator: on the pixels' device.
 
     Returns:
@@ -49,8 +48,7 @@ def cutmix_share(size: tuple[int, int], kept: Tensor, generator: torch.Generator
 
     Args:
         size: (rows, columns).
-        kept: scalar, 0...1.
-        generator: on `kept`'s device.
+        kept: scalar, 0...1, on the generator's device.
 
     Returns:
         float32 [1, 1, rows, columns].

@@ -41,13 +41,12 @@ def random_resized_crop(
 
 
 def resize_boxes(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Cut a box out of each image and resize it with PIL's antialiased bilinear filter.
+    """Cut a box, none empty, out of each image and resize it with PIL's antialiased bilinear filter.
 
     The filter is separable, so that each axis is one matrix product for the whole batch.
 
     Args:
         images: uint8 [B, C, H, W].
-        boxes: none of them empty.
         size: (rows, columns) of the result.
 
     Returns:

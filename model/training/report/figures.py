@@ -22,16 +22,10 @@ LEARNING_CURVE: Final = "learning_curve.png"
 def write_figures(
     out: Path, measured: Evaluation, labels: Sequence[str], history: Sequence[figures.Epoch]
 ) -> tuple[str, ...]:
-    """Draw what the card shows; without matplotlib only the confusion matrix is written, as CSV.
+    """Draw what the card shows, and return the names of the pictures drawn.
 
-    Args:
-        out: the checkpoint's folder; files go to `figures/` in it.
-        measured: the evaluation that the card reports.
-        labels: names of all classes.
-        history: the epochs of the run; empty: no learning curve.
-
-    Returns:
-        Names of the pictures drawn, for `model_card`.
+    They go to `figures/` in `out`. Without matplotlib only the confusion matrix is written, as CSV; without epochs
+    there is no learning curve.
 
     Raises:
         FigureError: a file cannot be written.

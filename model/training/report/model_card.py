@@ -5,47 +5,42 @@ from __future__ import annotations
 import html
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Final
+from typing import Any, Final
 
 from model.checkpoint import Checkpoint
 from model.config import Size
 from model.evaluation.evaluate import Evaluation
-from model.training.report.data_section import CIFAR10, DataDescription, describe
 from model.training.report.figures import CALIBRATION, CONFUSION_MATRIX, FOLDER, LEARNING_CURVE
 from model.training.report.recipe_section import recipe_lines
 from model.training.run_record import RunRecord
 
+_TEMPLATE: Final = Path(__file__).with_name("model_card.md")
+_TEXTS: Final[Mapping[str, Any]] = tomllib.loads(_TEMPLATE.with_suffix(".toml").read_text(encoding="utf-8"))
+_ROBUSTNESS: Final = "## Robustness\n\n"
+_LICENCE: Final = "## Licence\n"
+"""The card's last heading."""
+_MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 _LISTED_CLASSES: Final = 20
 """Up to this many classes are named in the card's first sentence."""
 _TABLED_CLASSES: Final = 100
 """Up to this many have a line each in its table."""
 
 
-def model_card(
-    run: RunRecord, checkpoint: Checkpoint, figures: Sequence[str] = (), *, data: DataDescription | None = None
-) -> str:
-    """Fill `model_card.md`, the template beside this file, in with a run's own measurements.
+def model_card(run: RunRecord, checkpoint: Checkpoint, figures: Sequence[str] = ()) -> str:
+    """Fill `model_card.md` and the sentences of `model_card.toml`, both beside this file, in with a run's measurements.
 
-    Args:
-        run: what happened.
-        checkpoint: what came of it.
-        figures: names of the pictures that `write_figures` drew beside it.
-        data: what is known of the pictures it was trained on; None: what `describe` knows of `run.data`.
+    `figures` are the names of the pictures that `write_figures` drew beside the card.
     """
-    data = data or describe(run.data)
-    template = Template(Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"))
-    return template.substitute(
-        {
-            **vars(data),
-            "data": data.name,
-            "recipe_flag": "" if data.bundled_recipe else " --recipe recipe.toml",
-            **_model_fields(checkpoint),
-            **_run_fields(run),
-            **_result_fields(run, figures),
-        }
+    texts = _TEXTS["data"].get(run.data, _TEXTS["data"]["folder"])
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        {name: Template(text).substitute(name=run.data) for name, text in texts.items()}
+        | _model_fields(checkpoint)
+        | _run_fields(run)
+        | _result_fields(run, figures)
     )
 
 
@@ -60,7 +55,7 @@ def _model_fields(checkpoint: Checkpoint) -> dict[str, str]:
         "input": f"{_size(config.image_size)} pixels{' RGB' if config.in_channels == 3 else ''}",
         "architecture": checkpoint.architecture,
         **{name: str(getattr(config, name)) for name in ("width", "depth", "heads", "mlp_width", "patch_size")},
-        "pooling": _POOLING[config.pool],
+        "pooling": _TEXTS["pooling"][config.pool],
         "resize": preprocess.resize,
         "resize_size": _size(preprocess.resize_size),
         "interpolation": preprocess.interpolation,
@@ -87,7 +82,6 @@ def _run_fields(run: RunRecord) -> dict[str, str]:
         "schedule": _schedule(run),
         "recipe": "\n".join(f"- {line}" for line in recipe_lines(run.recipe)),
         "reproducibility": _reproducibility(run),
-        "robustness_hint": _ROBUSTNESS_HINT if run.data == CIFAR10.name else "",
     }
 
 
@@ -100,7 +94,7 @@ def _result_fields(run: RunRecord, figures: Sequence[str]) -> dict[str, str]:
         "count": f"{measured.count:,}",
         "calibration_error": f"{measured.calibration_error:.2%}",
         "results": _results(run),
-        "temperature": _temperature(run),
+        "temperature": _TEXTS["temperature"]["not_fitted" if run.temperature == 1 else "fitted"],
         "per_class": _per_class(measured, split),
         "learning_curve": _picture(figures, LEARNING_CURVE, "Loss and accuracy by epoch"),
         "calibration_figure": _picture(figures, CALIBRATION, f"Accuracy by confidence on the {split} images"),
@@ -109,26 +103,15 @@ def _result_fields(run: RunRecord, figures: Sequence[str]) -> dict[str, str]:
 
 
 def with_robustness(card: str, accuracies: Mapping[str, float], count: int) -> str:
-    """Return a card with a section on pictures as users send them; one that is there already is replaced.
+    """Return a card with a section on `count` pictures as users send them; one that is there already is replaced.
 
-    Args:
-        card: as `model_card` writes it.
-        accuracies: by what was done to the pictures, untouched ones first.
-        count: pictures.
+    `accuracies` are by what was done to the pictures, untouched ones first.
     """
     first = next(iter(accuracies.values()))
     rows = "\n".join(
         f"| {name} | {accuracy:.2%} | {100 * (accuracy - first):+.2f} |" for name, accuracy in accuracies.items()
     )
-    section = f"""{_ROBUSTNESS}
-The {count:,} test images as users send them, through the service's own preprocessing. Turned by Exif: orientations
-3, 6 and 8 in turn. Measured by `vitserve evaluate --robustness`.
-
-| | accuracy | points |
-|---|---|---|
-{rows}
-
-"""
+    section = Template(_TEXTS["robustness"]["section"]).substitute(count=f"{count:,}", rows=rows)
     if _ROBUSTNESS in card:
         before, _, after = card.partition(_ROBUSTNESS)
         _, heading, rest = after.partition("\n## ")
@@ -137,38 +120,13 @@ The {count:,} test images as users send them, through the service's own preproce
     return before + section + licence + after if licence else f"{card.rstrip()}\n\n{section.rstrip()}\n"
 
 
-_ROBUSTNESS_HINT: Final = """ With `--robustness`, also on the same pictures as users send them: enlarged and
-compressed, turned, without colour."""
-
-_ROBUSTNESS: Final = "## Robustness\n\n"
-_LICENCE: Final = "## Licence\n"
-"""The card's last heading."""
-
-_POOLING: Final = {
-    "cls": "CLS token",
-    "mean": "mean",
-    "max": "maximum",
-    "mean_max": "half of mean plus maximum",
-    "cls_mean": "CLS token and mean",
-    "attention": "a learned query's attention",
-}
-
-
 def _split(run: RunRecord) -> str:
-    total = run.images + run.validation_images
-    fitted = "" if run.temperature == 1 else ", and for fitting the temperature"
-    text = (
-        f"{run.images:,} of {total:,} images were trained on; {run.validation_images:,} are the validation set, for "
-        f"choosing the\nrecipe and the weights{fitted}. "
-    )
-    if run.test is None:
-        return text + (
-            "There were no test images: the figures of this card are of\nimages that choices were made by, "
-            "and are a little too good."
-        )
-    return text + (
-        f"The {run.test.count:,} test images were\nread once, when weights, recipe and temperature were fixed; "
-        "nothing was chosen by them."
+    return Template(_TEXTS["data_split"]["without_test" if run.test is None else "with_test"]).substitute(
+        images=f"{run.images:,}",
+        total=f"{run.images + run.validation_images:,}",
+        validation_images=f"{run.validation_images:,}",
+        test_images="" if run.test is None else f"{run.test.count:,}",
+        fitted="" if run.temperature == 1 else ", and for fitting the temperature",
     )
 
 
@@ -179,27 +137,16 @@ def _schedule(run: RunRecord) -> str:
     return f"{run.epochs:.2f} epochs of batches of {recipe.batch_size}{limit}; seed {recipe.seed}{kept}."
 
 
-def _temperature(run: RunRecord) -> str:
-    if run.temperature == 1:
-        return (
-            "No temperature was fitted: the validation images are too few, or all of them are answered right.\n"
-            "How far the scores can be trusted is not known."
-        )
-    return """The temperature (Guo et al. 2017, <https://arxiv.org/abs/1706.04599>) was fitted on the validation images,
-is stored in the checkpoint, and is applied to every score that the service gives. It is the one whose top-1 scores are
-the best estimate of whether the answer is right (Brier score), so the loss over all classes may move either way."""
-
-
 def _results(run: RunRecord) -> str:
     if run.temperature == 1:
-        plain = [("Validation", run.validation), ("**Test**", run.test)]
-        return "\n".join(_row(name, measured) for name, measured in plain if measured is not None)
-    rows = [
-        ("Validation, temperature 1", run.validation_uncalibrated),
-        (f"Validation, temperature {run.temperature:.3f}", run.validation),
-        ("Test, temperature 1", run.test_uncalibrated),
-        (f"**Test, temperature {run.temperature:.3f}**", run.test),
-    ]
+        rows = [("Validation", run.validation), ("**Test**", run.test)]
+    else:
+        rows = [
+            ("Validation, temperature 1", run.validation_uncalibrated),
+            (f"Validation, temperature {run.temperature:.3f}", run.validation),
+            ("Test, temperature 1", run.test_uncalibrated),
+            (f"**Test, temperature {run.temperature:.3f}**", run.test),
+        ]
     return "\n".join(_row(name, measured) for name, measured in rows if measured is not None)
 
 
@@ -226,9 +173,6 @@ def _text(name: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", html.escape(name, quote=False))
 
 
-_MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
-
-
 def _picture(figures: Sequence[str], name: str, caption: str) -> str:
     """Return an image by relative link with blank lines around it, or nothing if it was not drawn."""
     return f"\n![{caption}]({FOLDER}/{name})\n" if name in figures else ""
@@ -248,11 +192,6 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 def _reproducibility(run: RunRecord) -> str:
     if run.recipe.minutes is None:
-        return (
-            "Another device, or another version of vitserve or of a library, rounds otherwise: the result then ends\n"
-            "some tenths of a percent higher or lower, as another seed does."
-        )
-    return (
-        f"The schedule ends after {run.recipe.minutes:g} minutes or {run.recipe.epochs} epochs, whichever comes first, "
-        f"so a faster\nor less busy machine sees the images more often than here. The accuracy differs accordingly."
-    )
+        return str(_TEXTS["reproducibility"]["by_epochs"])
+    text = Template(_TEXTS["reproducibility"]["by_time"])
+    return text.substitute(minutes=f"{run.recipe.minutes:g}", epochs=run.recipe.epochs)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.recipe_toml import to_toml
+from model.training.recipe import RECIPES, Recipe, read_recipe, to_toml
 
 BUNDLED = sorted(RECIPES.glob("*.toml"))
 

@@ -15,9 +15,8 @@ from model.data.labelled_images import channel_statistics
 from model.errors import DatasetError, TrainingError
 from model.evaluation.evaluate import evaluate_cifar10
 from model.runtime.predictor import Predictor
-from model.training.folder_lock import folder_lock
 from model.training.recipe import Recipe, read_recipe
-from model.training.run_folder import CARD_FILE
+from model.training.run_folder import CARD_FILE, folder_lock
 from model.training.run_record import RunRecord
 from model.training.train import run
 from tests.model.training.synthetic import LABELS

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.training.prefetch import read_ahead
 from model.training.recipe import Recipe
-from model.training.training_data import TrainingData
+from model.training.training_data import TrainingData, read_ahead
 from tests.model.training.runs import make_trainer, same, trained
 
 

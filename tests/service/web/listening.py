@@ -104,7 +104,7 @@ async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterato
     finally:
         server.close()
         for connection in list(state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

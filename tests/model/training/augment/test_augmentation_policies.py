@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.training.augment import rand_augment as rand_augment_module
-from model.training.augment import trivial_augment as trivial_augment_module
+from model.training.augment import policies
 from model.training.augment.image_operations import OPERATIONS
-from model.training.augment.rand_augment import rand_augment
-from model.training.augment.trivial_augment import trivial_augment
+from model.training.augment.policies import rand_augment, trivial_augment
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -33,8 +31,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(rand_augment_module, "apply_operations", recorder)
-    monkeypatch.setattr(trivial_augment_module, "apply_operations", recorder)
+    monkeypatch.setattr(policies, "apply_operations", recorder)
     return recorder
 
 
@@ -84,7 +81,7 @@ def test_policies_follow_their_generator_and_leave_their_input_alone(channels: i
 
 def test_a_magnitude_of_zero_leaves_geometry_and_colours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     strengthless = {k: v for k, v in OPERATIONS.items() if k not in ("auto_contrast", "equalize")}
-    monkeypatch.setattr(rand_augment_module, "OPERATIONS", strengthless)
+    monkeypatch.setattr(policies, "OPERATIONS", strengthless)
     monkeypatch.setattr("model.training.augment.image_operations.OPERATIONS", strengthless)
     images = noise().clamp_max(254)  # solarize begins at 255
     result = rand_augment(images, 4, 0.0, seeded())

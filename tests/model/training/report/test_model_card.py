@@ -100,11 +100,11 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
     assert "](figures/" not in card
 
 
-def test_the_template_is_part_of_the_package() -> None:
+def test_the_template_and_its_texts_are_part_of_the_package() -> None:
     root = Path(__file__).resolve().parents[4]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     packed = {path for pattern in settings["package-data"]["model"] for path in (root / "model").glob(pattern)}
-    assert root / "model" / "training" / "report" / "model_card.md" in packed
+    assert {root / "model" / "training" / "report" / f"model_card.{suffix}" for suffix in ("md", "toml")} <= packed
 
 
 def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.training.ema import update_average, warmed_up_decay
+from model.training.mixed_precision import update_average, warmed_up_decay
 
 
 def test_the_average_is_the_formula_applied_at_each_step() -> None:
