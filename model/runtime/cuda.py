@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 class Cuda(TorchBackend):
     """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a launch size.
 
-    Args:
-        options: see `TorchOptions`.
-        ops: how the launcher reaches the device.
-        streams: batches under way at the same time.
-
     Raises:
         DeviceError: not enough memory for the weights or the largest batch's images.
     """

@@ -15,11 +15,7 @@ from torch import Tensor
 
 
 class CudaOps:
-    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`.
-
-    Args:
-        device: `cuda:N`.
-    """
+    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

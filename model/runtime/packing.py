@@ -22,13 +22,7 @@ def pack(output: TopKOutput) -> Tensor:
 
 
 def unpack(packed: Tensor, *, top_k: int, layers: int, heads: int) -> TopKOutput:
-    """Split a packed output again, into tensors that keep nothing of its memory.
-
-    Args:
-        packed: what `pack` returned, on the host.
-        top_k: its k.
-        layers, heads: of its attention, which is absent for 0 layers.
-    """
+    """Split a packed output on the host into tensors that keep nothing of its memory; 0 layers have no attention."""
     scores, indices, finite, attention = packed.tensor_split((top_k, 2 * top_k, 2 * top_k + 1), dim=1)
     return TopKOutput(
         scores.view(torch.float32).clone(),

@@ -27,11 +27,7 @@ class TopKOutput(NamedTuple):
 
 
 class Postprocess:
-    """Turns logits into the top-k scores, on whichever device they are.
-
-    Args:
-        checkpoint: says the temperature and whether scores are a softmax or independent sigmoids.
-    """
+    """Turns logits into the top-k scores, on whichever device they are, as the checkpoint says."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._temperature = checkpoint.temperature

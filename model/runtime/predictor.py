@@ -104,7 +104,7 @@ class Predictor:
     @property
     def compiled(self) -> str:
         """The compilation as one line: `compiled`, `compiling`, or why not."""
-        return str(self._backend.compilation)
+        return str(self.compilation)
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:

@@ -44,12 +44,7 @@ class ThreadPolicy:
 
 
 class TorchCpu(TorchBackend):
-    """Torch on the CPU; the compiler works in the background.
-
-    Args:
-        options: see `TorchOptions`.
-        threads: how many threads compute a batch.
-    """
+    """Torch on the CPU; the compiler works in the background."""
 
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
         super().__init__(options)
