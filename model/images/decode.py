@@ -79,8 +79,7 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
     Args:
         data: the whole file.
         max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
-        min_size: the smallest size that it may be decoded at, which a large JPEG makes use of. None: decode at full
-            size.
+        min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.

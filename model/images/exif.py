@@ -33,8 +33,6 @@ class Field(NamedTuple):
     Attributes:
         entry: the entry itself: 12 bytes, or 20 in BigTIFF.
         tag: what the field states, such as 256 for the image's width.
-        field_type: a key of `_TYPE_SIZES`.
-        value_count: how many values it has.
     """
 
     entry: bytes
@@ -61,7 +59,6 @@ class Directory:
         byte_order: `<` or `>`, as `struct` names it.
         bigtiff: counts and offsets have 64 bits (BigTIFF).
         offset: byte at which the directory begins.
-        fields: in the file's order.
     """
 
     byte_order: str
@@ -131,11 +128,7 @@ def directory_orientation(directory: Directory) -> int | None:
 def read_orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
     """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
 
-    As in `PIL.ImageOps.exif_transpose`, XMP counts only where Exif has no such tag.
-
-    Args:
-        exif: an Exif block, with or without its prefix.
-        xmp: an XMP packet.
+    As in `PIL.ImageOps.exif_transpose`, XMP counts only where Exif, with or without its prefix, has no such tag.
     """
     if exif:
         # Some writers state the prefix twice.

@@ -24,17 +24,6 @@ from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage,
 from model.images.formats import MinSize
 from model.images.resize import passes_rows_first, resize
 
-__all__ = ["DEFAULT_MAX_PIXELS", "min_decoded_size", "preprocess", "resized_size"]
-
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
-
 _STEP_FILTERS = (Image.Resampling.NEAREST, Image.Resampling.BOX)
 """Filters that take another pixel if a position is off by the least bit."""
 
@@ -173,7 +162,7 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
 
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
     """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
-    resample = _RESAMPLING[config.interpolation]
+    resample = Image.Resampling[config.interpolation.upper()]
     swapped = decoded.orientation >= 5
     width, height = decoded.size[::-1] if swapped else decoded.size
     new_width, new_height = resized_size(width, height, config)

@@ -80,8 +80,6 @@ def resize(
     Args:
         image: loaded.
         size: (width, height) of the result in pixels.
-        box: the part, in pixels of the picture.
-        resample: Pillow's filter.
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
         rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between
             the passes would be huge.

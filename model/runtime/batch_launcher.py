@@ -32,7 +32,7 @@ _TOLERANCE: Final = 0.02
 
 Layers = tuple[int, ...]
 Compute = Callable[[Tensor, Layers, int], Tensor]
-"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there; see `model.runtime.packing`."""
+"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there, as `postprocess.pack` returns."""
 
 
 class DeviceOps(Protocol):
@@ -150,25 +150,23 @@ class BatchLauncher:
         Args:
             images: uint8 [B, H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
-            layers: attention layers wanted.
-            top_k: classes wanted.
+            layers, top_k: attention layers and classes wanted.
 
         Returns:
-            int32 [B, width] on the host as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
+            int32 [B, width] on the host, see `model.runtime.postprocess.pack`, and its k, which is `top_k` or more.
 
         Raises:
             RuntimeError: as torch raises it.
         """
         graph = self._graphs.get((size, layers)) if top_k <= self._captured_k else None
         slot = self._slots.get()
-        finished = False
         try:
             packed = self._run(slot, graph, images, size, layers, top_k)
-            finished = True
+        except BaseException:
+            # Nothing of this batch may still be read or written when its slot goes to another.
+            self._ops.settle()
+            raise
         finally:
-            if not finished:
-                # Nothing of this batch may still be read or written when its slot goes to another.
-                self._ops.settle()
             self._slots.put(slot)
         return packed, self._captured_k if graph else top_k
 
@@ -185,9 +183,7 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-                packed = graph.packed
-            else:
-                packed = self._compute(self._input[:size], layers, top_k)
+            packed = graph.packed if graph is not None else self._compute(self._input[:size], layers, top_k)
             host = ops.download(packed[:count])
             slot.finished.record(self._stream)
         slot.finished.synchronize()

@@ -6,7 +6,7 @@ import enum
 import logging
 import shutil
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
@@ -50,13 +50,10 @@ class Compilation:
         return f"{text}; {self.graphs}" if self.graphs else text
 
 
-OFF: Final = Compilation(CompilationState.OFF)
-
-
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
     """Return `COMPILING` where the network is to be compiled, else why it is not."""
     if mode == "off":
-        return OFF
+        return Compilation(CompilationState.OFF)
     if mode == "auto" and device.type == "cpu":
         return Compilation(CompilationState.SKIPPED, "off on the CPU unless asked for")
     if shutil.which("g++") is None:

@@ -49,10 +49,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}") from None
+    if name not in DTYPES:
+        raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
