@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
 
 UPRIGHT = 1
@@ -51,8 +50,7 @@ class Field(NamedTuple):
         return self.value_size * self.value_count
 
 
-@dataclass(frozen=True)
-class Directory:
+class Directory(NamedTuple):
     """The first image file directory (IFD) of a TIFF file or an Exif block (TIFF 6.0, section 2).
 
     Attributes:

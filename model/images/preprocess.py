@@ -10,8 +10,7 @@ resized, and the picture is turned when it is small.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,8 +127,7 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
 
     low: float

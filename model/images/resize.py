@@ -75,10 +75,9 @@ def resize(
     convert: Converter | None = None,
     rows_first: bool | None = None,
 ) -> Image.Image:
-    """Return a part of a picture, converted and resized.
+    """Return a part of a loaded picture, converted and resized.
 
     Args:
-        image: loaded.
         size: (width, height) of the result in pixels.
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
         rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between

@@ -83,10 +83,8 @@ class BatchLauncher:
     """Runs batches of uint8 images through `compute` on a device.
 
     Args:
-        ops: the device.
-        compute: one batch on the device; called on the launcher's stream, by one thread at a time.
+        compute: called on the launcher's stream, by one thread at a time.
         shape: (H, W, C) of an image.
-        max_batch: largest batch.
         slots: callers served at the same time; further ones wait.
 
     Raises:

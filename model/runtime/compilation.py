@@ -82,8 +82,6 @@ def compiled_twin(
     """Return a model that shares the weights and compiles itself at its first run with each shape.
 
     Args:
-        model: the model on its device, uncompiled.
-        device: where it is.
         shapes: number of batch sizes that it will be run with.
         autotune: whether several kernels are timed for every matrix product first.
         embedding: whether the embedding is compiled as the blocks are.

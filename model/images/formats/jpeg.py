@@ -153,7 +153,6 @@ class Jpeg(EncodedImage):
         marker, and that the last is the end of the picture, is judged here.
 
         Args:
-            scale: the picture will be decoded at 1/scale.
             components: identifiers of those that are not subsampled.
         """
         data, position = self.data, self.first_scan
