@@ -60,7 +60,6 @@ class AttentionMap:
     """Where the model looked in one image.
 
     Attributes:
-        layer, head: as requested.
         values: float32 [grid rows, grid columns], summing to 1.
         kept_mass: share of the attention that fell on patches; the rest went to the prefix tokens.
     """

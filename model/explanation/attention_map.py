@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.config import ViTConfig
 from model.prediction import AttentionMap, Head, MapRequest
-
-
-class Maps(NamedTuple):
-    """A batch of maps.
-
-    Attributes:
-        values: float32 [B, rows, columns], each map summing to 1.
-        kept_mass: float32 [B], the sum before the division.
-    """
-
-    values: Tensor
-    kept_mass: Tensor
 
 
 def attention_maps(
@@ -32,10 +19,7 @@ def attention_maps(
     Requests of the same layer and head, however mixed the batch, are computed in one operation.
 
     Args:
-        attention: float32 [B, len(layers), heads, N] on the CPU.
-        layers: the layers that the rows belong to.
-        requests: B entries.
-        config: the model's.
+        attention: rows of these layers, float32 [B, len(layers), heads, N] on the CPU.
     """
     groups: dict[MapRequest, list[int]] = {}
     for index, request in enumerate(requests):
@@ -44,20 +28,22 @@ def attention_maps(
     found: list[AttentionMap | None] = [None] * len(requests)
     for request, members in groups.items():
         rows = attention[members, layers.index(request.layer)]
-        maps = cls_map(rows, head=request.head, prefix_tokens=config.prefix_tokens, grid=config.grid)
-        for member, values, kept in zip(members, maps.values.numpy(), maps.kept_mass.tolist(), strict=True):
+        maps, kept_mass = cls_map(rows, head=request.head, prefix_tokens=config.prefix_tokens, grid=config.grid)
+        for member, values, kept in zip(members, maps.numpy(), kept_mass.tolist(), strict=True):
             found[member] = AttentionMap(request.layer, request.head, values, kept)
     return found
 
 
-def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> Maps:
+def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
 
     Args:
         rows: [B, heads, N] float32, each a softmax over N = prefix_tokens + rows*columns tokens.
-        head: a head's number, or `mean` or `max` over all heads.
         prefix_tokens: number of tokens before the patches (CLS, distillation, registers).
         grid: (rows, columns) of patches; need not be square.
+
+    Returns:
+        float32 [B, rows, columns], each map summing to 1; float32 [B], the sum of each before the division.
     """
     if head == "mean":
         row = rows.mean(dim=1)
@@ -69,4 +55,4 @@ def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, in
     kept = patches.sum(dim=-1)
     # A head may give the patches nothing at all; the smallest float keeps its map finite.
     values = patches / kept.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return Maps(values.reshape(-1, *grid), kept)
+    return values.reshape(-1, *grid), kept

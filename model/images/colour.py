@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 Converter = Callable[[Image.Image], Image.Image]
@@ -21,7 +20,7 @@ _PIECE_PIXELS = 1_000_000
 
 
 def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None:
-    """Return the function that converts any piece of `image` to what `convert(mode)` of the whole would give.
+    """Return what converts any piece of `image` as `convert(mode)` would the whole; None if nothing is to convert.
 
     Alpha is dropped, not blended, and ICC profiles are ignored. Two modes Pillow would clip are scaled:
 
@@ -34,9 +33,6 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
         image: loaded; its `info` loses the transparent colour, which would only cost time here.
         mode: RGB or L. A grey picture stays L under RGB too: its three channels would be equal, and one is
             resized in a third of the time.
-
-    Returns:
-        None where there is nothing to convert.
     """
     image.info.pop("transparency", None)
     stored = image.mode
@@ -81,7 +77,9 @@ def _scaler(low: float, high: float) -> Converter:
 def _range(image: Image.Image) -> tuple[float, float]:
     """Return the (lowest, highest) value of the range that the pixels are likely meant to have."""
     low, high = math.inf, -math.inf
-    for values in _pieces(image):
+    step = max(1, _PIECE_PIXELS // image.width)
+    for top in range(0, image.height, step):
+        values = np.asarray(image.crop((0, top, image.width, min(top + step, image.height))))
         finite = values[np.isfinite(values)]
         if finite.size:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
@@ -90,9 +88,3 @@ def _range(image: Image.Image) -> tuple[float, float]:
             if high <= nominal:
                 return 0.0, nominal
     return low, high
-
-
-def _pieces(image: Image.Image) -> Iterator[NDArray[np.generic]]:
-    step = max(1, _PIECE_PIXELS // image.width)
-    for top in range(0, image.height, step):
-        yield np.asarray(image.crop((0, top, image.width, min(top + step, image.height))))

@@ -2,17 +2,16 @@
 
     bytes -> unpacked (what the decoder has to see) -> opened, checked -> decoded
 
-The reader of the detected format is called by itself: `PIL.Image.open` would try others too. Nothing of Pillow's
-that belongs to the whole process is changed: its pixel limit is one for all who use Pillow in the process, too late
-for some formats and too low for an operator who allows more. Ours is checked for every picture, before its pixels are
-allocated.
+The reader of the detected format is called by itself: `PIL.Image.open` would try others too. Pillow's own pixel
+limit is left alone: it is one for the whole process, too late for some formats and too low for an operator who allows
+more. Ours is checked for every picture, before its pixels are allocated.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -56,8 +55,7 @@ _MAX_SCAN_PASSES = 20
 write about 10 scans."""
 
 
-@dataclass(frozen=True)
-class DecodedImage:
+class DecodedImage(NamedTuple):
     """A decoded picture as it is stored, perhaps not upright.
 
     Attributes:
@@ -79,8 +77,7 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
     Args:
         data: the whole file.
         max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
-        min_size: the smallest size that it may be decoded at, which a large JPEG makes use of. None: decode at full
-            size.
+        min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
 
 UPRIGHT = 1
@@ -33,8 +32,6 @@ class Field(NamedTuple):
     Attributes:
         entry: the entry itself: 12 bytes, or 20 in BigTIFF.
         tag: what the field states, such as 256 for the image's width.
-        field_type: a key of `_TYPE_SIZES`.
-        value_count: how many values it has.
     """
 
     entry: bytes
@@ -53,15 +50,13 @@ class Field(NamedTuple):
         return self.value_size * self.value_count
 
 
-@dataclass(frozen=True)
-class Directory:
+class Directory(NamedTuple):
     """The first image file directory (IFD) of a TIFF file or an Exif block (TIFF 6.0, section 2).
 
     Attributes:
         byte_order: `<` or `>`, as `struct` names it.
         bigtiff: counts and offsets have 64 bits (BigTIFF).
         offset: byte at which the directory begins.
-        fields: in the file's order.
     """
 
     byte_order: str
@@ -131,11 +126,7 @@ def directory_orientation(directory: Directory) -> int | None:
 def read_orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
     """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
 
-    As in `PIL.ImageOps.exif_transpose`, XMP counts only where Exif has no such tag.
-
-    Args:
-        exif: an Exif block, with or without its prefix.
-        xmp: an XMP packet.
+    As in `PIL.ImageOps.exif_transpose`, XMP counts only where Exif, with or without its prefix, has no such tag.
     """
     if exif:
         # Some writers state the prefix twice.

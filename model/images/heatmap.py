@@ -40,7 +40,6 @@ def render_heatmap(
         values: float [grid rows, grid columns]; any range. What is not finite counts as the minimum.
         picture: uint8 [H, W, 3], or [H, W, 1] for grey: what the model saw, drawn under the map. None: the map
             alone, a square for each patch.
-        colormap: one of `COLORMAPS`.
         alpha: 0...1, how much the map covers the picture.
         size: longer side in pixels, at most `MAX_SIZE`; None: the picture's, or 384 if that is more.
 
@@ -58,8 +57,7 @@ def render_heatmap(
 
     rows, columns = values.shape if picture is None else picture.shape[:2]
     longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
-    width = max(1, round(columns * longer / max(rows, columns)))
-    height = max(1, round(rows * longer / max(rows, columns)))
+    width, height = (max(1, round(side * longer / max(rows, columns))) for side in (columns, rows))
 
     levels = Image.fromarray(_scaled(values)).resize((width, height), Image.Resampling.BICUBIC)
     # Bicubic interpolation overshoots at steep edges.
@@ -76,11 +74,9 @@ def render_heatmap(
 def _scaled(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the map scaled to 0...255, float32 of the same shape."""
     finite = np.isfinite(values)
-    if not finite.any():
-        return np.zeros(values.shape, np.float32)
     # In double: the span of a float32 map may exceed float32.
     doubled = values.astype(np.float64)
-    low, high = doubled[finite].min(), doubled[finite].max()
-    if high <= low:
+    low, high = doubled[finite].min(initial=np.inf), doubled[finite].max(initial=-np.inf)
+    if high <= low:  # a constant map, or one without finite values
         return np.zeros(values.shape, np.float32)
     return (np.where(finite, (doubled - low) / (high - low), 0.0) * 255.0).astype(np.float32)

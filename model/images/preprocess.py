@@ -10,8 +10,7 @@ resized, and the picture is turned when it is small.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +22,6 @@ from model.images.colour import converter
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, decode
 from model.images.formats import MinSize
 from model.images.resize import passes_rows_first, resize
-
-__all__ = ["DEFAULT_MAX_PIXELS", "min_decoded_size", "preprocess", "resized_size"]
-
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 
 _STEP_FILTERS = (Image.Resampling.NEAREST, Image.Resampling.BOX)
 """Filters that take another pixel if a position is off by the least bit."""
@@ -139,8 +127,7 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
 
     low: float
@@ -173,7 +160,7 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
 
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
     """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
-    resample = _RESAMPLING[config.interpolation]
+    resample = Image.Resampling[config.interpolation.upper()]
     swapped = decoded.orientation >= 5
     width, height = decoded.size[::-1] if swapped else decoded.size
     new_width, new_height = resized_size(width, height, config)

@@ -75,13 +75,10 @@ def resize(
     convert: Converter | None = None,
     rows_first: bool | None = None,
 ) -> Image.Image:
-    """Return a part of a picture, converted and resized.
+    """Return a part of a loaded picture, converted and resized.
 
     Args:
-        image: loaded.
         size: (width, height) of the result in pixels.
-        box: the part, in pixels of the picture.
-        resample: Pillow's filter.
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
         rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between
             the passes would be huge.

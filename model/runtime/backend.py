@@ -34,11 +34,9 @@ class Backend(Protocol):
         Raises:
             RuntimeError: as the library raises it (out of memory, a device fault).
         """
-        ...
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """Return the logits of a batch, before the temperature: [B, num_classes] on the device."""
-        ...
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """Run blank batches of these sizes, with and without the last layer's attention row.
@@ -47,11 +45,9 @@ class Backend(Protocol):
             DeviceError: the model gives scores that are not finite.
             RuntimeError: as the library raises it.
         """
-        ...
 
     def compile(self) -> None:
         """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
-        ...
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

@@ -17,8 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,70 +32,49 @@ _TOLERANCE: Final = 0.02
 
 Layers = tuple[int, ...]
 Compute = Callable[[Tensor, Layers, int], Tensor]
-"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there; see `model.runtime.packing`."""
-
-
-class Event(Protocol):
-    """A point in a stream's work; `torch.cuda.Event` is one."""
-
-    def record(self, stream: Any) -> None:
-        """Set the point after all work that the stream was given so far."""
-
-    def wait(self, stream: Any) -> None:
-        """Make the work that the stream is given from now on wait for the point."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the point is reached."""
+"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there, as `postprocess.pack` returns."""
 
 
 class DeviceOps(Protocol):
-    """The operations of a device that a launcher needs; streams are opaque to it."""
+    """The operations of a device that a launcher needs.
 
-    @property
-    def device(self) -> torch.device:
-        """The device that tensors are made on."""
-        ...
+    Attributes:
+        device: the device that tensors are made on.
+    """
+
+    device: torch.device
 
     def stream(self) -> Any:
-        """Return a new queue of work, independent of others."""
-        ...
+        """Return a new queue of work, independent of others; it is opaque to the launcher."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which this thread's work goes to the stream."""
-        ...
 
-    def event(self) -> Event:
-        """Return a new event."""
-        ...
+    def event(self) -> Any:
+        """Return a new event, a point in a stream's work, with the methods of `torch.cuda.Event`."""
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
         """Return uint8 zeros in host memory that the device reads by itself."""
-        ...
 
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host, complete when the current stream has come that far."""
-        ...
 
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
         """Run the work, record it, and return what runs it again on the same memory."""
-        ...
 
     def settle(self) -> None:
         """Block until the device has nothing under way, or has failed."""
-        ...
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     pinned: Tensor
     pixels: Tensor
     copies: Any
-    uploaded: Event
-    finished: Event
+    uploaded: Any
+    finished: Any
 
 
-@dataclass(frozen=True)
-class _Graph:
+class _Graph(NamedTuple):
     replay: Callable[[], None]
     packed: Tensor
 
@@ -105,10 +83,8 @@ class BatchLauncher:
     """Runs batches of uint8 images through `compute` on a device.
 
     Args:
-        ops: the device.
-        compute: one batch on the device; called on the launcher's stream, by one thread at a time.
+        compute: called on the launcher's stream, by one thread at a time.
         shape: (H, W, C) of an image.
-        max_batch: largest batch.
         slots: callers served at the same time; further ones wait.
 
     Raises:
@@ -135,11 +111,6 @@ class BatchLauncher:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], layers: Sequence[Layers], *, top_k: int) -> None:
         """Record a graph for each batch size and choice of attention layers; all or none are used.
-
-        Args:
-            sizes: batch sizes.
-            layers: choices of attention layers.
-            top_k: classes that each answers with.
 
         Raises:
             RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
@@ -177,25 +148,23 @@ class BatchLauncher:
         Args:
             images: uint8 [B, H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
-            layers: attention layers wanted.
-            top_k: classes wanted.
+            layers, top_k: attention layers and classes wanted.
 
         Returns:
-            int32 [B, width] on the host as `model.runtime.packing` lays it out, and its k, which is `top_k` or more.
+            int32 [B, width] on the host, see `model.runtime.postprocess.pack`, and its k, which is `top_k` or more.
 
         Raises:
             RuntimeError: as torch raises it.
         """
         graph = self._graphs.get((size, layers)) if top_k <= self._captured_k else None
         slot = self._slots.get()
-        finished = False
         try:
             packed = self._run(slot, graph, images, size, layers, top_k)
-            finished = True
+        except BaseException:
+            # Nothing of this batch may still be read or written when its slot goes to another.
+            self._ops.settle()
+            raise
         finally:
-            if not finished:
-                # Nothing of this batch may still be read or written when its slot goes to another.
-                self._ops.settle()
             self._slots.put(slot)
         return packed, self._captured_k if graph else top_k
 
@@ -212,9 +181,7 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-                packed = graph.packed
-            else:
-                packed = self._compute(self._input[:size], layers, top_k)
+            packed = graph.packed if graph is not None else self._compute(self._input[:size], layers, top_k)
             host = ops.download(packed[:count])
             slot.finished.record(self._stream)
         slot.finished.synchronize()

@@ -27,41 +27,32 @@ def choose_backend(
 
     Args:
         options: the network and how torch would run it.
-        requested: `torch`, `openvino` or `auto`.
-        threads, streams: see `model.runtime.predictor.Predictor`.
+        requested, threads, streams: see `model.runtime.predictor.Predictor`.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
         DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
     """
-    network, reason = _open_openvino(options, requested, threads=threads.count, streams=streams)
-    if network is not None:
-        return OpenVino(network, TorchCpu(replace(options, compile_mode="off"), threads)), reason
+    if requested == "torch":
+        reason = "torch is requested"
+    elif requested == "auto" and options.compile_mode in ("on", "max"):
+        reason = "torch is to compile the network"
+    elif unsupported := unsupported_reason(options.device, options.dtype):
+        if requested == "openvino":
+            raise DeviceError(f"backend openvino: {unsupported}")
+        reason = f"OpenVINO is not possible: {unsupported}"
+    else:
+        try:
+            network = OpenVinoNetwork(options, threads=threads.count, streams=streams)
+        except DeviceError as error:
+            if requested == "openvino":
+                raise
+            logger.warning("torch runs the network: %s", error)
+            reason = str(error)
+        else:
+            agrees = "OpenVINO is installed, has the dtype and agrees with torch"
+            fallback = TorchCpu(replace(options, compile_mode="off"), threads)
+            return OpenVino(network, fallback), "OpenVINO is requested" if requested == "openvino" else agrees
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     return TorchCpu(options, threads) if ops is None else Cuda(options, ops, streams=streams), reason
-
-
-def _open_openvino(
-    options: TorchOptions, requested: BackendName, *, threads: int, streams: int
-) -> tuple[OpenVinoNetwork | None, str]:
-    """Return the network in OpenVINO, or None, and the reason for it."""
-    if requested == "torch":
-        return None, "torch is requested"
-    if requested == "auto" and options.compile_mode in ("on", "max"):
-        return None, "torch is to compile the network"
-    reason = unsupported_reason(options.device, options.dtype)
-    if reason is not None:
-        if requested == "openvino":
-            raise DeviceError(f"backend openvino: {reason}")
-        return None, f"OpenVINO is not possible: {reason}"
-    try:
-        network = OpenVinoNetwork(options, threads=threads, streams=streams)
-    except DeviceError as error:
-        if requested == "openvino":
-            raise
-        logger.warning("torch runs the network: %s", error)
-        return None, str(error)
-    if requested == "openvino":
-        return network, "OpenVINO is requested"
-    return network, "OpenVINO is installed, has the dtype and agrees with torch"

@@ -6,7 +6,7 @@ import enum
 import logging
 import shutil
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
@@ -50,13 +50,10 @@ class Compilation:
         return f"{text}; {self.graphs}" if self.graphs else text
 
 
-OFF: Final = Compilation(CompilationState.OFF)
-
-
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
     """Return `COMPILING` where the network is to be compiled, else why it is not."""
     if mode == "off":
-        return OFF
+        return Compilation(CompilationState.OFF)
     if mode == "auto" and device.type == "cpu":
         return Compilation(CompilationState.SKIPPED, "off on the CPU unless asked for")
     if shutil.which("g++") is None:
@@ -85,8 +82,6 @@ def compiled_twin(
     """Return a model that shares the weights and compiles itself at its first run with each shape.
 
     Args:
-        model: the model on its device, uncompiled.
-        device: where it is.
         shapes: number of batch sizes that it will be run with.
         autotune: whether several kernels are timed for every matrix product first.
         embedding: whether the embedding is compiled as the blocks are.

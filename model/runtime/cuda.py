@@ -14,8 +14,7 @@ from model.errors import DeviceError
 from model.runtime.backend import first_line, launch_size
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, DeviceOps
 from model.runtime.compilation import CompilationState
-from model.runtime.packing import pack, unpack
-from model.runtime.postprocess import TopKOutput
+from model.runtime.postprocess import TopKOutput, pack, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -23,11 +22,6 @@ logger = logging.getLogger(__name__)
 
 class Cuda(TorchBackend):
     """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a launch size.
-
-    Args:
-        options: see `TorchOptions`.
-        ops: how the launcher reaches the device.
-        streams: batches under way at the same time.
 
     Raises:
         DeviceError: not enough memory for the weights or the largest batch's images.
@@ -51,9 +45,8 @@ class Cuda(TorchBackend):
         return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
 
     def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        """uint8 [B, H, W, C] on the device -> `model.runtime.packing`'s int32 [B, width] there."""
-        output = self._model_for(layers)(self._normalise(pixels), layers)
-        return pack(self.postprocess(output, top_k))
+        """uint8 [B, H, W, C] on the device -> packed output, int32 [B, width], there."""
+        return pack(self.postprocess(self._model_for(layers)(self._normalise(pixels), layers), top_k))
 
     def compile(self) -> None:
         """Compile, and capture a graph of each launch size, before returning."""

@@ -7,19 +7,14 @@ a machine without a GPU; its tests are skipped there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 
 class CudaOps:
-    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`.
-
-    Args:
-        device: `cuda:N`.
-    """
+    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,10 +25,9 @@ class CudaOps:
         """Return a stream that waits for no other, the default stream included."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         """Return a context that also makes the stream's device the thread's current one."""
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
+        return torch.cuda.stream(stream)
 
     def event(self) -> torch.cuda.Event:
         """Return an event for which threads wait asleep: spinning would take a core from the decoders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -48,10 +49,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}") from None
+    if name not in DTYPES:
+        raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -60,10 +60,5 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         text = cpuinfo.read_text()
     except OSError:
         return False
-    flags: set[str] = set()
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            flags.update(value.split())
-            break
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())

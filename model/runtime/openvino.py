@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import logging
 import queue
 import sys
 import warnings
@@ -22,15 +21,12 @@ from torch import Tensor, nn
 
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
-from model.runtime.normalise import Normalise
 from model.runtime.postprocess import TopKOutput
-from model.runtime.torch_backend import TorchOptions
+from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import TorchCpu
 
 if TYPE_CHECKING:
     import openvino
-
-logger = logging.getLogger(__name__)
 
 PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
 """The plugin's names of each dtype: for the capability, and for the hint."""
@@ -40,16 +36,11 @@ _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
 
 
-def installed() -> bool:
-    """Return whether the package is installed, without importing it."""
-    return importlib.util.find_spec("openvino") is not None
-
-
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why OpenVINO cannot compute in this dtype on this device, or None."""
     if device.type != "cpu":
         return f"it runs on the CPU here, not on {device}"
-    if not installed():
+    if importlib.util.find_spec("openvino") is None:
         return "the package is not installed: pip install 'vitserve[openvino]'"
     if dtype not in PRECISIONS:
         return f"it has no {str(dtype).removeprefix('torch.')} here"
@@ -59,12 +50,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class OpenVino:
-    """Computes logits and the last layer's attention row in OpenVINO, and rows of other layers in torch.
-
-    Args:
-        network: the network in OpenVINO.
-        fallback: the same network in torch, uncompiled.
-    """
+    """Computes logits and the last layer's attention row in OpenVINO, and rows of other layers in torch."""
 
     def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
         self.name = f"openvino {network.version}"
@@ -103,7 +89,6 @@ class OpenVinoNetwork:
 
     Attributes:
         layers: the layer whose attention row is computed with the logits, or none.
-        version: of OpenVINO.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch.
@@ -133,14 +118,9 @@ class OpenVinoNetwork:
             relative = float(off.norm() / expected[:count].norm().clamp_min(1e-6))
             if not relative <= _TOLERANCE[dtype]:
                 raise DeviceError(f"OpenVINO's logits are {relative:.2g} of their norm away from torch's")
-        logger.debug("OpenVINO %s traced %s layers", self.version, config.depth)
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> ViTOutput:
-        """Compute one batch; blocks while as many as there are streams are under way.
-
-        Args:
-            images: uint8 [B, H, W, C].
-            alone: whether no other batch computes, so that this one may have all threads.
+        """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Returns:
             Logits float32 [B, num_classes], attention float32 [B, 1, heads, N] or None.

@@ -53,10 +53,7 @@ class Predictor:
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
-        dtype: name of the dtype that the network runs in.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
-        backend_reason: why this backend runs the network.
-        parameters: number of the model's parameters.
 
     Raises:
         DeviceError: the device, dtype or backend is not available here.
@@ -104,7 +101,7 @@ class Predictor:
     @property
     def compiled(self) -> str:
         """The compilation as one line: `compiled`, `compiling`, or why not."""
-        return str(self._backend.compilation)
+        return str(self.compilation)
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
+from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
 from model.runtime.backend import first_line, launch_size
@@ -24,7 +25,6 @@ from model.runtime.compilation import (
     compiled_twin,
     plan_compilation,
 )
-from model.runtime.normalise import Normalise
 from model.runtime.postprocess import Postprocess
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,6 @@ class TorchOptions:
 
     Attributes:
         model: float32, on the CPU; moved to the device.
-        checkpoint: says how images are normalised and how logits become scores.
-        device, dtype: where and in what the network computes.
-        compile_mode: see `model.runtime.predictor.Predictor`.
         sizes: batch sizes to compile for, ascending.
     """
 
@@ -50,11 +47,30 @@ class TorchOptions:
     sizes: tuple[int, ...]
 
 
+class Normalise(nn.Module):
+    """Computes (x/255 - mean) / std in float32, as one multiplication and addition, and gives it in `dtype`."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, preprocess: PreprocessConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        std = torch.tensor(preprocess.std, dtype=torch.float64)
+        mean = torch.tensor(preprocess.mean, dtype=torch.float64)
+        self.register_buffer("scale", (1 / (255 * std)).float().reshape(1, -1, 1, 1))
+        self.register_buffer("shift", (-mean / std).float().reshape(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 [B, H, W, C] -> the dtype [B, C, H, W]."""
+        pixels = images.permute(0, 3, 1, 2).float()
+        return (pixels * self.scale + self.shift).to(self.dtype)
+
+
 class TorchBackend:
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Attributes:
-        name, compilation, batch_sizes: see `model.runtime.backend.Backend`.
         usual_layers: choices of attention layers that are compiled and captured: no map, or the default one.
 
     Raises:

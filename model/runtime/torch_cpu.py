@@ -17,11 +17,8 @@ class ThreadPolicy:
     """Gives a batch all threads when it is alone, and one when others compute beside it.
 
     A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
-    the machine is busy; a lone batch is done sooner with all of them. As a context manager around the computation
-    it sets the calling thread's number, and enters with whether the batch is alone.
-
-    Args:
-        count: threads of a lone batch; None leaves torch's choice.
+    the machine is busy; a lone batch is done sooner with all `count` of them, None leaving torch's choice. As a
+    context manager around the computation it sets the calling thread's number, and enters with whether it is alone.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -44,12 +41,7 @@ class ThreadPolicy:
 
 
 class TorchCpu(TorchBackend):
-    """Torch on the CPU; the compiler works in the background.
-
-    Args:
-        options: see `TorchOptions`.
-        threads: how many threads compute a batch.
-    """
+    """Torch on the CPU; the compiler works in the background."""
 
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
         super().__init__(options)

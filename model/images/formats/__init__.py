@@ -30,10 +30,7 @@ SUPPORTED_FORMATS: tuple[str, ...] = tuple(each.name for each in FORMATS if each
 
 
 def unpack(data: bytes | bytearray) -> EncodedImage:
-    """Detect the format of a file and leave out what its decoder need not see.
-
-    Args:
-        data: the whole file; the result keeps no reference to a bytearray.
+    """Detect a whole file's format and leave out what its decoder need not see; keep no reference to a bytearray.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format.

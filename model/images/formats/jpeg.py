@@ -142,7 +142,7 @@ class Jpeg(EncodedImage):
         return pixel_bytes(image) / scale**2 + coefficients
 
     def without_fine_scans(self, scale: int, components: Set[int]) -> bytes | None:
-        """Return a progressive JPEG's data without what some scans say, which does not show at 1/4 or 1/8.
+        """Return a progressive JPEG's data without what does not show at 1/4 or 1/8; None where nothing is left out.
 
         * At 1/8 libjpeg makes one sample of a block, from its mean (the DC coefficient): the other frequencies (AC)
           of components that are not subsampled change nothing. They are most of the file.
@@ -153,11 +153,7 @@ class Jpeg(EncodedImage):
         marker, and that the last is the end of the picture, is judged here.
 
         Args:
-            scale: the picture will be decoded at 1/scale.
             components: identifiers of those that are not subsampled.
-
-        Returns:
-            None where there is nothing to leave out, or anything unusual.
         """
         data, position = self.data, self.first_scan
         if scale < 4 or position is None or _RESTART_INTERVAL in data[:position]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 
 import numpy as np
@@ -47,6 +48,12 @@ def test_colours_are_those_of_matplotlib(name, lowest, middle, highest):
     table = colour_table(name)
 
     assert difference(table[[0, 128, 255]], np.array([lowest, middle, highest])) <= 1
+
+
+def test_no_colour_of_any_table_changes():
+    tables = np.stack([colour_table(name) for name in COLORMAPS])
+
+    assert hashlib.sha256(tables.tobytes()).hexdigest().startswith("db8b959d8003613546c9c1839efbca1f")
 
 
 @pytest.mark.parametrize("name", COLORMAPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,10 @@ from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
 from model.runtime import openvino as openvino_backend
-from model.runtime.openvino import installed, unsupported_reason
+from model.runtime.openvino import unsupported_reason
 from model.runtime.predictor import Predictor
 
-pytestmark = pytest.mark.skipif(not installed(), reason="openvino is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 CPU = torch.device("cpu")
 
 

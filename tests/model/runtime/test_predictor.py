@@ -16,8 +16,8 @@ from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
-from model.runtime.normalise import Normalise
 from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import Normalise
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

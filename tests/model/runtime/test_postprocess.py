@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from model.runtime.packing import pack, unpack
-from model.runtime.postprocess import TopKOutput
+from model.runtime.postprocess import TopKOutput, pack, unpack
 
 
 def test_what_is_unpacked_is_what_was_packed_bit_for_bit() -> None:
