@@ -148,7 +148,7 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
     """Yield float32 [B, C, H, W] of at most `_BATCH` images."""
     import torch  # noqa: PLC0415  torch takes seconds to import
 
-    from model.runtime.normalise import Normalise  # noqa: PLC0415
+    from model.runtime.torch_backend import Normalise  # noqa: PLC0415
 
     normalise = Normalise(config)
     while batch := list(islice(images, _BATCH)):
