@@ -51,17 +51,12 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
+    Its parts agree; its tensors' values are checked when it is built.
+
     Args:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
-        image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
-        preprocess: a JSON file or one of `PREPROCESS_PRESETS`, instead of the checkpoint's own; needed
-            for formats that carry none.
-        labels: a file or one of `LABEL_PRESETS`, likewise.
-        architecture: for plain state dicts: a timm name, e.g. `vit_base_patch16_224`.
-
-    Returns:
-        A checkpoint whose parts agree; its tensors' values are checked when it is built.
+        image_size, preprocess, labels, architecture: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
