@@ -25,7 +25,7 @@ BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 
 
 class Reader(Protocol):
-    """The module of a format, which is listed in `READERS`."""
+    """The module of a format, which is listed in `READERS`; its `read` raises CheckpointError as this one."""
 
     @property
     def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
@@ -35,7 +35,11 @@ class Reader(Protocol):
         """Return whether the files are of this format."""
 
     def read(self, files: Files, options: CheckpointOptions) -> Checkpoint:
-        """Return the checkpoint that the files hold; raises CheckpointError."""
+        """Return the checkpoint that the files hold.
+
+        Raises:
+            CheckpointError: a field, file or tensor is missing, unknown or wrong, or an option does not apply.
+        """
 
 
 READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)

@@ -74,15 +74,11 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a state dict of one of torchvision's models.
-
-    Raises:
-        CheckpointError: not one of its sizes, or no preprocessing or labels for it.
-    """
+    """Read a state dict of one of torchvision's models."""
     assert isinstance(files, SingleFile)
     where = files.place
     stored = TensorSource(files.tensors(), where)
-    config = _config(stored, where)
+    config = _config(stored)
     name = _NAMES[config.width, config.patch_size]
     if options.architecture not in (None, name):
         raise CheckpointError(f"{where}: is a {name}, not a {options.architecture}")
@@ -106,7 +102,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     return checkpoint
 
 
-def _config(stored: TensorSource, where: str) -> ViTConfig:
+def _config(stored: TensorSource) -> ViTConfig:
+    where = stored.where
     shape = stored.shape("conv_proj.weight")
     if len(shape) != 4 or shape[2] != shape[3] or (shape[0], shape[2]) not in _NAMES:
         known = ", ".join(_NAMES.values())

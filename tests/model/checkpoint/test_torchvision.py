@@ -59,7 +59,7 @@ def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
 def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
-    config = reader._config(TensorSource(theirs.state_dict(), name), name)
+    config = reader._config(TensorSource(theirs.state_dict(), name))
     with torch.device("meta"):
         ours = VisionTransformer(config)
     assert reader._NAMES[config.width, config.patch_size] == name
