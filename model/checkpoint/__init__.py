@@ -25,7 +25,7 @@ BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 
 
 class Reader(Protocol):
-    """The module of a format, which is listed in `READERS`."""
+    """The module of a format, which is listed in `READERS`; its `read` raises CheckpointError as this one."""
 
     @property
     def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
@@ -35,7 +35,11 @@ class Reader(Protocol):
         """Return whether the files are of this format."""
 
     def read(self, files: Files, options: CheckpointOptions) -> Checkpoint:
-        """Return the checkpoint that the files hold; raises CheckpointError."""
+        """Return the checkpoint that the files hold.
+
+        Raises:
+            CheckpointError: a field, file or tensor is missing, unknown or wrong, or an option does not apply.
+        """
 
 
 READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)
@@ -51,17 +55,12 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
+    Its parts agree; its tensors' values are checked when it is built.
+
     Args:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
-        image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
-        preprocess: a JSON file or one of `PREPROCESS_PRESETS`, instead of the checkpoint's own; needed
-            for formats that carry none.
-        labels: a file or one of `LABEL_PRESETS`, likewise.
-        architecture: for plain state dicts: a timm name, e.g. `vit_base_patch16_224`.
-
-    Returns:
-        A checkpoint whose parts agree; its tensors' values are checked when it is built.
+        image_size, preprocess, labels, architecture: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.

@@ -69,10 +69,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.source}: takes {self.config.in_channels} channels; pictures have 1 or 3")
 
     def resized(self, size: Size) -> Checkpoint:
-        """Return the same model for another input size: position embeddings and preprocessing follow.
-
-        Args:
-            size: (rows, columns) in pixels.
+        """Return the same model for an input of (rows, columns) pixels: position embeddings and preprocessing follow.
 
         Raises:
             CheckpointError: `size` is no multiple of the patch size, too large, or the model's
@@ -98,8 +95,7 @@ class Checkpoint:
             CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
         """
         model = meta_model(self.config)  # no memory and no random weights that could be left in place
-        expected = model.state_dict()
-        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in expected.items()})
+        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.json_file import read_json
+from model.checkpoint.refusals import reading
 from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors
 from model.errors import CheckpointError
 
@@ -19,6 +20,7 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 _MAX_SHARDS: Final = 1000
+_MAX_JSON_BYTES: Final = 64 << 20
 
 
 class Files(ABC):
@@ -26,11 +28,15 @@ class Files(ABC):
 
     Attributes:
         source: as the operator wrote it.
+        place: what messages call the whole: a folder, a file, a repository.
         revision: of a hub repository (a commit); None for what lies here.
     """
 
-    source: str
     revision: str | None = None
+
+    def __init__(self, source: str, place: str) -> None:
+        self.source = source
+        self.place = place
 
     @abstractmethod
     def path(self, name: str) -> Path | None:
@@ -39,11 +45,6 @@ class Files(ABC):
         Raises:
             CheckpointError: it may exist but cannot be had.
         """
-
-    @property
-    @abstractmethod
-    def place(self) -> str:
-        """What messages call the whole: a folder, a file, a repository."""
 
     def where(self, name: str) -> str:
         """Return what messages call the part `name`."""
@@ -57,8 +58,11 @@ class Files(ABC):
         return path
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in the part `name`; see `read_json`."""
-        return read_json(self.required(name), self.where(name))
+        """Return the JSON object in the part `name`; CheckpointError where it holds none."""
+        value = read_json(self.required(name), self.where(name))
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where(name)}: holds a {type(value).__name__}, expected an object")
+        return value
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -108,13 +112,8 @@ class Folder(Files):
     """A folder on this machine."""
 
     def __init__(self, folder: Path, source: str) -> None:
+        super().__init__(source, str(folder))
         self.folder = folder
-        self.source = source
-
-    @property
-    def place(self) -> str:
-        """The folder's path."""
-        return str(self.folder)
 
     def path(self, name: str) -> Path | None:
         """Return the path of `name` in the folder, or None where there is no such file."""
@@ -126,17 +125,12 @@ class SingleFile(Files):
     """One file of weights on this machine, without a config."""
 
     def __init__(self, file: Path, source: str) -> None:
+        super().__init__(source, str(file))
         self.file = file
-        self.source = source
-
-    @property
-    def place(self) -> str:
-        """The file's path."""
-        return str(self.file)
 
     def where(self, name: str) -> str:
         """Return the path of the file, which is the only part."""
-        return str(self.file)
+        return self.place
 
     def path(self, name: str) -> Path | None:
         """Return None: beside the weights there is nothing."""
@@ -154,3 +148,12 @@ class SingleFile(Files):
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the file's tensors, which are read once."""
         return self._tensors
+
+
+def read_json(path: Path, where: str | None = None) -> Any:
+    """Return the JSON value in a file of bounded size; CheckpointError where there is none."""
+    where = where or str(path)
+    with reading(where, "not JSON", ValueError, RecursionError):
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{where}: larger than {_MAX_JSON_BYTES} bytes")
+        return json.loads(path.read_bytes())

@@ -22,6 +22,7 @@ _HUB_ID: Final = re.compile(
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0
 """Seconds to wait for a file's metadata."""
+_OFFLINE: Final = "not in the cache, and offline mode (HF_HUB_OFFLINE) is on"
 
 
 def is_hub_id(source: str) -> bool:
@@ -42,16 +43,11 @@ class Repository(Files):
     def __init__(self, source: str) -> None:
         match = _HUB_ID.fullmatch(source)
         assert match is not None
-        self.source = source
+        super().__init__(source, source)
         self.repository: str = match["repo"]
         self.wanted: str | None = match["revision"]
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
-
-    @property
-    def place(self) -> str:
-        """The id as it was written."""
-        return self.source
 
     def path(self, name: str) -> Path | None:
         """Return the file's path in the local cache; it is fetched if it is not there yet.
@@ -84,7 +80,7 @@ class Repository(Files):
         except errors.EntryNotFoundError:
             return None
         except errors.OfflineModeIsEnabled:
-            raise CheckpointError(f"{self.source}: not in the cache, and offline mode (HF_HUB_OFFLINE) is on") from None
+            raise CheckpointError(f"{self.source}: {_OFFLINE}") from None
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", "no status")
             raise CheckpointError(f"{self.source}: the hub answered {status} for {name}: {first_line(error)}") from None
@@ -97,15 +93,14 @@ class Repository(Files):
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
         """Return None for a part that the cached repository lacks; refuse one that only the network could give."""
-        offline = bool(self._hub.constants.HF_HUB_OFFLINE)
-        if offline and self._found.get(CONFIG_FILE) is not None:
-            return None
-        if offline:
-            raise CheckpointError(f"{self.source}: not in the cache, and offline mode (HF_HUB_OFFLINE) is on") from None
-        cause = error.__cause__ or error
-        raise CheckpointError(
-            f"{self.source}: {name} is not in the cache and the hub cannot be reached: {first_line(cause)}"
-        ) from None
+        if not self._hub.constants.HF_HUB_OFFLINE:
+            cause = first_line(error.__cause__ or error)
+            raise CheckpointError(
+                f"{self.source}: {name} is not in the cache and the hub cannot be reached: {cause}"
+            ) from None
+        if self._found.get(CONFIG_FILE) is None:
+            raise CheckpointError(f"{self.source}: {_OFFLINE}") from None
+        return None
 
     def _pin(self, path: Path) -> None:
         """Remember the commit, so that all files are of the same one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -37,17 +37,13 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read one `.npz` file.
-
-    Raises:
-        CheckpointError: not the arrays of a ViT, or no preprocessing or labels for it.
-    """
+    """Read one `.npz` file."""
     assert isinstance(files, SingleFile)
     where = files.place
     options.refuse_architecture(where)
     arrays = _unstacked(_unprefixed(read_npz(files.file), where), where)
     stored = TensorSource(arrays, where)
-    config = _config(stored, where)
+    config = _config(stored)
     tensors = _convert(stored, config)
     stored.finish()
     match = _RELEASED.fullmatch(files.file.name)
@@ -86,8 +82,9 @@ def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return arrays
 
 
-def _config(stored: TensorSource, where: str) -> ViTConfig:
+def _config(stored: TensorSource) -> ViTConfig:
     """Return the architecture; big_vision adds positions to the patches alone, vit_jax to the CLS token too."""
+    where = stored.where
     kernel = stored.shape("embedding/kernel")
     if len(kernel) != 4 or kernel[0] != kernel[1]:
         raise CheckpointError(f"{where}: embedding/kernel has shape {list(kernel)}: expected [p, p, channels, width]")
@@ -102,9 +99,8 @@ def _config(stored: TensorSource, where: str) -> ViTConfig:
         raise CheckpointError(f"{where}: {attention} has shape {list(query)}: expected [width, heads, head width]")
     depth = sum(name.endswith("/LayerNorm_0/scale") and "encoderblock_" in name for name in stored.names)
     class_token = "cls" in stored
-    pool_map = "MAPHead_0/probe" in stored
     patch, _, channels, width = kernel
-    edge = _edge(stored, where, class_token=class_token and vit_jax)
+    edge = _edge(stored, prefix=int(class_token and vit_jax))
     with validating(where):
         return ViTConfig(
             image_size=(edge * patch, edge * patch),
@@ -118,20 +114,19 @@ def _config(stored: TensorSource, where: str) -> ViTConfig:
             position_prefix=vit_jax,
             class_token=class_token,
             activation="gelu_tanh",
-            pool="attention" if pool_map else "cls" if class_token else "mean",
+            pool="attention" if "MAPHead_0/probe" in stored else "cls" if class_token else "mean",
         )
 
 
-def _edge(stored: TensorSource, where: str, *, class_token: bool) -> int:
-    for name in ("Transformer/posembed_input/pos_embedding", "pos_embedding"):
-        if name in stored:
-            shape = stored.shape(name)
-            count = shape[1] - int(class_token) if len(shape) == 3 else 0
-            edge = math.isqrt(max(count, 0))
-            if edge < 1 or edge * edge != count:
-                raise CheckpointError(f"{where}: {name} has shape {list(shape)}: no square grid")
-            return edge
-    raise CheckpointError(f"{where}: missing key 'pos_embedding'")
+def _edge(stored: TensorSource, *, prefix: int) -> int:
+    name = "Transformer/posembed_input/pos_embedding"
+    name = name if name in stored else "pos_embedding"
+    shape = stored.shape(name)
+    count = shape[1] - prefix if len(shape) == 3 else 0
+    edge = math.isqrt(max(count, 0))
+    if edge < 1 or edge * edge != count:
+        raise CheckpointError(f"{stored.where}: {name} has shape {list(shape)}: no square grid")
+    return edge
 
 
 def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
@@ -146,58 +141,43 @@ def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
     if config.class_token:
         tensors["cls_token"] = stored.take("cls", 1, 1, width)
     attention, mlp, norm2 = (1, 3, 2) if vit_jax else (0, 0, 1)
+    each = config.heads, width // config.heads
     for index in range(config.depth):
         block, to = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
         heads = f"{block}MultiHeadDotProductAttention_{attention}/"
+        qkv = f"{heads}query", f"{heads}key", f"{heads}value"
         tensors |= _norm(stored, f"{block}LayerNorm_0", f"{to}norm1", width)
-        tensors |= _projection(stored, heads, ("query", "key", "value"), f"{to}attn.qkv", config)
-        tensors |= _output(stored, f"{heads}out", f"{to}attn.proj", config)
+        tensors |= _linear(stored, qkv, f"{to}attn.qkv", (width,), each)
+        tensors |= _linear(stored, (f"{heads}out",), f"{to}attn.proj", each, (width,))
         tensors |= _norm(stored, f"{block}LayerNorm_{norm2}", f"{to}norm2", width)
-        tensors |= _dense(stored, f"{block}MlpBlock_{mlp}/Dense_0", f"{to}mlp.fc1", width, config.mlp_width)
-        tensors |= _dense(stored, f"{block}MlpBlock_{mlp}/Dense_1", f"{to}mlp.fc2", config.mlp_width, width)
+        tensors |= _mlp(stored, f"{block}MlpBlock_{mlp}", f"{to}mlp", config)
     tensors |= _norm(stored, "Transformer/encoder_norm", "norm", width)
     if config.pool == "attention":
-        tensors |= _map_head(stored, config)
-    return tensors | _dense(stored, "head", "head", width, config.num_classes)
-
-
-def _map_head(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
-    width, head, to = config.width, "MAPHead_0/", "attn_pool."
-    heads = f"{head}MultiHeadDotProductAttention_0/"
-    return (
-        {f"{to}latent": stored.take(f"{head}probe", 1, 1, width)}
-        | _projection(stored, heads, ("query",), f"{to}q", config)
-        | _projection(stored, heads, ("key", "value"), f"{to}kv", config)
-        | _output(stored, f"{heads}out", f"{to}proj", config)
-        | _norm(stored, f"{head}LayerNorm_0", f"{to}norm", width)
-        | _dense(stored, f"{head}MlpBlock_0/Dense_0", f"{to}mlp.fc1", width, config.mlp_width)
-        | _dense(stored, f"{head}MlpBlock_0/Dense_1", f"{to}mlp.fc2", config.mlp_width, width)
-    )
-
-
-def _dense(stored: TensorSource, name: str, to: str, inputs: int, outputs: int) -> dict[str, Tensor]:
-    return {
-        f"{to}.weight": stored.take(f"{name}/kernel", inputs, outputs).T,
-        f"{to}.bias": stored.take(f"{name}/bias", outputs),
-    }
+        heads = "MAPHead_0/MultiHeadDotProductAttention_0/"
+        tensors["attn_pool.latent"] = stored.take("MAPHead_0/probe", 1, 1, width)
+        tensors |= _linear(stored, (f"{heads}query",), "attn_pool.q", (width,), each)
+        tensors |= _linear(stored, (f"{heads}key", f"{heads}value"), "attn_pool.kv", (width,), each)
+        tensors |= _linear(stored, (f"{heads}out",), "attn_pool.proj", each, (width,))
+        tensors |= _norm(stored, "MAPHead_0/LayerNorm_0", "attn_pool.norm", width)
+        tensors |= _mlp(stored, "MAPHead_0/MlpBlock_0", "attn_pool.mlp", config)
+    return tensors | _linear(stored, ("head",), "head", (width,), (config.num_classes,))
 
 
 def _norm(stored: TensorSource, name: str, to: str, width: int) -> dict[str, Tensor]:
     return {f"{to}.weight": stored.take(f"{name}/scale", width), f"{to}.bias": stored.take(f"{name}/bias", width)}
 
 
-def _projection(
-    stored: TensorSource, prefix: str, parts: tuple[str, ...], to: str, config: ViTConfig
+def _mlp(stored: TensorSource, name: str, to: str, config: ViTConfig) -> dict[str, Tensor]:
+    width, hidden = (config.width,), (config.mlp_width,)
+    fc1 = _linear(stored, (f"{name}/Dense_0",), f"{to}.fc1", width, hidden)
+    return fc1 | _linear(stored, (f"{name}/Dense_1",), f"{to}.fc2", hidden, width)
+
+
+def _linear(
+    stored: TensorSource, names: Sequence[str], to: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """Fuse the kernels [width, heads, head width] of several projections into one matrix [parts*width, width]."""
-    width, heads = config.width, config.heads
-    each = width // heads
-    kernels = [stored.take(f"{prefix}{part}/kernel", width, heads, each).reshape(width, width).T for part in parts]
-    biases = [stored.take(f"{prefix}{part}/bias", heads, each).reshape(width) for part in parts]
+    """Fuse kernels [*inputs, *outputs] into one matrix [kernels * outputs, inputs], and their biases."""
+    rows = math.prod(inputs)
+    kernels = [stored.take(f"{name}/kernel", *inputs, *outputs).reshape(rows, -1).T for name in names]
+    biases = [stored.take(f"{name}/bias", *outputs).flatten() for name in names]
     return {f"{to}.weight": torch.cat(kernels), f"{to}.bias": torch.cat(biases)}
-
-
-def _output(stored: TensorSource, name: str, to: str, config: ViTConfig) -> dict[str, Tensor]:
-    width, heads = config.width, config.heads
-    kernel = stored.take(f"{name}/kernel", heads, width // heads, width)
-    return {f"{to}.weight": kernel.reshape(width, width).T, f"{to}.bias": stored.take(f"{name}/bias", width)}

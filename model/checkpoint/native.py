@@ -43,11 +43,7 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a native folder.
-
-    Raises:
-        CheckpointError: the config or the weights are not as this format demands.
-    """
+    """Read a native folder."""
     where = files.where(CONFIG_FILE)
     options.refuse_architecture(where)
     with validating(where):
@@ -68,17 +64,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 
 def write(
-    folder: Path,
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype = torch.float16,
-    training: dict[str, Any] | None = None,
+    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float16, training: dict[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint as a native folder; what is there already is replaced file by file.
+    """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
 
     Args:
-        folder: made if absent.
-        checkpoint: what to write.
+        folder, checkpoint: where to write what.
         dtype: of the stored tensors; half precision halves the file.
         training: free-form record for people.
     """

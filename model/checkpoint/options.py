@@ -7,37 +7,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint.json_file import read_json_value
+from pydantic import TypeAdapter
+
+from model.checkpoint.files import read_json
 from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig, Size
 from model.errors import CheckpointError
 
-IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
-IMAGENET_STD: Final = (0.229, 0.224, 0.225)
-HALF: Final = (0.5, 0.5, 0.5)
+PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(dict[str, PreprocessConfig]).validate_json(
+    resources.files("model.checkpoint").joinpath("preprocess_presets.json").read_bytes()
+)
+"""Published evaluation preprocessing of released models, by name.
 
-
-def _preset(size: int, resize: str, resize_size: int, interpolation: str, mean: Any, std: Any) -> PreprocessConfig:
-    edges = {"size": (size, size), "resize_size": (resize_size, resize_size)}
-    statistics = {"mean": mean, "std": std}
-    return PreprocessConfig.model_validate({"resize": resize, "interpolation": interpolation, **edges, **statistics})
-
-
-PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = {
-    # torchvision/models/vision_transformer.py, ViT_*_Weights
-    "torchvision-224": _preset(224, "shortest_edge", 256, "bilinear", IMAGENET_MEAN, IMAGENET_STD),
-    "torchvision-l16-224": _preset(224, "shortest_edge", 242, "bilinear", IMAGENET_MEAN, IMAGENET_STD),
-    "torchvision-swag-384": _preset(384, "shortest_edge", 384, "bicubic", IMAGENET_MEAN, IMAGENET_STD),
-    "torchvision-swag-512": _preset(512, "shortest_edge", 512, "bicubic", IMAGENET_MEAN, IMAGENET_STD),
-    "torchvision-swag-518": _preset(518, "shortest_edge", 518, "bicubic", IMAGENET_MEAN, IMAGENET_STD),
-    "torchvision-swag-linear-224": _preset(224, "shortest_edge", 224, "bicubic", IMAGENET_MEAN, IMAGENET_STD),
-    # google-research/vision_transformer, vit_jax/input_pipeline.py: squashed, scaled to -1...1
-    "google-224": _preset(224, "squash", 224, "bilinear", HALF, HALF),
-    "google-384": _preset(384, "squash", 384, "bilinear", HALF, HALF),
-    # facebookresearch/deit, datasets.py: build_transform
-    "deit-224": _preset(224, "shortest_edge", 256, "bicubic", IMAGENET_MEAN, IMAGENET_STD),
-}
-"""Published evaluation preprocessing of released models, by name."""
+Sources: torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
+vit_jax/input_pipeline.py; facebookresearch/deit, datasets.py, `build_transform`.
+"""
 
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 """`imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's index."""
@@ -49,9 +33,10 @@ class CheckpointOptions:
 
     Attributes:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
-        preprocess: a preset's name or a JSON file, instead of the checkpoint's own.
-        labels: a preset's name or a file, instead of the checkpoint's own.
-        architecture: a timm name, for plain state dicts.
+        preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own; needed for
+            formats that carry none.
+        labels: one of `LABEL_PRESETS` or a file, likewise.
+        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`.
     """
 
     image_size: Size | None = None
@@ -60,11 +45,7 @@ class CheckpointOptions:
     architecture: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
-        """Refuse an architecture beside a file that says its own.
-
-        Raises:
-            CheckpointError: `architecture` is set.
-        """
+        """Raise CheckpointError where `architecture` is set beside a file that says its own."""
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
 
@@ -136,7 +117,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
     if not path.is_file():
         raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")
     with validating(str(path)):
-        return PreprocessConfig.model_validate(read_json_value(path))
+        return PreprocessConfig.model_validate(read_json(path))
 
 
 def read_labels(name: str, classes: int) -> tuple[str, ...]:
@@ -147,23 +128,27 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
     """
     if name == "numbers":
         return tuple(str(index) for index in range(classes))
-    if name == "imagenet-1k":
-        return _counted(imagenet_labels(), classes, "imagenet-1k")
     path = Path(name).expanduser()
-    if not path.is_file():
+    if name == "imagenet-1k":
+        labels = imagenet_labels()
+    elif not path.is_file():
         raise CheckpointError(f"VIT_LABELS {name!r}: neither a file nor one of {', '.join(LABEL_PRESETS)}")
-    if path.suffix.lower() == ".json":
-        value = read_json_value(path)
+    elif path.suffix.lower() == ".json":
+        value = read_json(path)
         if isinstance(value, dict):
             return indexed_labels(value, classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
             raise CheckpointError(f"{path}: expected a list of {classes} strings, or an object from index to label")
-        return _counted(tuple(value), classes, str(path))
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
-    return _counted(tuple(line.strip() for line in lines if line.strip()), classes, str(path))
+        labels = tuple(value)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
+        labels = tuple(line.strip() for line in lines if line.strip())
+    if len(labels) != classes:
+        raise CheckpointError(f"{path}: {len(labels)} labels for {classes} classes")
+    return labels
 
 
 def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[str, ...]:
@@ -186,9 +171,3 @@ def imagenet_labels() -> tuple[str, ...]:
     """Return the 1,000 descriptions of ILSVRC 2012, in the order of their WordNet ids."""
     text = resources.files("model.checkpoint").joinpath("imagenet_1k.txt").read_text(encoding="utf-8")
     return tuple(text.splitlines())
-
-
-def _counted(labels: tuple[str, ...], classes: int, where: str) -> tuple[str, ...]:
-    if len(labels) != classes:
-        raise CheckpointError(f"{where}: {len(labels)} labels for {classes} classes")
-    return labels

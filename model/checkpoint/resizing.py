@@ -26,11 +26,9 @@ def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
 def resized_positions(
     tensors: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, *, antialias: bool = True
 ) -> dict[str, Tensor]:
-    """Return a model's tensors with its positions for another grid.
+    """Return the tensors of a model of configuration `old` for `new`, whose grid alone differs.
 
-    Args:
-        tensors: of a model of configuration `old`, whose grid alone differs from `new`.
-        antialias: see `resize_position_embedding`.
+    `antialias` is `resize_position_embedding`'s.
     """
     resized = dict(tensors)
     if old.position_embedding == "sincos2d":

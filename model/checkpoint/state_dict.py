@@ -42,11 +42,7 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a state dict.
-
-    Raises:
-        CheckpointError: no architecture given, or tensors that disagree with it.
-    """
+    """Read a state dict."""
     assert isinstance(files, SingleFile)
     where = files.place
     tensors = dict(files.tensors())
@@ -59,7 +55,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if "register_tokens" in tensors:
         tensors = _with_registers(tensors, where)
     preprocess = options.preprocess_or(None, where)
-    config = _config(name, given, TensorSource(tensors, where), preprocess, where)
+    config = _config(name, given, TensorSource(tensors, where), preprocess)
     flat = tensors["patch_embed.proj.weight"]
     if flat.ndim == 2 and config.stem is None:  # a linear layer over flattened patches is the same map
         tensors["patch_embed.proj.weight"] = flat.reshape(-1, config.in_channels, config.patch_size, config.patch_size)
@@ -115,9 +111,8 @@ def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tens
     }
 
 
-def _config(
-    name: str, given: dict[str, Any], stored: TensorSource, preprocess: PreprocessConfig, where: str
-) -> ViTConfig:
+def _config(name: str, given: dict[str, Any], stored: TensorSource, preprocess: PreprocessConfig) -> ViTConfig:
+    where = stored.where
     arguments = architecture_arguments(name, where) | given
     head = stored.shape("head.weight")
     if len(head) != 2:
@@ -132,8 +127,8 @@ def _config(
         raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
     if head[1] != probe.width:
         raise CheckpointError(f"{where}: is {head[1]} wide, {name} is {probe.width}")
-    channels = _channels(stored, probe, name, where)
-    rows, columns = _grid(stored, probe, preprocess, name, where)
+    channels = _channels(stored, probe, name)
+    rows, columns = _grid(stored, probe, preprocess, name)
     size = preprocess.size
     fits = (size[0] // probe.patch_size, size[1] // probe.patch_size) == (rows, columns)
     image_size = size if fits else (rows * probe.patch_size, columns * probe.patch_size)
@@ -141,28 +136,26 @@ def _config(
         return TimmArguments.model_validate(arguments | {"img_size": image_size, "in_chans": channels}).vit_config()
 
 
-def _channels(stored: TensorSource, probe: ViTConfig, name: str, where: str) -> int:
+def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
+    patch = probe.patch_size
     if probe.stem is not None:
         root = "patch_embed.backbone.stem.conv.weight" if probe.stem.layers else "patch_embed.backbone.conv.weight"
         shape = stored.shape(root)
     else:
         shape = stored.shape("patch_embed.proj.weight")
-        area = probe.patch_size**2
-        if len(shape) == 2 and shape[1] % area == 0:
-            shape = shape[0], shape[1] // area, probe.patch_size, probe.patch_size
-        if len(shape) != 4 or shape[2:] != (probe.patch_size, probe.patch_size):
-            patch = probe.patch_size
+        if len(shape) == 2 and shape[1] % patch**2 == 0:
+            shape = shape[0], shape[1] // patch**2, patch, patch
+        if len(shape) != 4 or shape[2:] != (patch, patch):
             raise CheckpointError(
-                f"{where}: patch_embed.proj.weight has shape {list(shape)}, {name} has patches of {patch}x{patch}"
+                f"{stored.where}: patch_embed.proj.weight has shape {list(shape)}, "
+                f"{name} has patches of {patch}x{patch}"
             )
     if len(shape) != 4 or not 1 <= shape[1] <= 4:
-        raise CheckpointError(f"{where}: takes pictures of {list(shape)[1:2]} channels, expected 1 to 4")
+        raise CheckpointError(f"{stored.where}: takes pictures of {list(shape)[1:2]} channels, expected 1 to 4")
     return shape[1]
 
 
-def _grid(
-    stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, name: str, where: str
-) -> tuple[int, int]:
+def _grid(stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, name: str) -> tuple[int, int]:
     """Return the position embedding's grid: the preprocessing's where it has as many patches, else a square."""
     rows, columns = (edge // probe.patch_size for edge in preprocess.size)
     if probe.position_embedding == "none":
@@ -175,7 +168,7 @@ def _grid(
     edge = math.isqrt(max(count, 0))
     if edge < 1 or edge * edge != count:
         raise CheckpointError(
-            f"{where}: pos_embed has shape {list(shape)}: with the {prefix} prefix tokens of {name} no square grid, "
-            f"and not the {rows}x{columns} of its preprocessing"
+            f"{stored.where}: pos_embed has shape {list(shape)}: with the {prefix} prefix tokens of {name} "
+            f"no square grid, and not the {rows}x{columns} of its preprocessing"
         )
     return edge, edge

@@ -26,6 +26,24 @@ PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin")
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
 
+_MALFORMED: Final = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    MemoryError,
+    ImportError,
+    SyntaxError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What the readers of safetensors, torch and NumPy raise on damaged files."""
+
 
 def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file, as stored, on the CPU.
@@ -33,8 +51,7 @@ def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
     Raises:
         CheckpointError: no such file, truncated or malformed.
     """
-    malformed = (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError, TypeError)
-    with reading(where or str(path), "not a valid safetensors file", *malformed):
+    with reading(where or str(path), "not a valid safetensors file", SafetensorError, *_MALFORMED):
         return load_file(path, device="cpu")
 
 
@@ -48,23 +65,7 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
         CheckpointError: no such file, damaged, holding more than tensors, or no state dict.
     """
     where = where or str(path)
-    # torch's unpickler and zip reader raise all of these on damaged files.
-    malformed = (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-        ImportError,
-        struct.error,
-        zipfile.BadZipFile,
-    )
-    with reading(where, "not a file that torch.save wrote", *malformed), warnings.catch_warnings():
+    with reading(where, "not a file that torch.save wrote", *_MALFORMED), warnings.catch_warnings():
         # What torch warns of (other pickle protocols, old formats) it then reads or refuses.
         warnings.simplefilter("ignore", UserWarning)
         try:
@@ -106,19 +107,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: no such file, damaged, holding objects, or implausibly large.
     """
-    malformed = (
-        ValueError,
-        TypeError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        OverflowError,
-        MemoryError,
-        SyntaxError,
-        zipfile.BadZipFile,
-        zlib.error,
-    )
-    with reading(str(path), "not a valid .npz file", *malformed):
+    with reading(str(path), "not a valid .npz file", *_MALFORMED):
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
             if len(infos) > _MAX_NPZ_ARRAYS or sum(info.file_size for info in infos) > _MAX_NPZ_BYTES:

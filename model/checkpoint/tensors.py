@@ -86,14 +86,7 @@ def take_model(
 ) -> dict[str, Tensor]:
     """Take every tensor of an architecture from a file that has the same layout under other names.
 
-    Args:
-        stored: the file's tensors.
-        config: the architecture.
-        names: the file's names.
-        taken: tensors, by the model's names, that need no looking for.
-
-    Returns:
-        float32 tensors, named and shaped as the model's.
+    They are float32, named and shaped as the model's; those in `taken`, by the model's names, are not looked for.
 
     Raises:
         CheckpointError: as `TensorSource.take`.

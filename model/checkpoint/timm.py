@@ -31,11 +31,7 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it.
-
-    Raises:
-        CheckpointError: an architecture or option this reader does not know, or a missing field.
-    """
+    """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
     where = files.where(CONFIG_FILE)
     config = files.config
     assert config is not None
@@ -57,8 +53,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         # What timm's `dynamic_img_size` does at each forward pass is done once.
         old, vit = vit, resized_config(vit, size, files.source)
         tensors = resized_positions(tensors, old, vit)
+    tag = pretrained.get("tag")
     return Checkpoint(
-        name=_name(name, pretrained),
+        name=f"{name}.{tag}" if isinstance(tag, str) and tag else name,
         source=files.source,
         format=FORMAT,
         architecture=name,
@@ -69,11 +66,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         revision=files.revision,
         notes=notes,
     )
-
-
-def _name(architecture: str, pretrained: dict[str, Any]) -> str:
-    tag = pretrained.get("tag")
-    return f"{architecture}.{tag}" if isinstance(tag, str) and tag else architecture
 
 
 def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments:

@@ -21,13 +21,7 @@ from model.checkpoint.tensors import fuse_pairs
 from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
 
-_POOL: Final[dict[str, Pool]] = {
-    "token": "cls",
-    "avg": "mean",
-    "max": "max",
-    "avgmax": "mean_max",
-    "map": "attention",
-}
+_POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
 
 
 def _pair(value: Any) -> Any:

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Final, NamedTuple
+from typing import Final
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import Names, TensorSource, take_model
-from model.config import ViTConfig
+from model.config import SIZES, ViTConfig
 from model.errors import CheckpointError
 
 FORMAT: Final = "torchvision"
 
-
-class _Model(NamedTuple):
-    depth: int
-    heads: int
-    mlp_width: int
-
-
-_MODELS: Final = {768: _Model(12, 12, 3072), 1024: _Model(24, 16, 4096), 1280: _Model(32, 16, 5120)}
+_SIZES: Final = {size["width"]: size for size in SIZES.values()}
 _NAMES: Final = {
     (768, 16): "vit_b_16",
     (768, 32): "vit_b_32",
@@ -81,15 +74,11 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a state dict of one of torchvision's models.
-
-    Raises:
-        CheckpointError: not one of its sizes, or no preprocessing or labels for it.
-    """
+    """Read a state dict of one of torchvision's models."""
     assert isinstance(files, SingleFile)
     where = files.place
     stored = TensorSource(files.tensors(), where)
-    config = _config(stored, where)
+    config = _config(stored)
     name = _NAMES[config.width, config.patch_size]
     if options.architecture not in (None, name):
         raise CheckpointError(f"{where}: is a {name}, not a {options.architecture}")
@@ -113,7 +102,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     return checkpoint
 
 
-def _config(stored: TensorSource, where: str) -> ViTConfig:
+def _config(stored: TensorSource) -> ViTConfig:
+    where = stored.where
     shape = stored.shape("conv_proj.weight")
     if len(shape) != 4 or shape[2] != shape[3] or (shape[0], shape[2]) not in _NAMES:
         known = ", ".join(_NAMES.values())
@@ -126,15 +116,6 @@ def _config(stored: TensorSource, where: str) -> ViTConfig:
     head = stored.shape("heads.head.weight")
     if len(head) != 2:
         raise CheckpointError(f"{where}: heads.head.weight has shape {list(head)}: expected two dimensions")
-    model = _MODELS[width]
+    image = {"image_size": (edge * patch, edge * patch), "patch_size": patch, "in_channels": channels}
     with validating(where):
-        return ViTConfig(
-            image_size=(edge * patch, edge * patch),
-            patch_size=patch,
-            width=width,
-            depth=model.depth,
-            heads=model.heads,
-            mlp_width=model.mlp_width,
-            num_classes=head[0],
-            in_channels=channels,
-        )
+        return ViTConfig.model_validate({**_SIZES[width], **image, "num_classes": head[0]})

@@ -6,7 +6,6 @@ Dosovitskiy et al. 2020, section 4.5, https://arxiv.org/abs/2010.11929.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from torch import Tensor
 from model.errors import InputError
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
-
-COMPONENTS: Final = 28
-"""Principal components drawn, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +28,14 @@ class PatchFilters:
     explained: Tensor
 
 
-def patch_filters(model: VisionTransformer, count: int = COMPONENTS) -> PatchFilters:
+def patch_filters(model: VisionTransformer, count: int = 28) -> PatchFilters:
     """Return the directions in pixel space along which the D patch filters differ most.
 
     The filters are samples with C*P*P values each; their mean is subtracted before the decomposition.
 
     Args:
         model: any but a hybrid.
-        count: how many components; fewer where the filters have fewer.
+        count: how many components, 28 in the paper; fewer where the filters have fewer.
 
     Raises:
         InputError: the patches are those of a convolutional stem's features, not of pixels.

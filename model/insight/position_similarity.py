@@ -13,10 +13,9 @@ from model.network.vit import VisionTransformer
 
 
 def position_similarity(model: VisionTransformer) -> Tensor:
-    """Return the cosine similarity of every learned position embedding to all others.
+    """Return the cosine similarity of each learned position embedding to all, prefix tokens left out.
 
-    Returns:
-        float32 [gh, gw, gh, gw]; [i, j] is the map of the patch in row i and column j. Prefix tokens are left out.
+    It is float32 [gh, gw, gh, gw]; [i, j] is the map of the patch in row i and column j.
 
     Raises:
         InputError: the model has no learned embedding a position.

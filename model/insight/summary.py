@@ -23,10 +23,6 @@ class Cost:
     parameters: int
     flops: int
 
-    def memory(self, bytes_each: int) -> int:
-        """Return the bytes of the weights at `bytes_each` bytes a scalar."""
-        return self.parameters * bytes_each
-
 
 def cost(config: ViTConfig) -> Cost:
     """Return the parameters and floating-point operations of an architecture; nothing is allocated.
@@ -105,7 +101,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f", temperature {checkpoint.temperature:g}",
         "parameters": f"{needs.parameters:,}",
-        "memory": f"{_mebibytes(needs.memory(4))} in float32, {_mebibytes(needs.memory(2))} in bfloat16 or float16",
+        "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "
+        f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
         "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
     }
     if checkpoint.notes:

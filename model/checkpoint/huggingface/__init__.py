@@ -44,11 +44,7 @@ def recognises(files: Files) -> bool:
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a folder as `save_pretrained` writes it.
-
-    Raises:
-        CheckpointError: a class or option this reader does not know, a missing field or file.
-    """
+    """Read a folder as `save_pretrained` writes it."""
     where = files.where(CONFIG_FILE)
     config = files.config
     assert config is not None

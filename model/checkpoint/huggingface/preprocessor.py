@@ -13,19 +13,12 @@ from typing import Any, Final, NamedTuple
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.refusals import required, validating
-from model.config import Interpolation, PreprocessConfig
+from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
 
-_RESAMPLING: Final[dict[int, Interpolation]] = {
-    0: "nearest",
-    1: "lanczos",
-    2: "bilinear",
-    3: "bicubic",
-    4: "box",
-    5: "hamming",
-}
+_RESAMPLING: Final = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
 """PIL.Image.Resampling, by the numbers that the files hold."""
 
 

@@ -1,6 +1,7 @@
 """What a Vision Transformer learned, drawn as the ViT paper's figure 7 does.
 
-Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight`.
+Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight`. Each function
+writes a PNG to `path` and raises FigureError where matplotlib is missing or the file cannot be written.
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32
     Args:
         components: [M, C, P, P], C = 1 or 3 (a second and fourth channel are left out).
         explained: [M] share of the filters' variance, 0...1.
-        path: PNG to write.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     rows = math.ceil(len(components) / _TILE_COLUMNS)
     figure = canvas(0.95 * _TILE_COLUMNS, 1.1 * rows + 0.5)
@@ -53,10 +50,6 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
 
     Args:
         similarity: [gh, gw, gh, gw], -1...1.
-        path: PNG to write.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     rows, columns = similarity.shape[:2]
     shown_rows = list(range(0, rows, math.ceil(rows / _MAX_MAPS)))
@@ -87,11 +80,7 @@ def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float
 
     Args:
         distance: [layers, heads] in input pixels.
-        path: PNG to write.
         even: the distance if attention were spread evenly over all patches, for comparison.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     layers, heads = distance.shape
     figure = canvas(6.4, 4.2)

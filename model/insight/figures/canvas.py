@@ -34,10 +34,7 @@ def require() -> None:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """Return an empty figure, laid out by matplotlib's constrained layout.
-
-    Args:
-        width, height: in inches of `DPI` pixels.
+    """Return an empty figure of `width` x `height` inches of `DPI` pixels, laid out by the constrained layout.
 
     Raises:
         FigureError: matplotlib is not installed.

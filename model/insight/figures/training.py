@@ -1,4 +1,7 @@
-"""Figures of a model card: learning curve, confusion matrix, reliability diagram."""
+"""Figures of a model card: learning curve, confusion matrix, reliability diagram.
+
+Each function writes a PNG to `path` and raises FigureError where matplotlib is missing or the file cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,6 @@ def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
 
     Args:
         rows: one an epoch, in order; at least one.
-        path: PNG to write.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     figure = canvas(9, 3.6)
     left, right = figure.subplots(1, 2)
@@ -87,10 +86,6 @@ def confusion_matrix(matrix: NDArray[np.int64] | Sequence[Sequence[int]], labels
     Args:
         matrix: [K, K] images of class i that were answered with class j.
         labels: names of the K classes.
-        path: PNG to write.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     counts = np.asarray(matrix, dtype=np.int64)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
@@ -118,10 +113,6 @@ def reliability_diagram(bins: Sequence[Bin], path: Path) -> None:
 
     Args:
         bins: equally wide bins of the top-1 score, in order over 0...1; at least one image in them.
-        path: PNG to write.
-
-    Raises:
-        FigureError: matplotlib is missing, or the file cannot be written.
     """
     figure = canvas(4.6, 5.2)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))

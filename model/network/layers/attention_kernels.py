@@ -1,4 +1,7 @@
-"""Ways to compute softmax(QK^T / sqrt(d)) V; `Attention.attend` is one of them."""
+"""Ways to compute softmax(QK^T / sqrt(d)) V; `Attention.attend` is one of them.
+
+Each takes q, k and v, [B, heads, N, head_dim], q perhaps with fewer tokens than k and v, and returns q's shape.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,6 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     In bfloat16 on a CPU with native support it takes 0.6 to 0.9 of the time of the fused kernel, which
     computes in float32 there, as long as one image's scores are within `SCORES_BYTES`; beyond, and in
     float32, the fused kernel is faster and is what runs.
-
-    Args:
-        q, k, v: [B, heads, N, head_dim]; q may have fewer tokens than k and v.
-
-    Returns:
-        [B, heads, N of q, head_dim].
     """
     batch, heads, queries, _ = q.shape
     image_bytes = heads * queries * k.shape[2] * q.element_size()
@@ -41,12 +38,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster than the
     fused kernel; in float32 the fused kernel is faster.
-
-    Args:
-        q, k, v: [B, heads, N, head_dim]; q may have fewer tokens than k and v.
-
-    Returns:
-        [B, heads, N of q, head_dim].
     """
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     attended: Tensor = scores.softmax(dim=-1) @ v

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ViTConfig
-from model.network.layers.activation import ACTIVATIONS
+from model.config import Activation, ViTConfig
 from model.network.layers.attention import Attention
+
+ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the approximation that OpenAI's CLIP was trained with
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
 
 class Mlp(nn.Module):

@@ -10,15 +10,14 @@ from torch import Tensor
 
 
 def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
-    """Keep all prefix tokens and a random choice of the patches, another one for each image.
+    """Keep all prefix tokens and a random choice of the patches, another one for each image, in their order.
 
     Args:
         x: [B, prefix_tokens + P, D], positions already added.
         rate: share of the patches to drop, 0 <= rate < 1; at least one is kept.
-        prefix_tokens: tokens at the front that are never dropped.
 
     Returns:
-        [B, prefix_tokens + max(1, round(P (1 - rate))), D]; the patches keep their order.
+        [B, prefix_tokens + max(1, round(P (1 - rate))), D].
     """
     batch, tokens, width = x.shape
     patches = tokens - prefix_tokens

@@ -43,17 +43,14 @@ def resize_position_embedding(
     new_grid: tuple[int, int],
     antialias: bool = True,
 ) -> Tensor:
-    """Interpolate learned position embeddings to another grid.
-
-    2D bicubic in float32, prefix tokens kept as they are; antialiased as timm's
-    `resample_abs_pos_embed` (timm/layers/pos_embed.py), or not, as most of transformers'
-    `interpolate_pos_encoding`.
+    """Interpolate learned position embeddings to another grid, 2D bicubic in float32; prefix tokens are kept.
 
     Args:
         pos_embed: [1, prefix_tokens + old_rows*old_columns, D].
         prefix_tokens: embeddings before the grid's.
         old_grid, new_grid: (rows, columns) of patches.
-        antialias: low-pass before shrinking.
+        antialias: low-pass before shrinking, as timm's `resample_abs_pos_embed` (timm/layers/pos_embed.py), and
+            unlike most of transformers' `interpolate_pos_encoding`.
 
     Returns:
         [1, prefix_tokens + new_rows*new_columns, D], same dtype.
@@ -102,12 +99,7 @@ def relative_table_size(grid: tuple[int, int]) -> int:
 def resize_relative_table(table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
     """Interpolate a relative position bias table to another grid, bilinearly as transformers' BEiT does.
 
-    Args:
-        table: [`relative_table_size(old_grid)`, heads].
-        old_grid, new_grid: (rows, columns) of patches.
-
-    Returns:
-        [`relative_table_size(new_grid)`, heads] float32.
+    [`relative_table_size(old_grid)`, heads] becomes [`relative_table_size(new_grid)`, heads] float32.
     """
     if old_grid == new_grid:
         return table

@@ -7,6 +7,7 @@ Kolesnikov et al. 2019 (BiT, https://arxiv.org/abs/1912.11370); parameter names 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,27 +60,16 @@ class Root(nn.Module):
         return F.max_pool2d(x, 3, stride=2, padding=1)
 
 
-class Downsample(nn.Module):
-    """The shortcut of a stage's first block."""
-
-    def __init__(self, channels: int, out_channels: int, stride: int, *, same: bool) -> None:
-        super().__init__()
-        self.conv = StandardizedConv2d(channels, out_channels, 1, stride=stride, same=same)
-        self.norm = nn.GroupNorm(_GROUPS, out_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
-        y: Tensor = self.norm(self.conv(x))
-        return y
-
-
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around a shortcut; the activation follows the sum."""
 
     def __init__(self, channels: int, out_channels: int, stride: int, *, first: bool, same: bool) -> None:
         super().__init__()
         middle = out_channels // 4
-        self.downsample = Downsample(channels, out_channels, stride, same=same) if first else None
+        self.downsample: nn.Module | None = None
+        if first:
+            shortcut = StandardizedConv2d(channels, out_channels, 1, stride=stride, same=same)
+            self.downsample = nn.Sequential(OrderedDict(conv=shortcut, norm=nn.GroupNorm(_GROUPS, out_channels)))
         self.conv1 = StandardizedConv2d(channels, middle, 1, same=same)
         self.norm1 = nn.GroupNorm(_GROUPS, middle)
         self.conv2 = StandardizedConv2d(middle, middle, 3, stride=stride, same=same)
@@ -95,45 +85,15 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + shortcut)
 
 
-class Stage(nn.Module):
-    """Bottleneck blocks at one resolution."""
-
-    def __init__(self, channels: int, out_channels: int, depth: int, stride: int, *, same: bool) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(
-                Bottleneck(
-                    channels if i == 0 else out_channels,
-                    out_channels,
-                    stride if i == 0 else 1,
-                    first=i == 0,
-                    same=same,
-                )
-                for i in range(depth)
-            )
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
-        y: Tensor = self.blocks(x)
-        return y
-
-
-class ResNetV2(nn.Module):
-    """[B, C, H, W] pixels to a feature map of `config.channels` at 1 / `config.stride`."""
+class ResNetV2(nn.Sequential):
+    """[B, C, H, W] pixels -> a feature map [B, config.channels, H / config.stride, W / config.stride]."""
 
     def __init__(self, config: ResNetStem, in_channels: int) -> None:
-        super().__init__()
-        self.stem = Root(config, in_channels)
+        same = config.same_padding
         channels = [64, *(256 * 2**i for i in range(len(config.layers)))]
-        self.stages = nn.Sequential(
-            *(
-                Stage(channels[i], channels[i + 1], depth, 1 if i == 0 else 2, same=config.same_padding)
-                for i, depth in enumerate(config.layers)
-            )
-        )
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, config.channels, H / config.stride, W / config.stride]."""
-        y: Tensor = self.stages(self.stem(pixels))
-        return y
+        stages = []
+        for i, depth in enumerate(config.layers):
+            blocks = [Bottleneck(channels[i], channels[i + 1], 1 if i == 0 else 2, first=True, same=same)]
+            blocks += [Bottleneck(channels[i + 1], channels[i + 1], 1, first=False, same=same) for _ in range(1, depth)]
+            stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks))))
+        super().__init__(OrderedDict(stem=Root(config, in_channels), stages=nn.Sequential(*stages)))

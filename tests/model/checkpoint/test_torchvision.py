@@ -21,7 +21,7 @@ from tests.timm_reference import torchvision
 @pytest.fixture
 def small_torchvision(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes torchvision's model in a size that our reader is told of, as the real sizes take seconds each."""
-    monkeypatch.setitem(reader._MODELS, 48, reader._Model(2, 4, 96))
+    monkeypatch.setitem(reader._SIZES, 48, {"width": 48, "depth": 2, "heads": 4, "mlp_width": 96})
     monkeypatch.setitem(reader._NAMES, (48, 16), "vit_b_16")
     monkeypatch.setitem(reader._NAMES, (48, 32), "vit_b_32")
 
@@ -59,7 +59,7 @@ def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
 def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
-    config = reader._config(TensorSource(theirs.state_dict(), name), name)
+    config = reader._config(TensorSource(theirs.state_dict(), name))
     with torch.device("meta"):
         ours = VisionTransformer(config)
     assert reader._NAMES[config.width, config.patch_size] == name

@@ -13,7 +13,7 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.insight.summary import cost, summarise
-from model.network.layers.activation import ACTIVATIONS
+from model.network.layers.block import ACTIVATIONS
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.position import (
     relative_position_index,
