@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
+from model.config import SIZES, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.insight.summary import cost, summarise
 from model.network.layers.block import ACTIVATIONS
@@ -23,7 +23,6 @@ from model.network.layers.position import (
 )
 from model.network.vit import VisionTransformer, count_parameters
 from tests.model.checkpoint.parity import randomise
-from tests.model.network.sizes import SIZES
 from tests.timm_reference import timm
 
 SMALL = ViTConfig(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5)

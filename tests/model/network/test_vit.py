@@ -7,14 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ViTConfig
+from model.config import SIZES, ViTConfig
 from model.network.layers import attention_kernels
 from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.position import resize_position_embedding
 from model.network.vit import VisionTransformer, count_parameters
 from tests.model.blocks import blocks
-from tests.model.network.sizes import SIZES
 
 
 def make_config(**changes: object) -> ViTConfig:
