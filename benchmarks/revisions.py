@@ -1,9 +1,9 @@
 """This tree beside another revision of it: `python -m benchmarks.revisions REVISION`. Has a change made it slower?
 
-Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds each, so that a drift of
-the machine counts for neither; the one that is not loaded idles. What is told is the median of the rounds' ratios, of
-requests answered per second and of the server's CPU time per request. The other revision is checked out into a temporary
-folder and runs with the packages of this environment.
+Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds each, so that a drift
+of the machine counts for neither; the one that is not loaded idles. What is told is the median of the rounds' ratios,
+of requests answered per second and of the server's CPU time per request. The other revision is checked out into a
+temporary folder and runs with the packages of this environment.
 """
 
 from __future__ import annotations
