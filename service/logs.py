@@ -33,6 +33,8 @@ def configure(log_format: str, level: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # What it finds wrong with a form is in the answer, and in our line about the request.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     # Their start-up chatter says in five lines what ours says in one.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

@@ -37,19 +37,24 @@ def run(arguments: argparse.Namespace) -> int:
         data = arguments.file.read_bytes()
     except OSError as error:
         raise InputError("file", f"{arguments.file}: {error.strerror}") from None
+    if arguments.output.is_dir() or not arguments.output.parent.is_dir():
+        raise InputError("output", f"{arguments.output}: not a file in a folder that exists")
     predictor, info, settings = predictor_from(arguments)
     wanted = MapRequest(parse_layer(arguments.layer, info.config.depth), parse_head(arguments.head, info.config.heads))
     pixels = preprocess(data, info.preprocess, max_pixels=settings.max_image_pixels)
     found = predictor.predict(pixels[None], top_k=1, maps=[wanted])
     map_ = found.maps[0]
     assert map_ is not None, "a map was asked for"
-    if arguments.output.suffix == ".npy":
-        np.save(arguments.output, map_.values, allow_pickle=False)
-    else:
-        drawing = {name: vars(arguments)[name] for name in ("alpha", "colormap", "size")}
-        given = {name: value for name, value in drawing.items() if value is not None}
-        picture = pixels if arguments.overlay else None
-        arguments.output.write_bytes(render_heatmap(map_.values, picture=picture, **given))
+    try:
+        if arguments.output.suffix == ".npy":
+            np.save(arguments.output, map_.values, allow_pickle=False)
+        else:
+            drawing = {name: vars(arguments)[name] for name in ("alpha", "colormap", "size")}
+            given = {name: value for name, value in drawing.items() if value is not None}
+            picture = pixels if arguments.overlay else None
+            arguments.output.write_bytes(render_heatmap(map_.values, picture=picture, **given))
+    except OSError as error:
+        raise InputError("output", f"{arguments.output}: {error.strerror}") from None
     rows, columns = map_.values.shape
     label = info.labels[int(found.indices[0, 0])]
     print(  # noqa: T201

@@ -65,7 +65,7 @@ def engine_child(settings: Settings, shared: SharedResources, index: int, load: 
 
 
 class Ticker:
-    """Publishes the seconds of the service's life, and logs once where it answers when all of it is ready."""
+    """Publishes the seconds of the service's life, and logs once where it answers, when all of it is ready and not draining."""
 
     def __init__(
         self, settings: Settings, shared: SharedResources, clock: Callable[[], float] = time.monotonic
@@ -80,7 +80,7 @@ class Ticker:
         """Look at the clock and at the counters."""
         counters = self._shared.counters
         counters.seconds[0] = int(self._clock() - self._started)
-        if not self._announced and counters.all_ready():
+        if not self._announced and self._shared.listening and counters.all_ready():
             self._announced = True
             log_address(self._settings, self._shared.port)
 

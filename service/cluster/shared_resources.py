@@ -27,6 +27,8 @@ class SharedResources:
             by their addresses, where workers that share one socket would take whole bursts each. This process
             keeps them open, so that connections that wait for a worker that dies are its successor's.
         channels: one a device.
+        port: the port that is listened on, which the system chose if the settings say 0.
+        listening: whether this process still holds the listeners.
         image_file: memory for the pictures that are kept for GET /attention.
         metrics_folder: where each process counts in files of its own.
     """
@@ -35,6 +37,8 @@ class SharedResources:
         devices = settings.devices
         self.supervisor = os.getpid()
         self.listeners = listen(settings.host, settings.port, settings.workers)
+        self.port: int = self.listeners[0].getsockname()[1]
+        self.listening = True
         self.counters = SharedCounters(workers=settings.workers, engines=len(devices), capacity=settings.queue_size)
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
@@ -44,14 +48,9 @@ class SharedResources:
         self.image_file = SharedFile("images")
         self.metrics_folder = _private_folder()
 
-    @property
-    def port(self) -> int:
-        """Return the port that is listened on, which the system chose if the settings say 0."""
-        port: int = self.listeners[0].getsockname()[1]
-        return port
-
     def stop_listening(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
+        self.listening = False
         for listener in self.listeners:
             listener.close()
 

@@ -80,6 +80,8 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["classify", "README.md", "--top-k", "0"], "--top-k 0"),
         (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: No such file"),
         (["attention", "README.md", "-o", "x.png", "--size", "9999"], "--size 9999"),
+        (["attention", "README.md", "-o", "."], ".: not a file in a folder that exists"),
+        (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["bench", "--url", "http://127.0.0.1:1", "--seconds", "1", "examples"], "is the server running"),

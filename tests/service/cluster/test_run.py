@@ -97,3 +97,14 @@ def test_the_address_is_logged_once_when_all_are_ready(
     tick()
     assert [f"127.0.0.1:{shared.port}" in message for message in caplog.messages] == [True, True]
     assert shared.counters.seconds[0] == 3
+
+
+def test_what_becomes_ready_only_while_draining_is_not_announced(
+    settings: Settings, shared: SharedResources, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tick = Ticker(settings, shared, lambda: 0.0)
+    shared.stop_listening()
+    be_ready(shared.counters)
+    tick()
+    assert caplog.messages == []

@@ -1,0 +1,28 @@
+"""What is logged, and what is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser
+
+from service import logs
+
+
+@pytest.fixture
+def configured(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    logs.configure("text", "info")
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FormParserError):
+        MultipartParser(b"boundary", {}).write(b"--bogus\r\n")
+    assert capsys.readouterr().err == ""
