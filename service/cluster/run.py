@@ -65,7 +65,7 @@ def engine_child(settings: Settings, shared: SharedResources, index: int, load: 
 
 
 class Ticker:
-    """Publishes the seconds of the service's life, and logs once where it answers, when all of it is ready and not draining."""
+    """Publishes the seconds of the service's life; logs once where it answers, when all is ready and not draining."""
 
     def __init__(
         self, settings: Settings, shared: SharedResources, clock: Callable[[], float] = time.monotonic
