@@ -59,6 +59,34 @@ def test_settings_that_are_named_exist(document):
     assert set(re.findall(r"\bVIT_[A-Z0-9]\w*\b", document.read_text())) <= settings
 
 
+def test_every_setting_is_documented():
+    rows = [line for line in (REPOSITORY / "docs/settings.md").read_text().splitlines() if line.startswith("| `VIT_")]
+    first_cells = "".join(row.split("|")[1] for row in rows)
+
+    assert set(re.findall(r"VIT_\w+", first_cells)) == {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+
+
+def test_every_metric_is_documented(metric_names):
+    named = set(re.findall(r"`(vit_\w+)", (REPOSITORY / "docs/metrics.md").read_text()))
+
+    assert {_family(name) for name in metric_names if name.startswith("vit_")} == {_family(name) for name in named}
+
+
+def _family(name: str) -> str:
+    """Return a sample's name without the suffix that its type adds."""
+    return re.sub(r"_(total|bucket|sum|count)$", "", name)
+
+
+def test_the_readme_is_a_landing_page():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_extras_are_installed_from_a_clone(document):
+    # There is no package of this name on the index that pip asks.
+    assert "vitserve[" not in document.read_text()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(document):
     named = set(
