@@ -3,12 +3,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# Where torch comes from, as in the Dockerfile. Empty: the default index, whose Linux build is for CUDA.
+TORCH_INDEX_URL ?=
+# Empty where there is none.
+NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
 .PHONY: help run test check format bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
+	@echo "             on Linux without a GPU, a far smaller installation:"
+	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
@@ -22,20 +28,25 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# Only torch and what it needs come from TORCH_INDEX_URL; the next line finds it installed and keeps it.
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "Installing vitserve into $(VENV) (torch is large: some minutes on a slow line) ..."
-	$(PIP) -e '.[openvino]'
+	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
+		"and small packages such as FastAPI, NumPy and Pillow ..."
+	@$(if $(NVIDIA_DRIVER)$(TORCH_INDEX_URL),:,[ "$$(uname)" != Linux ] || echo "No NVIDIA driver is found." \
+		"The CPU build of torch is far smaller: make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu")
+	$(if $(TORCH_INDEX_URL),@$(PIP) --index-url '$(TORCH_INDEX_URL)' torch)
+	@$(PIP) -e '.[openvino]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(PIP) -e '.[test]'
+	$(PIP) --quiet -e '.[test]'
 # References that the tests compare with. Without their dependencies, which would replace a CPU build of torch;
 # the ones that are used came with the line above.
-	$(PIP) --no-deps timm torchvision
+	$(PIP) --quiet --no-deps timm torchvision
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.run
-	$(PIP) -e '.[test,check]'
+	$(PIP) --quiet -e '.[test,check]'
 	@touch $@
 
 run: $(VENV)/.run

@@ -116,6 +116,6 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub.errors  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
-            f"{source}: no such folder or file; for a hub id install huggingface_hub: pip install 'vitserve[hub]'"
+            f"{source}: no such folder or file; a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"
         ) from None
     return huggingface_hub

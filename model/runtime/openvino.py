@@ -41,7 +41,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if importlib.util.find_spec("openvino") is None:
-        return "the package is not installed: pip install 'vitserve[openvino]'"
+        return "the package is not installed: pip install -e '.[openvino]' in the clone"
     if dtype not in PRECISIONS:
         return f"it has no {str(dtype).removeprefix('torch.')} here"
     capability, _ = PRECISIONS[dtype]

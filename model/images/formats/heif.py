@@ -71,7 +71,7 @@ class Heif(EncodedImage):
         if importlib.util.find_spec("pillow_heif") is not None
         else None
     )
-    unsupported = "HEIC pictures are not supported: pip install 'vitserve[heic]' adds them"
+    unsupported = "HEIC pictures are not supported: pip install -e '.[heic]' in the clone adds them"
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:

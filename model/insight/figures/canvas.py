@@ -30,7 +30,7 @@ def require() -> None:
         FigureError: matplotlib is not installed.
     """
     if not available():
-        raise FigureError("figures need matplotlib: pip install 'vitserve[figures]'")
+        raise FigureError("figures need matplotlib: pip install -e '.[figures]' in the clone")
 
 
 def canvas(width: float, height: float) -> Figure:

@@ -37,7 +37,7 @@ def write_figures(
         writer.writerow(["truth", *labels])
         writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
     if not figures.available():
-        logger.warning("the card is written without pictures, which need matplotlib: pip install 'vitserve[figures]'")
+        logger.warning("the card has no pictures, as they need matplotlib: pip install -e '.[figures]' in the clone")
         return ()
     figures.confusion_matrix(measured.confusion, labels, folder / CONFUSION_MATRIX)
     figures.reliability_diagram(measured.confidence_bins, folder / CALIBRATION)

@@ -317,4 +317,4 @@ def test_without_the_client_the_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not here')\n")
     repository = Path(__file__).resolve().parents[3]
     answer = load_in_process("owner/name", tmp_path, PYTHONPATH=f"{tmp_path}:{repository}")
-    assert "pip install 'vitserve[hub]'" in answer["error"]
+    assert "pip install -e '.[hub]'" in answer["error"]

@@ -198,7 +198,7 @@ def test_every_truncation_is_an_invalid_image(name):
 
 def test_heic_without_the_extra_is_unsupported_and_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(Heif, "reader", None)
-    with pytest.raises(UnsupportedImageFormat, match=r"vitserve\[heic\]"):
+    with pytest.raises(UnsupportedImageFormat, match=r"pip install -e '\.\[heic\]'"):
         preprocess(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 40, config())
 
 

@@ -109,7 +109,7 @@ def test_pyplot_and_its_global_state_stay_out(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.insight.figures.canvas.find_spec", lambda name: None)
-    with pytest.raises(FigureError, match=r"pip install 'vitserve\[figures\]'"):
+    with pytest.raises(FigureError, match=r"pip install -e '\.\[figures\]'"):
         figures.reliability_diagram([Bar(5, 0.4, 0.5)], tmp_path / "c.png")
 
 

@@ -84,7 +84,7 @@ def test_what_cannot_be_drawn_is_one_line(
         "--images without --figures": (["--images", pictures], "--images needs --figures"),
         "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),
         "all bad": (["--figures", tmp_path / "out", "--images", bad], "no images to measure"),
-        "no matplotlib": (["--figures", tmp_path / "out"], "pip install 'vitserve[figures]'"),
+        "no matplotlib": (["--figures", tmp_path / "out"], "pip install -e '.[figures]'"),
         "a file": (["--figures", tmp_path / "file"], "file: cannot be made"),
     }[missing]
     code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)

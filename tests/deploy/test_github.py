@@ -1,0 +1,53 @@
+"""What GitHub and pre-commit run is what a clone runs, and the issue forms are ones that GitHub takes."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.strict_yaml import load_documents
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FORMS = sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any]
+    (document,) = load_documents(REPOSITORY / name)
+    return document
+
+
+def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
+    (job,) = load(".github/workflows/ci.yml")["jobs"].values()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    image = load("docker-compose.cpu.yml")["services"]["vitserve"]["build"]["args"]
+
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    assert project["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
+    assert image["TORCH_INDEX_URL"] == f"${{TORCH_INDEX_URL-{job['env']['TORCH_INDEX_URL']}}}"
+
+
+def test_pre_commit_runs_the_tools_of_make_check():
+    (repository,) = load(".pre-commit-config.yaml")["repos"]
+    recipe = (REPOSITORY / "Makefile").read_text().split("\ncheck: ")[1].split("\n\n")[0].splitlines()[1:]
+
+    hooks = [shlex.split(hook["entry"]) for hook in repository["hooks"]]
+    tools = [shlex.split(line.replace("$(BIN)", ".venv/bin")) for line in recipe]
+    # Ruff's subcommand too; the others have none.
+    assert [hook[:2] for hook in hooks] == [tool[:2] for tool in tools]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_asks_for_something(form):
+    document = load(str(form.relative_to(REPOSITORY)))
+
+    assert document["name"] and document["description"]
+    ids = [field["id"] for field in document["body"]]
+    assert len(ids) == len(set(ids))
+    assert {field["type"] for field in document["body"]} <= {"textarea", "input"}
+    assert all(field["attributes"]["label"] for field in document["body"])
+    assert any(field.get("validations", {}).get("required") for field in document["body"])

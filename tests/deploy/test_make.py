@@ -1,0 +1,78 @@
+"""`make` installs the packages that it names, from the index that it is given."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = """#!/bin/sh
+echo "$@" >>"$(dirname "$0")/calls"
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*arguments: str, **environment: str) -> str:
+    # Apart from a `make test` that these tests may run in, and from what it was given.
+    surrounding = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME"}}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=surrounding | environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, list[list[str]]]:
+    """Let `make` set up `make run` in `folder` with a pip that installs nothing; return its output and pip's calls."""
+    pip = folder / "bin" / "pip"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(PIP)
+    pip.chmod(0o755)
+    (folder / ".made").touch()
+    output = make(f"VENV={folder}", f"{folder}/.run", *arguments, **environment)
+    return output, [shlex.split(line) for line in (pip.parent / "calls").read_text().splitlines()]
+
+
+def test_run_says_what_it_installs_and_lets_pip_show_its_progress(tmp_path):
+    output, (call,) = install(tmp_path)
+
+    assert all(name in output.splitlines()[0] for name in ("torch", "OpenVINO", "FastAPI"))
+    assert call[0] == "install"
+    assert call[-2:] == ["-e", ".[openvino]"]
+    assert call[call.index("-c") + 1] == "constraints.txt"
+    assert not {"--quiet", "-q", "--index-url"} & set(call)
+
+
+@pytest.mark.parametrize("given_in", ["arguments", "environment"])
+def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
+    if given_in == "arguments":
+        output, calls = install(tmp_path, f"TORCH_INDEX_URL={CPU_INDEX}")
+    else:
+        output, calls = install(tmp_path, TORCH_INDEX_URL=CPU_INDEX)
+
+    first, second = calls
+    assert first[-3:] == ["--index-url", CPU_INDEX, "torch"]
+    assert second[-2:] == ["-e", ".[openvino]"]
+    assert "--index-url" not in second
+    assert all(call[call.index("-c") + 1] == "constraints.txt" for call in calls)
+    assert "NVIDIA" not in output
+
+
+def test_a_dry_run_shows_the_index():
+    assert f"--index-url '{CPU_INDEX}' torch" in make("-n", "VENV=unmade", "run", f"TORCH_INDEX_URL={CPU_INDEX}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default index has the CPU's build")
+@pytest.mark.parametrize(("driver", "hinted"), [("", True), ("/usr/bin/nvidia-smi", False)], ids=["none", "some"])
+def test_without_a_driver_the_index_of_the_smaller_build_is_named(tmp_path, driver, hinted):
+    output, calls = install(tmp_path, f"NVIDIA_DRIVER={driver}")
+
+    assert (f"make run TORCH_INDEX_URL={CPU_INDEX}" in output) is hinted
+    assert len(calls) == 1

@@ -1,0 +1,43 @@
+"""pyproject.toml agrees with itself, and messages name ways to install that exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+# benchmarks/.peers holds environments of other projects.
+SOURCES = [
+    path
+    for package in ("service", "model", "vitserve", "benchmarks")
+    for path in (REPOSITORY / package).rglob("*.py")
+    if ".peers" not in path.parts
+]
+
+
+def test_no_message_advises_a_package_that_no_index_has():
+    advising = [str(path) for path in SOURCES if re.search(r"vitserve\[", path.read_text())]
+
+    assert not advising
+
+
+def test_extras_that_messages_name_exist():
+    named = {name for path in SOURCES for name in re.findall(r"pip install -e '\.\[(\w+)\]'", path.read_text())}
+
+    assert {"heic", "hub", "openvino", "figures"} <= named <= EXTRAS.keys()
+
+
+@pytest.mark.parametrize("name", ["test", "check"])
+def test_a_dependency_group_lists_what_the_extra_of_its_name_lists(name):
+    others = [line for line in EXTRAS[name] if not line.startswith("vitserve[")]
+
+    assert PYPROJECT["dependency-groups"][name] == others
+
+
+def test_no_index_takes_an_upload():
+    assert "Private :: Do Not Upload" in PYPROJECT["project"]["classifiers"]
