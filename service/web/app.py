@@ -36,7 +36,7 @@ logger = logging.getLogger("vitserve")
 VERSION = importlib.metadata.version("vitserve")
 
 _ROUTERS = (classify.router, attention.router, operations.router, documentation.router)
-_PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
+_PUBLIC = documentation.PUBLIC | {"/", "/healthz", "/readyz"}
 
 
 class _Application(FastAPI):

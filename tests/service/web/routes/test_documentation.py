@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.web.routes import documentation
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -125,3 +128,49 @@ async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_kno
     answers = operations(document)["attention"]["responses"]["200"]["content"]
     assert answers["application/json"]["schema"] == {"$ref": "#/components/schemas/AttentionDocument"}
     assert set(operations(document)["metrics"]["responses"]["200"]["content"]) == {"text/plain"}
+
+
+@on_a_loop
+async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() -> None:
+    service = app(api_keys="one")
+    page = await service.get("/docs")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-cache"
+    text = page.content.decode()
+    assert "//" not in text.replace("<!doctype", "")
+    assert not re.search(r"<script(?! src=)|<style| style=| on[a-z]+=", text)
+
+    files = re.findall(r'(?:src|href)="(docs/[^"]+)"', text)
+    assert [name.partition("?")[0] for name in files] == [
+        "docs/swagger-ui.css",
+        "docs/swagger-ui-bundle.js",
+        "docs/docs.js",
+    ]
+    for name in files:
+        path, _, query = name.partition("?")
+        file = await service.get(f"/{path}", query)
+        assert (file.status, file.headers["cache-control"]) == (200, "public, max-age=31536000, immutable")
+        assert file.headers["content-type"].startswith(("text/css", "text/javascript"))
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert len(file.content) > 100
+        for other in ("", "v=of-another-release"):
+            assert (await service.get(f"/{path}", other)).headers["cache-control"] == "no-cache"
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js"])
+async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
+    service = app()
+    first = await service.get(path)
+    again = await service.get(path, **{"if-none-match": first.headers["etag"]})
+    assert (again.status, again.content) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
+
+
+def test_the_script_of_the_page_names_no_address_but_relative_ones() -> None:
+    script = (Path(documentation.__file__).parents[1] / "static/docs/docs.js").read_text()
+    assert re.findall(r'fetch\("([^"]+)"\)', script) == ["openapi.json"]
+    assert "://" not in script
