@@ -121,7 +121,7 @@ def create_app(
             layers,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
