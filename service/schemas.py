@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
+
+# Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does not allow.
+RowsColumns = Annotated[
+    tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2})
+]
+"""[rows, columns]."""
 
 FIELD = "file"
 """Name of the multipart field that carries a picture."""
@@ -22,7 +28,7 @@ class Attention(BaseModel):
     """Where the model looked."""
 
     url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
-    grid: Annotated[tuple[int, int], Field(description="[rows, columns] of patches")]
+    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
     layer: Annotated[int, Field(description="0 is the first")]
     head: int | Literal["mean", "max"]
     values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
@@ -79,7 +85,7 @@ class AttentionDocument(BaseModel):
     method: str
     layer: int
     head: int | Literal["mean", "max"]
-    grid: tuple[int, int]
+    grid: RowsColumns
     values: list[list[float]]
     kept_mass: float
 
@@ -91,6 +97,12 @@ class Labels(BaseModel):
     labels: Annotated[list[str], Field(description="in index order")]
 
 
+class Status(BaseModel):
+    """The answer of GET /healthz and GET /readyz."""
+
+    status: Literal["ok", "ready"]
+
+
 class ModelDescription(BaseModel):
     """The answer of GET /model."""
 
@@ -100,10 +112,10 @@ class ModelDescription(BaseModel):
     format: str
     architecture: str
     parameters: int
-    input_size: Annotated[tuple[int, int], Field(description="[rows, columns] in pixels")]
+    input_size: Annotated[RowsColumns, Field(description="[rows, columns] in pixels")]
     channels: int
     patch_size: int
-    grid: Annotated[tuple[int, int], Field(description="[rows, columns] of patches")]
+    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
     layers: int
     heads: int
     width: int

@@ -18,6 +18,7 @@ import numpy as np
 
 from model.errors import InputError
 from service.cli.image_files import EXAMPLE_IMAGE, find_images
+from service.cli.server_flags import add_api_key_flag, api_key_for, local_url
 from service.schemas import Classification, ModelDescription
 
 
@@ -41,8 +42,8 @@ class LoadMeasurement:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve bench`."""
     parser.add_argument("pictures", nargs="*", type=Path, metavar="FILE|FOLDER", help="default: the example picture")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    parser.add_argument("--api-key", default=os.environ.get("VIT_API_KEY"), help="[VIT_API_KEY]")
+    parser.add_argument("--url", default=local_url(), help="of the server (default: %(default)s) [VIT_PORT]")
+    add_api_key_flag(parser)
     parser.add_argument("--concurrency", type=int, default=32, help="clients, each with one request under way")
     parser.add_argument("--seconds", type=float, default=10, help="how long to measure, after one second of warm-up")
     parser.add_argument("--attention", action="store_true", help="ask for the attention map, too")
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         model, measurement = asyncio.run(_measure(arguments, images))
     except httpx.HTTPStatusError as error:
         raise InputError("url", f"{arguments.url}: {error.response.status_code}: {error.response.text}") from None
+    except httpx.InvalidURL as error:
+        raise InputError("url", f"{arguments.url}: {error}") from None
     except httpx.TransportError as error:
         raise InputError("url", f"{arguments.url}: {error}: is the server running?") from None
     _print(arguments, model, len(images), measurement)
@@ -65,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(arguments: argparse.Namespace, images: list[bytes]) -> tuple[ModelDescription, LoadMeasurement]:
     """Load the server for a second that does not count, and then for as long as the arguments say."""
-    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
+    key = api_key_for(arguments.url, arguments.api_key)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=arguments.concurrency)
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, limits=limits, timeout=60) as http:
         model = ModelDescription.model_validate_json((await http.get("/model")).raise_for_status().content)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
+from service.cli.server_flags import add_api_key_flag, api_key_for
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 from service.schemas import Prediction
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="print CSV: file, rank, label, index, score, error")
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--url", help="ask this server instead of loading the model here")
-    parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
+    add_api_key_flag(parser)
     add_setting_flags(parser)
 
 
@@ -90,7 +91,7 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
     try:
-        with Client(arguments.url, api_key=arguments.api_key) as client:
+        with Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client:
             top_k = min(arguments.top_k, client.model().classes)
             for file in files:
                 try:

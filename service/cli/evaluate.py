@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
+from service.cli.server_flags import add_api_key_flag, api_key_for
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
     )
     parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
-    parser.add_argument("--api-key", help="key for --url [VIT_API_KEY]", default=os.environ.get("VIT_API_KEY"))
+    add_api_key_flag(parser)
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way with --url")
     parser.add_argument(
         "--robustness",
@@ -81,7 +81,7 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> N
 
     try:
         with (
-            Client(arguments.url, api_key=arguments.api_key) as client,
+            Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
             ThreadPoolExecutor(arguments.concurrency) as pool,
         ):
             labels = tuple(client.labels())

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -25,6 +26,7 @@ from service.web.admission import Limiter
 from service.web.image_store import ImageStore, MemoryImageStore
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddleware, RequestContextMiddleware
+from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Pipeline
 from service.web.routes import attention, classify, documentation, operations
 from service.web.routes.endpoint import Endpoint, no_such_path
@@ -34,11 +36,19 @@ logger = logging.getLogger("vitserve")
 VERSION = importlib.metadata.version("vitserve")
 
 _ROUTERS = (classify.router, attention.router, operations.router, documentation.router)
-_PUBLIC = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
+_PUBLIC = documentation.PUBLIC | {"/", "/healthz", "/readyz"}
 
 
 class _Application(FastAPI):
     """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, which names the operations that take a key."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            drop_null_parameters(document)
+            describe_keys(document, self.state.public, required=self.state.keys_required)
+        return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -102,15 +112,16 @@ def create_app(
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
     metrics.watch_recent(image_store.usage)
 
-    public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
+    app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]
+    app.state.keys_required = bool(keys)
     layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, keys, public), metrics)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from service.engine.base import ModelRunner
@@ -20,6 +20,10 @@ logger = logging.getLogger("vitserve")
 
 EXAMPLE = "examples/dog.jpg"
 """A picture of the repository, relative to its root."""
+
+_WILDCARDS = ("0.0.0.0", "::")
+_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
+"""Paths of which one exists in a container of Docker, Podman or Kubernetes."""
 
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 """Loads the model that the settings name onto their device."""
@@ -48,8 +52,12 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     return lifecycle.exit_code
 
 
-def log_address(settings: Settings, port: int) -> None:
+def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
     """Log where the service answers and what to try."""
+    if settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks):
+        # Where a container's port is published is known outside of it only.
+        logger.info("ready: port %d of this container (API: /docs)", port)
+        return
     base = f"http://{_reachable(settings.host)}:{port}"
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
@@ -71,6 +79,6 @@ def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
 
 def _reachable(host: str) -> str:
     """Return an address that a browser on this machine can open."""
-    if host in ("0.0.0.0", "::"):
+    if host in _WILDCARDS:
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -25,6 +25,9 @@ from service.errors import (
 )
 from service.schemas import FIELD
 
+RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
+"""How a picture is sent, for those who sent something else."""
+
 # A body of nothing but tiny parts would cost the event loop a minute of parsing.
 _MAX_OTHER_PARTS = 1000
 
@@ -55,7 +58,7 @@ async def read_files(
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
         MissingImage: the body is empty, or no part is named `file`.
-        UnsupportedMediaType: the declared type holds no picture.
+        UnsupportedMediaType: the body is declared as JSON, as another kind of multipart, or as compressed.
         MalformedRequest: the multipart form is broken.
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
@@ -94,13 +97,11 @@ def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceEr
         return UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the picture as it is")
     if kind == b"multipart/form-data":
         return None if boundary else MalformedRequest("multipart/form-data without a boundary")
-    if kind.startswith(b"image/") or kind == b"application/octet-stream":
-        return None
-    name = kind.decode("latin-1")[:100]
-    return UnsupportedMediaType(
-        f"Content-Type {name!r}: send multipart/form-data with a field {FIELD!r}, or the picture itself as "
-        "image/* or application/octet-stream"
-    )
+    # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's content decides.
+    if kind.endswith((b"/json", b"+json")) or kind.startswith(b"multipart/"):
+        name = kind.decode("latin-1")[:100]
+        return UnsupportedMediaType(f"Content-Type {name!r}: send the picture itself: {RIGHT_CALL}")
+    return None
 
 
 def _content_length(headers: Headers) -> int:

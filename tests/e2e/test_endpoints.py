@@ -40,6 +40,8 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         server.client.post("/classify", content=picture, headers={"Content-Type": "image/jpeg"}),
         server.client.post("/classify", content=picture, headers={"Content-Type": "application/octet-stream"}),
         server.client.post("/classify", content=iter([picture[:9], picture[9:]]), headers={"Content-Type": "image/x"}),
+        server.client.post("/classify", content=picture, headers={"Content-Type": "application/x-www-form-urlencoded"}),
+        server.client.post("/classify", content=picture),
         server.client.post("/classify", files=[("note", (None, "hello")), *files(picture)]),
     ]
     for answer in answers:

@@ -19,8 +19,8 @@ from model.prediction import AttentionMap, MapRequest, parse_head, parse_layer
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
 from service.web.documents import map_fields
+from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Deadline, Pipeline, pipeline_of, unless_disconnected
-from service.web.routes.documentation import BINARY, ONE_PICTURE, problems
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -28,11 +28,13 @@ router = APIRouter(tags=["attention"], route_class=Endpoint)
 METHODS = ("cls",)
 """Methods offered."""
 
+_HEAD = r"^(mean|max|[0-9]{1,4})$"
+
 _ANSWERS: dict[int | str, dict[str, object]] = {
     200: {
+        "model": AttentionDocument,
         "content": {
             "image/png": {"schema": BINARY},
-            "application/json": {"schema": AttentionDocument.model_json_schema()},
             "application/x-npy": {"schema": BINARY},
         },
         "description": "The map in the asked-for format",
@@ -43,14 +45,16 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 class AttentionQuery(BaseModel, frozen=True):
     """The query of both endpoints; None is what was not sent."""
 
-    method: Annotated[str, Field(description=f"one of: {', '.join(METHODS)}")] = "cls"
+    method: Annotated[str, Field(json_schema_extra={"enum": list(METHODS)})] = "cls"
     layer: Annotated[int | None, Field(description="default the last; negatives count from the end")] = None
-    head: Annotated[str | None, Field(description="`mean` (default), `max`, or a head's number")] = None
-    class_: Annotated[str | None, Field(alias="class", description="for method `relevance` only")] = None
+    head: Annotated[
+        str | None,
+        Field(description="`mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
+    ] = None
     format: Literal["png", "json", "npy"] = "png"
     overlay: Annotated[bool | None, Field(description="PNG: over what the model saw; default true")] = None
     alpha: Annotated[float | None, Field(ge=0, le=1, description="PNG: weight of the map over the picture")] = None
-    colormap: Annotated[str | None, Field(description=f"PNG: {', '.join(COLORMAPS)}")] = None
+    colormap: Annotated[str | None, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})] = None
     size: Annotated[int | None, Field(ge=1, le=MAX_SIZE, description="PNG: longer side in pixels")] = None
 
 
@@ -60,11 +64,11 @@ class KeptPictureQuery(AttentionQuery):
     id: Annotated[str, Field(description="from the answer of /classify")]
 
 
-@router.get("/attention", response_class=Response, responses=_ANSWERS | problems(401, 404, 422, 503, 504))
-async def kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
+@router.get("/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504))
+async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(query, pipeline.model().config)
+    map_request = _map_request(request, query, pipeline.model().config)
     pixels = pipeline.image_store.get(query.id)
     if pixels is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
@@ -77,12 +81,12 @@ async def kept_picture(request: Request, query: Annotated[KeptPictureQuery, Quer
     "/attention",
     response_class=Response,
     openapi_extra=ONE_PICTURE,
-    responses=_ANSWERS | problems(400, 401, 408, 413, 415, 422, 500, 503, 504),
+    responses=_ANSWERS | problems(400, 408, 413, 415, 422, 500, 503, 504),
 )
-async def new_picture(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
+async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(query, pipeline.model().config)
+    map_request = _map_request(request, query, pipeline.model().config)
     with pipeline.admit() as permit:
         file = await pipeline.read_one(request, permit)
         answer = _decode_and_answer(pipeline, query, map_request, file, pipeline.deadline(request))
@@ -137,11 +141,11 @@ def _npy(found: AttentionMap) -> bytes:
     return buffer.getvalue()
 
 
-def _map_request(query: AttentionQuery, config: ViTConfig) -> MapRequest:
+def _map_request(request: Request, query: AttentionQuery, config: ViTConfig) -> MapRequest:
     """Return the map that is asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
     if query.method not in METHODS:
         raise InvalidParameter(f"method {query.method!r}: this service offers {', '.join(METHODS)}")
-    if query.class_ is not None:
+    if "class" in request.query_params:
         raise InvalidParameter(f"class does not apply to method {query.method!r}")
     if query.format != "png":
         for name in ("overlay", "alpha", "colormap", "size"):

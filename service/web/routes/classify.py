@@ -15,9 +15,9 @@ from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
 from service.web.documents import map_fields, ranked_predictions
 from service.web.middleware import request_context
+from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
 from service.web.problems import problem_of
-from service.web.routes.documentation import ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile
 
@@ -40,7 +40,7 @@ class ClassifyQuery(BaseModel, frozen=True):
     response_model=Classification,
     response_model_exclude_none=True,
     openapi_extra=ONE_PICTURE,
-    responses=problems(400, 401, 408, 413, 415, 422, 500, 503, 504),
+    responses=problems(400, 408, 413, 415, 422, 500, 503, 504),
 )
 async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Classification:
     """Classify one picture: a multipart field `file`, or the raw body."""
@@ -56,7 +56,7 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     response_model=BatchClassification,
     response_model_exclude_none=True,
     openapi_extra=SEVERAL_PICTURES,
-    responses=problems(400, 401, 408, 413, 415, 422, 503),
+    responses=problems(400, 408, 413, 415, 422, 503),
 )
 async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> BatchClassification:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""

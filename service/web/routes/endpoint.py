@@ -25,10 +25,12 @@ class Endpoint(APIRoute):
     """One method of one path, served by `function(request)` or `function(request, query)`.
 
     The function is a coroutine; its `query` is annotated `Annotated[Model, fastapi.Query()]`, with a frozen pydantic
-    model. It returns a response, or a pydantic model that is answered as JSON.
+    model. It returns a response, or a pydantic model that is answered as JSON. Its name is
+    the operation's id in OpenAPI, from which generated clients take theirs.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        options["operation_id"] = endpoint.__name__
         super().__init__(path, endpoint, **options)
         self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
 

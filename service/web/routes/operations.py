@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from service.engine.messages import attributes
 from service.metrics.metrics import CONTENT_TYPE
-from service.schemas import Labels, ModelDescription
+from service.schemas import Labels, ModelDescription, Status
+from service.web.openapi import problems
 from service.web.pipeline import pipeline_of
 from service.web.routes.attention import METHODS
-from service.web.routes.documentation import problems
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)
@@ -30,7 +30,7 @@ async def index(request: Request) -> HTMLResponse:
     return HTMLResponse(_PAGE)
 
 
-@router.get("/model", response_model=ModelDescription, responses=problems(401, 503))
+@router.get("/model", response_model=ModelDescription, responses=problems(503))
 async def model(request: Request) -> ModelDescription:
     """Describe what is served, and how."""
     pipeline = pipeline_of(request)
@@ -47,7 +47,7 @@ async def model(request: Request) -> ModelDescription:
     )
 
 
-@router.get("/labels", response_model=Labels, responses=problems(401, 503))
+@router.get("/labels", response_model=Labels, responses=problems(503))
 async def labels(request: Request) -> Labels:
     """Return the classes in index order."""
     info = pipeline_of(request).model()
@@ -55,23 +55,23 @@ async def labels(request: Request) -> Labels:
 
 
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz")
-async def healthz(request: Request) -> JSONResponse:
+@router.get("/healthz", response_model=Status)
+async def healthz(request: Request) -> Status:
     """Answer as long as the process lives."""
-    return JSONResponse({"status": "ok"})
+    return Status(status="ok")
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz", responses=problems(503))
-async def readyz(request: Request) -> JSONResponse:
+@router.get("/readyz", response_model=Status, responses=problems(503))
+async def readyz(request: Request) -> Status:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
     pipeline = pipeline_of(request)
     pipeline.lifecycle.check()
     pipeline.model()
-    return JSONResponse({"status": "ready"})
+    return Status(status="ready")
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
     return Response(pipeline_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -154,7 +154,7 @@ async def test_a_preflight_needs_no_key() -> None:
     asked = {
         "origin": "https://a.example",
         "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type",
+        "access-control-request-headers": "authorization,content-type,traceparent,tracestate",
     }
     exchange = await service.request("OPTIONS", "/classify", headers=asked)
     assert exchange.status == 200

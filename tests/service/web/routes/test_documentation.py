@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.web.routes import documentation
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -25,7 +32,7 @@ async def test_pages_and_documentation_are_there() -> None:
     }
     for path, method in (("/classify", "post"), ("/attention", "post")):
         kinds = document["paths"][path][method]["requestBody"]["content"]
-        assert set(kinds) == {"multipart/form-data", "image/*", "application/octet-stream"}
+        assert set(kinds) == {"multipart/form-data", "application/octet-stream"}
 
 
 @on_a_loop
@@ -34,7 +41,7 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     operation = document["paths"]["/classify"]["post"]
     top_k, attention = operation["parameters"]
     assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
-    assert top_k["schema"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
+    assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
     assert (attention["name"], attention["schema"]["type"], attention["schema"]["default"]) == (
         "attention",
         "boolean",
@@ -54,7 +61,116 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
 @on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
-    names = {"method", "layer", "head", "class", "format", "overlay", "alpha", "colormap", "size"}
+    names = {"method", "layer", "head", "format", "overlay", "alpha", "colormap", "size"}
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
+
+
+def operations(document: dict[str, Any]) -> dict[str, Any]:
+    """Operations by id."""
+    return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}
+
+
+@on_a_loop
+async def test_generated_clients_get_names_that_people_would_give() -> None:
+    assert set(operations((await app().get("/openapi.json")).json)) == {
+        "classify",
+        "classify_batch",
+        "attention",
+        "attention_of_kept_picture",
+        "model",
+        "labels",
+        "healthz",
+        "readyz",
+        "metrics",
+    }
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("settings", "security", "closed"),
+    [
+        ({}, [{}, {"api_key": []}], set()),
+        ({"api_keys": "one"}, [{"api_key": []}], set()),
+        ({"api_keys": "one", "metrics_public": False}, [{"api_key": []}], {"metrics"}),
+    ],
+)
+async def test_the_operations_that_take_a_key_are_documented(
+    settings: dict[str, Any], security: list[dict[str, list[str]]], closed: set[str]
+) -> None:
+    document = (await app(**settings).get("/openapi.json")).json
+    scheme = document["components"]["securitySchemes"]["api_key"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for name, operation in operations(document).items():
+        if name in {"healthz", "readyz", "metrics"} - closed:
+            assert "security" not in operation
+            assert "401" not in operation["responses"]
+        else:
+            assert operation["security"] == security
+            assert "401" in operation["responses"]
+
+
+@on_a_loop
+async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_know() -> None:
+    document = (await app().get("/openapi.json")).json
+    schemas = document["components"]["schemas"]
+    for operation in operations(document).values():
+        for status, answer in operation["responses"].items():
+            if status >= "400":
+                reference = {"$ref": "#/components/schemas/ProblemDocument"}
+                assert answer["content"] == {"application/problem+json": {"schema": reference}}
+        for parameter in operation.get("parameters", ()):
+            assert isinstance(parameter["schema"]["type"], str)
+        for kind in operation.get("requestBody", {"content": {}})["content"]:
+            assert "*" not in kind
+    assert schemas["ModelDescription"]["properties"]["grid"]["items"] == {"type": "integer"}
+    answers = operations(document)["attention"]["responses"]["200"]["content"]
+    assert answers["application/json"]["schema"] == {"$ref": "#/components/schemas/AttentionDocument"}
+    assert set(operations(document)["metrics"]["responses"]["200"]["content"]) == {"text/plain"}
+
+
+@on_a_loop
+async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() -> None:
+    service = app(api_keys="one")
+    page = await service.get("/docs")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-cache"
+    text = page.content.decode()
+    assert "//" not in text.replace("<!doctype", "")
+    assert not re.search(r"<script(?! src=)|<style| style=| on[a-z]+=", text)
+
+    files = re.findall(r'(?:src|href)="(docs/[^"]+)"', text)
+    assert [name.partition("?")[0] for name in files] == [
+        "docs/swagger-ui.css",
+        "docs/swagger-ui-bundle.js",
+        "docs/docs.js",
+    ]
+    for name in files:
+        path, _, query = name.partition("?")
+        file = await service.get(f"/{path}", query)
+        assert (file.status, file.headers["cache-control"]) == (200, "public, max-age=31536000, immutable")
+        assert file.headers["content-type"].startswith(("text/css", "text/javascript"))
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert len(file.content) > 100
+        for other in ("", "v=of-another-release"):
+            assert (await service.get(f"/{path}", other)).headers["cache-control"] == "no-cache"
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js"])
+async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
+    service = app()
+    first = await service.get(path)
+    again = await service.get(path, **{"if-none-match": first.headers["etag"]})
+    assert (again.status, again.content) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
+
+
+def test_the_script_of_the_page_names_no_address_but_relative_ones() -> None:
+    script = (Path(documentation.__file__).parents[1] / "static/docs/docs.js").read_text()
+    assert re.findall(r'fetch\("([^"]+)"\)', script) == ["openapi.json"]
+    assert "://" not in script

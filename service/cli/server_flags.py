@@ -1,0 +1,33 @@
+"""Flags of the subcommands that ask a running server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+import httpx
+
+from service.settings import Settings
+
+
+def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--api-key`; `api_key_for` reads it."""
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VIT_API_KEY"),
+        help="key that the server asks for [VIT_API_KEY; for a server on this machine also the first of VIT_API_KEYS]",
+    )
+
+
+def api_key_for(url: str, given: str | None) -> str | None:
+    """Return the key that was given, or else, for a server on this machine alone, the first of the server's keys."""
+    candidates = [given or ""]
+    if httpx.URL(url).host in ("127.0.0.1", "localhost", "::1"):
+        candidates += os.environ.get("VIT_API_KEYS", "").split(",")
+    return next((key.strip() for key in candidates if key.strip()), None)
+
+
+def local_url(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address of a server that was started on this machine with the same environment."""
+    return f"http://127.0.0.1:{environment.get('VIT_PORT') or Settings.model_fields['port'].default}"
