@@ -59,7 +59,7 @@ class CheckpointOptions:
             return read_preprocess(self.preprocess)
         if default is None:
             raise CheckpointError(
-                f"{where}: this format carries no preprocessing: set VIT_PREPROCESS to a JSON file "
+                f"{where}: carries no preprocessing: set VIT_PREPROCESS to a JSON file "
                 f"or to one of {', '.join(PREPROCESS_PRESETS)}"
             )
         return default

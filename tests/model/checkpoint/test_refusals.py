@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from tests.model.checkpoint.folders import FOLDERS, edit, edit_tensors, huggingface_folder, native_folder, refusal
 
 
@@ -199,6 +199,15 @@ def test_a_config_that_is_no_json_object_is_refused(kind: str, text: str, tmp_pa
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: has no config.json"
+
+
+def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    message = refusal(folder)
+    assert "neither preprocessor_config.json nor processor_config.json" in message
+    assert "VIT_PREPROCESS" in message
+    assert all(preset in message for preset in PREPROCESS_PRESETS)
 
 
 def test_nothing_at_all_is_refused(tmp_path: Path) -> None:
