@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import struct
 import warnings
 import zipfile
@@ -22,6 +23,11 @@ from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
 PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin")
+
+_ADVICE: Final = (
+    "no code from a file is run here: where it was made, save the weights alone with "
+    "torch.save(model.state_dict(), FILE), or convert them to .safetensors"
+)
 
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
@@ -70,17 +76,20 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
         warnings.simplefilter("ignore", UserWarning)
         try:
             value = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            refused = _refused(error)
-            raise CheckpointError(f"{where}: refused, it is not plain tensors (weights_only): {refused}") from None
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            text = str(error)
+            if isinstance(error, RuntimeError) and "weights_only" not in text:
+                raise
+            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}; {_ADVICE}") from None
     return _state_dict(value, where)
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
-    """Return the line of torch's long message that names what was refused."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (named or lines or ["unreadable"])[0][:300]
+def _found(text: str) -> str:
+    """Return what a file holds instead of plain tensors, from torch's message, whose advice is to run its code."""
+    if "TorchScript" in text:
+        return "a TorchScript archive, which holds code"
+    named = re.search(r"GLOBAL ([\w.]{1,200})", text)
+    return f"it holds the Python object {named[1]}" if named else "damaged, or of a program other than torch"
 
 
 def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
