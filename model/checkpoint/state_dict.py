@@ -18,6 +18,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
+from model.checkpoint.state_dict_names import check_names
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
 from model.config import PreprocessConfig, ViTConfig
@@ -46,10 +47,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert isinstance(files, SingleFile)
     where = files.place
     tensors = dict(files.tensors())
+    check_names(tensors, where)
     if options.architecture is None:
         raise CheckpointError(f"{where}: a plain state dict: set VIT_ARCHITECTURE, e.g. to vit_base_patch16_224")
-    if any(name.startswith(("vit.", "deit.", "dinov2", "beit.", "vision_model.")) for name in tensors):
-        raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
     name, given = parse_architecture(options.architecture)
     tensors = renamed({name: tensor for name, tensor in tensors.items() if name != _UNUSED}, _RENAMES)
     if "register_tokens" in tensors:

@@ -33,6 +33,13 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "timm": ("vit_tiny_patch16_224", {}, lambda s: s),
     "wrapped": ("vit_tiny_patch16_224", {}, lambda s: {"model": s, "epoch": 3}),
     "data-parallel": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}}),
+    "nested": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {"model": s}, "epoch": 3}),
+    "lightning": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"model.{n}": t for n, t in s.items()}}),
+    "prefixes": (
+        "vit_tiny_patch16_224",
+        {},
+        lambda s: {f"_orig_mod.module.backbone.{n}": t for n, t in s.items()},
+    ),
     "distilled": ("deit_tiny_distilled_patch16_224", {}, lambda s: s),
     "deit3-gamma": (
         "deit3_small_patch16_224",
@@ -51,7 +58,13 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "suffix"), [*((case, ".pth") for case in STATE), ("timm", ".safetensors"), ("half", ".safetensors")]
+    ("case", "suffix"),
+    [
+        *((case, ".pth") for case in STATE),
+        ("timm", ".safetensors"),
+        ("half", ".safetensors"),
+        ("prefixes", ".safetensors"),
+    ],
 )
 def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     architecture, options, change = STATE[case]
@@ -75,6 +88,50 @@ def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     )
     assert checkpoint.config.num_classes == 6
     assert_same_logits(checkpoint, model, f"state dict {case}")
+
+
+SMALL_VIT = {
+    "cls_token": (1, 1, 4),
+    "patch_embed.proj.weight": (4, 3, 2, 2),
+    "blocks.0.norm1.weight": (4,),
+    "head.weight": (2, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({f"vit_part.{n}": s for n, s in SMALL_VIT.items()}, "all begin with 'vit_part.': save .* without this prefix"),
+        (
+            {f"backbone.{n}": s for n, s in SMALL_VIT.items()} | {"classifier.weight": (2, 4)},
+            "a ViT's names begin with 'backbone.', 'classifier.weight' does not",
+        ),
+        (
+            {"conv1.weight": (4, 3, 7, 7), "bn1.weight": (4,), "layer1.0.conv1.weight": (4, 4, 3, 3)},
+            "a convolutional network's names, with 2 convolutions such as 'conv1.weight', 'bn1.weight', "
+            "'layer1.0.conv1.weight': not a ViT that is read",
+        ),
+        (
+            {"pos_embedding": (1, 5, 4), "cls_token": (1, 1, 4), "to_patch_embedding.1.weight": (12,)}
+            | {"transformer.layers.0.0.norm.weight": (4,), "mlp_head.weight": (2, 4)},
+            "names such as 'pos_embedding', 'cls_token', 'to_patch_embedding.1.weight', .*: not a ViT that is read",
+        ),
+        (
+            {"patch_embed.proj.weight": (4, 3, 2, 2), "layers.0.blocks.0.norm1.weight": (4,), "head.weight": (2, 4)},
+            "not a ViT that is read, whose names are timm's",
+        ),
+        ({n: s for n, s in SMALL_VIT.items() if n != "head.weight"}, "without a classification head"),
+    ],
+    ids=["a prefix", "a part of a model", "ResNet", "vit-pytorch", "Swin", "no head"],
+)
+@pytest.mark.parametrize("architecture", [None, "vit_tiny_patch16_224"])
+def test_names_that_are_not_a_vits_are_described(
+    shapes: dict[str, tuple[int, ...]], message: str, architecture: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(file), architecture=architecture)
 
 
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
