@@ -90,6 +90,12 @@ def _family(config: dict[str, Any], where: str) -> Family:
         raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
     name = classes[0]
     if name not in _BY_CLASS:
+        siblings = [known for known in _BY_CLASS if name.startswith(known.partition("For")[0])]
+        if siblings and "Classification" not in name:
+            headed = max(siblings, key=lambda known: len(known.partition("For")[0]))
+            raise CheckpointError(
+                f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
+            )
         raise CheckpointError(f"{where}: architecture {name!r:.100} is not one of {', '.join(_BY_CLASS)}")
     family = _BY_CLASS[name]
     if config.get("model_type") != family.model_type:
