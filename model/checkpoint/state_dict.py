@@ -82,10 +82,12 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key in _INFERRED:
+        if key in _INFERRED:
             raise CheckpointError(
-                f"VIT_ARCHITECTURE {pair!r}: expected argument=value; {sorted(_INFERRED)} are inferred"
+                f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given: leave it out"
             )
+        if not equals:
+            raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: expected argument=value")
         try:
             given[key] = json.loads(value)
         except (ValueError, RecursionError):
@@ -119,8 +121,9 @@ def _config(name: str, given: dict[str, Any], stored: TensorSource, preprocess: 
         raise CheckpointError(f"{where}: head.weight has shape {list(head)}: expected [classes, width]")
     arguments["num_classes"] = head[0]
     with validating(where):
-        # A size that surely fits, to learn everything that does not depend on it.
-        probe = TimmArguments.model_validate(arguments | {"img_size": 1024}).vit_config()
+        # An image of one patch always fits, and tells everything that does not depend on the size.
+        fields = TimmArguments.model_validate(arguments | {"img_size": 1})
+        probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
 
     depth = len({n.split(".")[1] for n in stored.names if n.startswith("blocks.")})
     if depth != probe.depth:

@@ -157,6 +157,24 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     assert_same_logits(checkpoint, model, "state dict dinov2 registers swiglu")
 
 
+@pytest.mark.parametrize("patch", [1, 2, 3, 4])
+def test_small_patches_as_models_trained_on_cifar_have_them(patch: int, tmp_path: Path) -> None:
+    edge = 8 * patch
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3, "patch_size": patch}
+    model = timm().create_model("vit_tiny_patch16_224", img_size=edge, num_classes=10, **small).eval()
+    randomise(model)
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    checkpoint = load_checkpoint(
+        str(file),
+        architecture=",".join(["vit_tiny_patch16_224", *(f"{key}={value}" for key, value in small.items())]),
+        preprocess=preprocess_file(tmp_path, edge, edge),
+        labels="numbers",
+    )
+    assert checkpoint.config.grid == (8, 8)
+    assert_same_logits(checkpoint, model, f"state dict patch {patch}")
+
+
 def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
     model = timm().create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3).eval()
     randomise(model)
@@ -185,7 +203,8 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
         ("vit_tiny_patch16_224,global_pool=avg", "missing key 'fc_norm.bias'"),
         ("vit_tiny_patch16_224,qk_norm=true", "missing key"),
         ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
-        ("vit_tiny_patch16_224,img_size=32", "inferred"),
+        ("vit_tiny_patch16_224,img_size=32", "'img_size=32': img_size is read from the file and need not be given"),
+        ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
 def test_an_architecture_that_the_tensors_contradict_is_refused(
