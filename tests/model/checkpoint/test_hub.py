@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from model.checkpoint import hub as hub_module
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network.vit import VisionTransformer
+from tests.model.checkpoint.folders import huggingface_folder
 
 http = pytest.importorskip("huggingface_hub.utils._http", reason="the extra 'hub' is not installed")
 constants = pytest.importorskip("huggingface_hub.constants", reason="the extra 'hub' is not installed")
@@ -181,7 +184,9 @@ def load_in_process(source: str, home: Path, **environment: str) -> dict[str, An
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Reads an id in this process, as the client would in one with these settings from its start."""
 
-    def load(source: str, hub: Hub | None, *, offline: bool = False, token: str | None = None) -> dict[str, Any]:
+    def load(
+        source: str, hub: Hub | None, *, offline: bool = False, token: str | None = None, wait: Any = None
+    ) -> dict[str, Any]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("NO_PROXY", "*")
         endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
@@ -189,7 +194,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         # It waits between its attempts.
-        monkeypatch.setattr(http.time, "sleep", lambda _: None)
+        monkeypatch.setattr(http.time, "sleep", wait or (lambda _: None))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -264,6 +269,67 @@ def test_no_network_is_said(load: Load) -> None:
     error = load("owner/name", None)["error"]
     assert "owner/name" in error
     assert "cannot be reached" in error
+
+
+def test_without_a_network_the_client_neither_retries_nor_writes(
+    load: Load, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = logging.getLogger("huggingface_hub")  # it does not propagate to the root
+    client.addHandler(caplog.handler)
+    request.addfinalizer(lambda: client.removeHandler(caplog.handler))
+    waits: list[float] = []
+    error = load("owner/name", None, wait=waits.append)["error"]
+    assert error.startswith("owner/name: no such folder here")
+    assert waits == []
+    assert caplog.messages == []
+
+
+def test_a_name_whose_resolution_hangs_is_not_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def hang(*_: object) -> None:
+        ended.wait()
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub_module, "_CONNECT_TIMEOUT", 0.01)
+    monkeypatch.setattr("socket.create_connection", hang)
+    try:
+        assert "cannot be reached: no connection in 0.01 s" in load("owner/name", None)["error"]
+    finally:
+        ended.set()
+
+
+def test_a_proxy_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    assert hub_module.unreachable("https://hub.invalid", 1.0) == ""
+
+
+def test_a_cached_folder_of_transformers_is_read_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
+    hub.repositories["owner/vit"] = {MAIN: huggingface_folder(tmp_path / "vit")}
+    assert load("owner/vit", hub)["labels"] == ["a", "b", "c"]
+    assert load("owner/vit", None)["labels"] == ["a", "b", "c"]
+
+
+def test_weights_that_are_not_cached_are_missed_by_saying_that_the_hub_is_not_reached(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
+    load("owner/name", hub)
+    for weights in (tmp_path / "cache").rglob("model.safetensors"):
+        weights.unlink()
+    assert "(from the cache: the hub cannot be reached" in load("owner/name", None)["error"]
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:
+    write_native(tmp_path / "models" / "my-vit", ("local", "other"))
+    error = load("models/my-vti", hub)["error"]
+    assert "no such folder or file; did you mean models/my-vit?" in error
+    assert hub.requests == []
+    write_native(tmp_path / "models" / "vit-base-patch16-224", ("local", "other"))
+    assert "no such repository" in load("models/vit-base-patch16-384@main", hub)["error"]
+    assert "no such repository" in load("models/resnet", hub)["error"]
+    assert "did you mean" in load("./models/my-vti", hub)["error"]
 
 
 def test_no_such_repository_is_said(hub: Hub, load: Load) -> None:
