@@ -30,7 +30,9 @@ def check_names(tensors: Mapping[str, Tensor], where: str) -> None:
     if prefix:
         others = [name for name in tensors if not name.startswith(prefix)]
         which = (
-            f"a ViT's names begin with {prefix!r}, {others[0]!r} does not" if others else f"all begin with {prefix!r}"
+            f"a ViT's names begin with {prefix!r:.100}, {others[0]!r:.100} does not"
+            if others
+            else f"all begin with {prefix!r:.100}"
         )
         raise CheckpointError(f"{where}: {which}: save the tensors under timm's names, without this prefix")
     if "head.weight" not in tensors:
