@@ -7,6 +7,7 @@ with a `FAMILY` and add one row to its `FAMILIES`.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -83,6 +84,20 @@ def _open(source: str) -> Files:
         return Folder(path, source)
     if path.is_file():
         return SingleFile(path, source)
-    if is_hub_id(source):
+    similar = None if "@" in source else _similar(path)
+    if is_hub_id(source) and not similar:
         return Repository(source)
-    raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
+    hint = f"; did you mean {similar}?" if similar else ", and not a hub id (owner/name)"
+    if similar and is_hub_id(source):
+        hint += f" (the hub's repository of this name is {source}@main)"
+    raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _similar(path: Path) -> Path | None:
+    """Return what lies beside a path that does not exist under almost the same name, or None where nothing does."""
+    try:
+        names = [neighbour.name for neighbour in path.parent.iterdir()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return path.with_name(close[0]) if close else None

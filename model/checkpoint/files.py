@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from model.checkpoint.refusals import reading
-from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors
+from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors, without_prefixes
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -140,13 +140,13 @@ class SingleFile(Files):
     def _tensors(self) -> Mapping[str, Tensor]:
         suffix = self.file.suffix.lower()
         if suffix == ".safetensors":
-            return read_safetensors(self.file)
+            return without_prefixes(read_safetensors(self.file))
         if suffix in PICKLE_SUFFIXES:
-            return read_pickle(self.file)
+            return without_prefixes(read_pickle(self.file))
         raise CheckpointError(f"{self.file}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the file's tensors, which are read once."""
+        """Return the file's tensors, which are read once, without usual prefixes that all their names share."""
         return self._tensors
 
 

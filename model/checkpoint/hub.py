@@ -8,9 +8,14 @@ first: a repository that is not a ViT costs no download of weights.
 from __future__ import annotations
 
 import re
+import socket
+import threading
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.refusals import first_line
@@ -22,6 +27,8 @@ _HUB_ID: Final = re.compile(
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0
 """Seconds to wait for a file's metadata."""
+_CONNECT_TIMEOUT: Final = 2.0
+"""Seconds within which the hub's name is resolved and a connection to it opens, else only the cache is read."""
 _OFFLINE: Final = "not in the cache, and offline mode (HF_HUB_OFFLINE) is on"
 
 
@@ -59,9 +66,24 @@ class Repository(Files):
             self._found[name] = self._fetch(name)
         return self._found[name]
 
+    def where(self, name: str) -> str:
+        """Return what messages call the file `name`."""
+        return f"{self.source}/{name}"
+
+    @cached_property
+    def _unreachable(self) -> str:
+        """Why no connection to the hub opens, or an empty text where one does; the client itself retries for long."""
+        if self._hub.constants.HF_HUB_OFFLINE:
+            return ""
+        failure = unreachable(self._hub.constants.ENDPOINT, _CONNECT_TIMEOUT)
+        if failure:
+            self.place = f"{self.source} (from the cache: the hub cannot be reached: {failure})"
+        return failure
+
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
         arguments: dict[str, Any] = {"revision": self.revision or self.wanted, "etag_timeout": _TIMEOUT}
+        arguments["local_files_only"] = bool(self._unreachable)
         try:
             path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
         except errors.GatedRepoError:
@@ -93,20 +115,49 @@ class Repository(Files):
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
         """Return None for a part that the cached repository lacks; refuse one that only the network could give."""
-        if not self._hub.constants.HF_HUB_OFFLINE:
-            cause = first_line(error.__cause__ or error)
-            raise CheckpointError(
-                f"{self.source}: {name} is not in the cache and the hub cannot be reached: {cause}"
-            ) from None
-        if self._found.get(CONFIG_FILE) is None:
+        offline = self._hub.constants.HF_HUB_OFFLINE
+        if (offline or self._unreachable) and self._found.get(CONFIG_FILE) is not None:
+            return None
+        if offline:
             raise CheckpointError(f"{self.source}: {_OFFLINE}") from None
-        return None
+        cause = self._unreachable or first_line(error.__cause__ or error)
+        raise CheckpointError(
+            f"{self.source}: no such folder here; on the hub: {name} is not in the cache "
+            f"and the hub cannot be reached: {cause}"
+        ) from None
 
     def _pin(self, path: Path) -> None:
         """Remember the commit, so that all files are of the same one."""
         for part in path.parts:
             if _COMMIT.fullmatch(part):
                 self.revision = part
+
+
+def unreachable(endpoint: str, timeout: float) -> str:
+    """Return why no connection to an endpoint opens, or an empty text where one does or a proxy makes it.
+
+    Args:
+        endpoint: its URL.
+        timeout: in seconds; the name's resolution, which the system bounds otherwise, counts too.
+    """
+    url = urlsplit(endpoint)
+    host = url.hostname or ""
+    if {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
+        return ""
+    failures: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, url.port or (80 if url.scheme == "http" else 443)), timeout).close()
+        except (OSError, ValueError) as error:  # the latter for what is no host or port
+            failures.append(getattr(error, "strerror", None) or str(error))
+        else:
+            failures.append("")
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return failures[0] if failures else f"no connection in {timeout:g} s"
 
 
 def _huggingface_hub(source: str) -> ModuleType:

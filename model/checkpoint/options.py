@@ -59,7 +59,7 @@ class CheckpointOptions:
             return read_preprocess(self.preprocess)
         if default is None:
             raise CheckpointError(
-                f"{where}: this format carries no preprocessing: set VIT_PREPROCESS to a JSON file "
+                f"{where}: carries no preprocessing: set VIT_PREPROCESS to a JSON file "
                 f"or to one of {', '.join(PREPROCESS_PRESETS)}"
             )
         return default
@@ -159,7 +159,9 @@ def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[s
     """
     labels: dict[int, str] = {}
     for key, label in mapping.items():
-        if not isinstance(label, str) or not key.isascii() or not key.isdigit() or len(key) > 9:
+        if not isinstance(label, str):
+            raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes")
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
             raise CheckpointError(f"{where}: {key!r}: {label!r}: expected a class index and its label")
         labels[int(key)] = label
     if len(labels) != len(mapping) or sorted(labels) != list(range(classes)):

@@ -18,6 +18,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
+from model.checkpoint.state_dict_names import check_names
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
 from model.config import PreprocessConfig, ViTConfig
@@ -46,10 +47,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert isinstance(files, SingleFile)
     where = files.place
     tensors = dict(files.tensors())
+    check_names(tensors, where)
     if options.architecture is None:
         raise CheckpointError(f"{where}: a plain state dict: set VIT_ARCHITECTURE, e.g. to vit_base_patch16_224")
-    if any(name.startswith(("vit.", "deit.", "dinov2", "beit.", "vision_model.")) for name in tensors):
-        raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
     name, given = parse_architecture(options.architecture)
     tensors = renamed({name: tensor for name, tensor in tensors.items() if name != _UNUSED}, _RENAMES)
     if "register_tokens" in tensors:
@@ -82,10 +82,12 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key in _INFERRED:
+        if key in _INFERRED:
             raise CheckpointError(
-                f"VIT_ARCHITECTURE {pair!r}: expected argument=value; {sorted(_INFERRED)} are inferred"
+                f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given: leave it out"
             )
+        if not equals:
+            raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: expected argument=value")
         try:
             given[key] = json.loads(value)
         except (ValueError, RecursionError):
@@ -119,8 +121,9 @@ def _config(name: str, given: dict[str, Any], stored: TensorSource, preprocess: 
         raise CheckpointError(f"{where}: head.weight has shape {list(head)}: expected [classes, width]")
     arguments["num_classes"] = head[0]
     with validating(where):
-        # A size that surely fits, to learn everything that does not depend on it.
-        probe = TimmArguments.model_validate(arguments | {"img_size": 1024}).vit_config()
+        # An image of one patch always fits, and tells everything that does not depend on the size.
+        fields = TimmArguments.model_validate(arguments | {"img_size": 1})
+        probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
 
     depth = len({n.split(".")[1] for n in stored.names if n.startswith("blocks.")})
     if depth != probe.depth:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,17 @@ from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
 PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin")
+
+_NESTED: Final = ("model", "state_dict", "model_state_dict", "module", "net")
+_WRAPPERS: Final = ("module.", "_orig_mod.")
+"""Of DistributedDataParallel and torch.compile, which wrap any model."""
+USUAL_PREFIXES: Final = (*_WRAPPERS, "model.", "backbone.", "net.", "network.", "encoder.")
+"""What training code puts before every name of a model that is a part of another, e.g. of a LightningModule."""
+
+_ADVICE: Final = (
+    "no code from a file is run here: where it was made, save the weights alone with "
+    "torch.save(model.state_dict(), FILE), or convert them to .safetensors"
+)
 
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
@@ -58,8 +70,8 @@ def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
 def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
     """Return the state dict of a file that `torch.save` wrote; no code in it is run.
 
-    A state dict may lie under `model`, `state_dict` or `model_state_dict` (as training scripts save
-    it), and its names may start with `module.` (DistributedDataParallel) or `_orig_mod.` (torch.compile).
+    A state dict may lie under the names of `_NESTED`, as training scripts save it, and its names may
+    start with those of `_WRAPPERS`.
 
     Raises:
         CheckpointError: no such file, damaged, holding more than tensors, or no state dict.
@@ -70,24 +82,28 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
         warnings.simplefilter("ignore", UserWarning)
         try:
             value = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            refused = _refused(error)
-            raise CheckpointError(f"{where}: refused, it is not plain tensors (weights_only): {refused}") from None
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            text = str(error)
+            if isinstance(error, RuntimeError) and "weights_only" not in text:
+                raise
+            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}; {_ADVICE}") from None
     return _state_dict(value, where)
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
-    """Return the line of torch's long message that names what was refused."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (named or lines or ["unreadable"])[0][:300]
+def _found(text: str) -> str:
+    """Return what a file holds instead of plain tensors, from torch's message, whose advice is to run its code."""
+    if "TorchScript" in text:
+        return "a TorchScript archive, which holds code"
+    named = re.search(r"GLOBAL ([\w.]{1,200})", text)
+    return f"it holds the Python object {named[1]}" if named else "damaged, or of a program other than torch"
 
 
 def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
-    for key in ("model", "state_dict", "model_state_dict"):
-        if isinstance(value, Mapping) and isinstance(value.get(key), Mapping):
-            value = value[key]
+    while isinstance(value, Mapping):
+        nested = next((value[key] for key in _NESTED if isinstance(value.get(key), Mapping)), None)
+        if nested is None:
             break
+        value = nested
     if not isinstance(value, Mapping) or not value:
         raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
     tensors: dict[str, Tensor] = {}
@@ -95,10 +111,20 @@ def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{where}: {name!r} holds a {type(tensor).__name__}, expected a tensor")
         tensors[name] = tensor.detach()
-    for prefix in ("module.", "_orig_mod."):
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+    return without_prefixes(tensors, _WRAPPERS)
+
+
+def without_prefixes(tensors: Mapping[str, Tensor], prefixes: Collection[str] = USUAL_PREFIXES) -> dict[str, Tensor]:
+    """Return tensors without the prefixes that all their names share, one within the other, as far as they are usual.
+
+    Args:
+        tensors: as a file names them.
+        prefixes: those that are taken away, each with its dot.
+    """
+    stripped = dict(tensors)
+    while prefix := next((p for p in prefixes if stripped and all(name.startswith(p) for name in stripped)), None):
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in stripped.items()}
+    return stripped
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:

@@ -64,6 +64,16 @@ class TimmArguments(BaseModel):
     distilled: bool = False
     stem_layers: tuple[int, ...] | None = None
 
+    @property
+    def stem(self) -> ResNetStem | None:
+        """The ResNet before the Transformer, or None where patches are cut from the image itself."""
+        return None if self.stem_layers is None else ResNetStem(layers=self.stem_layers)
+
+    @property
+    def patch_edge(self) -> int:
+        """Input pixels along a patch's edge."""
+        return self.patch_size * (1 if self.stem is None else self.stem.stride)
+
     def vit_config(self) -> ViTConfig:
         """Return the same architecture in this project's terms.
 
@@ -72,8 +82,7 @@ class TimmArguments(BaseModel):
         """
         pool = _POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
-        stem = None if self.stem_layers is None else ResNetStem(layers=self.stem_layers)
-        patch = self.patch_size * (1 if stem is None else stem.stride)
+        patch = self.patch_edge
         rows, columns = self.img_size
         hidden = int(self.embed_dim * self.mlp_ratio)
         return ViTConfig(
@@ -86,7 +95,7 @@ class TimmArguments(BaseModel):
             num_classes=self.num_classes,
             in_channels=self.in_chans,
             drop_remainder=bool(rows % patch or columns % patch),
-            stem=stem,
+            stem=self.stem,
             patch_bias=not self.pre_norm,
             position_embedding="learned" if self.pos_embed == "learn" else "none",
             position_prefix=not self.no_embed_class,

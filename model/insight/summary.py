@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -96,7 +97,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "preprocessing": f"{preprocess.resize} to {_by(preprocess.resize_size)}, {preprocess.interpolation}, "
         f"centre crop {_by(preprocess.size)}",
         "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
-        "labels": f"{len(checkpoint.labels):,}: {', '.join(checkpoint.labels[:3])}"
+        # Quoted, as the names of ImageNet's classes have commas themselves.
+        "labels": f"{len(checkpoint.labels):,}: {', '.join(map(_quoted, checkpoint.labels[:3]))}"
         + (", …" if len(checkpoint.labels) > 3 else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f", temperature {checkpoint.temperature:g}",
@@ -169,6 +171,10 @@ def _pooling(config: ViTConfig) -> str:
 
 def _by(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
+
+
+def _quoted(label: str) -> str:
+    return json.dumps(label, ensure_ascii=False)
 
 
 def _list(values: tuple[float, ...]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import httpx
 import numpy as np
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from model.evaluation.evaluate import Evaluation
     from model.evaluation.evaluation_set import EvaluationSet
 
+CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
+
 Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
 """Takes the count N of images and a function from number to image file; returns scores [N, K] in class order."""
 
@@ -30,7 +32,11 @@ Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve evaluate`."""
     parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="CIFAR-10's binary files, or one folder a class"
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder a class",
     )
     parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
     add_api_key_flag(parser)
@@ -52,6 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("card", "--card needs --robustness")
     if arguments.card is not None and not arguments.card.is_file():
         raise InputError("card", f"{arguments.card}: no such file")
+    if not arguments.data.is_dir():
+        raise InputError(
+            "data",
+            f"{arguments.data}: no such folder: give one folder of pictures a class, or CIFAR-10's .bin files; "
+            f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
+        )
     from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415  torch takes seconds to import
 
     pictures = open_evaluation_set(arguments.data)

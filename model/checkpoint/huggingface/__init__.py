@@ -1,4 +1,4 @@
-"""Hugging Face's layout: `config.json`, weights, `preprocessor_config.json`, as `save_pretrained` writes them.
+"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them.
 
 To add a family, write one module here that fills in a `Family` and add one row to `FAMILIES`. Names
 of tensors are those of the hub's files, whatever a version of transformers calls its modules in memory.
@@ -14,7 +14,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
 from model.checkpoint.huggingface.family import Family
-from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, read_preprocessor
+from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_preprocess
@@ -54,8 +54,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     with validating(where):
         # Everything that needs no weights is checked before they are fetched.
         family.vit_config(config, 1)
-    carried = None if options.preprocess else read_preprocessor(files.json(PREPROCESSOR_FILE), family, files)
-    preprocess = options.preprocess_or(carried, where)
+    carried = None if options.preprocess else carried_preprocess(files, family)
+    preprocess = options.preprocess_or(carried, f"{files.place}: neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}")
 
     unused = re.compile(family.unused).fullmatch
     stored = TensorSource(family.hub_names(files.tensors()), files.place, unused)
@@ -90,6 +90,12 @@ def _family(config: dict[str, Any], where: str) -> Family:
         raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
     name = classes[0]
     if name not in _BY_CLASS:
+        siblings = [known for known in _BY_CLASS if name.startswith(known.partition("For")[0])]
+        if siblings and "Classification" not in name:
+            headed = max(siblings, key=lambda known: len(known.partition("For")[0]))
+            raise CheckpointError(
+                f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
+            )
         raise CheckpointError(f"{where}: architecture {name!r:.100} is not one of {', '.join(_BY_CLASS)}")
     family = _BY_CLASS[name]
     if config.get("model_type") != family.model_type:

@@ -1,4 +1,4 @@
-"""`preprocessor_config.json`, as transformers' PIL image processors read it (image_processing_backends.py).
+"""An image processor's JSON, as transformers' PIL image processors read it (image_processing_backends.py).
 
 What a file leaves open is the attribute of the class that it names, where the attribute says what is
 done; only where no file names a class is it that of the model's own family. Numbers (size, mean, std,
@@ -17,6 +17,8 @@ from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
+PROCESSOR_FILE: Final = "processor_config.json"
+"""Of a processor with several parts; transformers 5 writes its image processor nowhere else."""
 
 _RESAMPLING: Final = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
 """PIL.Image.Resampling, by the numbers that the files hold."""
@@ -43,13 +45,32 @@ _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil",
 _CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES}
 
 
-def read_preprocessor(json: dict[str, Any], family: Family, files: Files) -> PreprocessConfig:
-    """Return the preprocessing that a `preprocessor_config.json` describes.
+def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
+    """Return the preprocessing that a folder carries, or None where no file describes one.
+
+    An image processor within `processor_config.json` is preferred to `preprocessor_config.json`, as
+    transformers prefers it (image_processing_base.py).
+
+    Raises:
+        CheckpointError: as `read_preprocessor`.
+    """
+    if files.path(PROCESSOR_FILE) is not None:
+        nested = files.json(PROCESSOR_FILE).get("image_processor")
+        if isinstance(nested, dict):
+            return read_preprocessor(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
+        if nested is not None:
+            raise CheckpointError(f"{files.where(PROCESSOR_FILE)}: image_processor: expected an object")
+    if files.path(PREPROCESSOR_FILE) is None:
+        return None
+    return read_preprocessor(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
+
+
+def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> PreprocessConfig:
+    """Return the preprocessing that an image processor's JSON describes; `where` is what messages call it.
 
     Raises:
         CheckpointError: a processor or step that is not read here, or a number that is missing.
     """
-    where = files.where(PREPROCESSOR_FILE)
     named = (
         json.get("image_processor_type"),
         json.get("feature_extractor_type"),

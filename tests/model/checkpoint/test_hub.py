@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from model.checkpoint import load_checkpoint, native
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError
-from model.network.vit import VisionTransformer
+from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load, write_native
 
-http = pytest.importorskip("huggingface_hub.utils._http", reason="the extra 'hub' is not installed")
-constants = pytest.importorskip("huggingface_hub.constants", reason="the extra 'hub' is not installed")
-
-MAIN = "a" * 40
-OLD = "b" * 40
+pytest.importorskip("huggingface_hub", reason="the extra 'hub' is not installed")
 
 SCRIPT = """
 import json, sys
@@ -40,114 +26,6 @@ except CheckpointError as error:
     print(json.dumps({"error": str(error)}))
 """
 """For a process of its own: the client reads its settings from the environment when it is imported."""
-
-
-def write_native(folder: Path, labels: tuple[str, ...]) -> None:
-    config = ViTConfig(
-        image_size=(16, 16), patch_size=8, width=16, depth=1, heads=2, mlp_width=32, num_classes=len(labels)
-    )
-    model = VisionTransformer(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    preprocess = PreprocessConfig(
-        size=(16, 16),
-        resize="squash",
-        resize_size=(16, 16),
-        interpolation="bilinear",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    checkpoint = Checkpoint("tiny", "here", "vitserve", "tiny", config, preprocess, labels, model.state_dict())
-    native.write(folder, checkpoint)
-
-
-@dataclass
-class Hub:
-    """Repositories by name and commit, and what was asked for."""
-
-    repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=lambda: {"main": MAIN, "v1": OLD})
-    gated: set[str] = field(default_factory=set)
-    token: str | None = None
-    broken: set[str] = field(default_factory=set)
-    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    endpoint: str = ""
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def refuse(self, status: int, code: str, message: str) -> None:
-            self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("X-Error-Message", message)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
-
-        def do_GET(self) -> None:
-            self.answer(body=True)
-
-        def answer(self, *, body: bool) -> None:  # noqa: PLR0911 - one answer a case
-            authorization = self.headers.get("Authorization")
-            hub.requests.append((self.command, self.path, authorization))
-            parts = self.path.strip("/").split("/")
-            # owner/name/resolve/revision/file
-            if len(parts) < 5 or parts[2] != "resolve":
-                return self.refuse(404, "EntryNotFound", "no such page")
-            repository, revision, name = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
-            if repository not in hub.repositories:
-                # The hub does not tell strangers which repositories exist.
-                return self.refuse(401, "RepoNotFound", "Repository not found")
-            if repository in hub.gated and authorization != f"Bearer {hub.token}":
-                return self.refuse(401, "GatedRepo", "Access to this repository is restricted")
-            if repository in hub.broken:
-                return self.refuse(500, "ServerError", "internal error")
-            commit = hub.branches.get(revision, revision)
-            folder = hub.repositories[repository].get(commit)
-            if folder is None:
-                return self.refuse(404, "RevisionNotFound", "Revision not found")
-            file = folder / name
-            if not file.is_file():
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
-                self.send_header("X-Repo-Commit", commit)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return None
-            data = file.read_bytes()
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if body:
-                self.wfile.write(data)
-            return None
-
-    return Handler
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    hub = Hub()
-    for commit, labels in ((MAIN, ("new", "other")), (OLD, ("old", "other"))):
-        folder = tmp_path / commit
-        write_native(folder, labels)
-        hub.repositories.setdefault("owner/name", {})[commit] = folder
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(hub))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    yield hub
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def load_in_process(source: str, home: Path, **environment: str) -> dict[str, Any]:
@@ -175,40 +53,6 @@ def load_in_process(source: str, home: Path, **environment: str) -> dict[str, An
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert "\n" not in answer.get("error", "")
     return answer
-
-
-@pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Reads an id in this process, as the client would in one with these settings from its start."""
-
-    def load(source: str, hub: Hub | None, *, offline: bool = False, token: str | None = None) -> dict[str, Any]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("NO_PROXY", "*")
-        endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        # It waits between its attempts.
-        monkeypatch.setattr(http.time, "sleep", lambda _: None)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        if token is None:
-            monkeypatch.delenv("HF_TOKEN", raising=False)
-        else:
-            monkeypatch.setenv("HF_TOKEN", token)
-        try:
-            checkpoint = load_checkpoint(source)
-        except CheckpointError as error:
-            assert "\n" not in str(error)
-            return {"error": str(error)}
-        checkpoint.build()
-        return {"labels": list(checkpoint.labels), "revision": checkpoint.revision}
-
-    return load
-
-
-Load = Callable[..., dict[str, Any]]
 
 
 def test_the_clients_own_environment_variables_apply(hub: Hub, tmp_path: Path) -> None:

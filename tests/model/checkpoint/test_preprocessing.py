@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from model.checkpoint.files import Folder
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.family import Family
-from model.checkpoint.huggingface.preprocessor import read_preprocessor
+from model.checkpoint.huggingface.preprocessor import carried_preprocess, read_preprocessor
 from model.checkpoint.timm import _preprocess
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
@@ -102,8 +102,9 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
     name, family, options = PROCESSORS[case]
     processor = getattr(transformers(), name)(**options)
     processor.save_pretrained(folder)
-    saved = json.loads((folder / "preprocessor_config.json").read_text())
-    return read_preprocessor(saved, BY_CLASS[family], Folder(folder, str(folder))), resized_by(processor)
+    config = carried_preprocess(Folder(folder, str(folder)), BY_CLASS[family])
+    assert config is not None
+    return config, resized_by(processor)
 
 
 def resized_by(processor: Any) -> Any:
@@ -150,14 +151,20 @@ def assert_read_as_by_transformers(file: dict[str, Any], family: Family, folder:
     model_type = family.model_type.removesuffix("_with_registers")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | config))
     (folder / "preprocessor_config.json").write_text(json.dumps(file))
+    assert_carried_as_by_transformers(family, folder)
+
+
+def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
+    """The same for the files that already lie in a folder, whichever of them transformers reads."""
     processor = transformers().AutoImageProcessor.from_pretrained(folder, backend="pil")
     reference = resized_by(processor)
     wide, tall = generated()[:2]
     if reference(upright(wide)).shape != reference(upright(tall)).shape:
         with pytest.raises(CheckpointError, match="no one input size"):
-            read_preprocessor(file, family, Folder(folder, str(folder)))
+            carried_preprocess(Folder(folder, str(folder)), family)
         return
-    read = read_preprocessor(file, family, Folder(folder, str(folder)))
+    read = carried_preprocess(Folder(folder, str(folder)), family)
+    assert read is not None
     assert max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
     assert (read.mean, read.std) == (processor.image_mean, processor.image_std)
 
@@ -207,7 +214,7 @@ def test_a_class_may_be_named_in_the_models_config(tmp_path: Path) -> None:
 def test_feature_extractors_that_transformers_5_no_longer_has_are_their_image_processors(tmp_path: Path) -> None:
     def read(name: str) -> PreprocessConfig:
         file = NUMBERS | {"size": 96, "image_processor_type": name}
-        return read_preprocessor(file, BY_CLASS["ViTForImageClassification"], Folder(tmp_path, str(tmp_path)))
+        return read_preprocessor(file, BY_CLASS["ViTForImageClassification"], Folder(tmp_path, str(tmp_path)), "here")
 
     assert read("CLIPFeatureExtractor") == read("CLIPImageProcessor") != read("ViTImageProcessor")
 
@@ -218,7 +225,41 @@ def test_a_crop_without_height_and_width_is_refused_as_by_transformers(tmp_path:
     with pytest.raises((ValueError, AttributeError)):
         resized_by(transformers().CLIPImageProcessorPil(**file))(upright(generated()[0]))
     with pytest.raises(CheckpointError, match="crop_size is a shortest_edge: expected a number, or height and width"):
-        read_preprocessor(file, BY_CLASS["CLIPForImageClassification"], Folder(tmp_path, str(tmp_path)))
+        read_preprocessor(file, BY_CLASS["CLIPForImageClassification"], Folder(tmp_path, str(tmp_path)), "here")
+
+
+NESTED: dict[str, dict[str, Any]] = {
+    "nested alone": {"processor_config.json": {"image_processor": NUMBERS | {"size": 96}}},
+    "nested beside the other file": {
+        "processor_config.json": {"processor_class": "CLIPProcessor", "image_processor": NUMBERS | {"size": 96}},
+        "preprocessor_config.json": NUMBERS | {"size": 90, "crop_size": 70, "image_mean": [0.5, 0.5, 0.5]},
+    },
+    "nothing nested": {
+        "processor_config.json": {"processor_class": "CLIPProcessor"},
+        "preprocessor_config.json": NUMBERS | {"size": 96},
+    },
+    "null nested": {
+        "processor_config.json": {"image_processor": None},
+        "preprocessor_config.json": NUMBERS | {"size": 96},
+    },
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_the_image_processor_within_another_is_preferred_as_by_transformers(case: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    for name, content in NESTED[case].items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert_carried_as_by_transformers(BY_CLASS["CLIPForImageClassification"], tmp_path)
+
+
+def test_a_step_that_is_wrong_within_another_processor_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": NUMBERS}))
+    with pytest.raises(CheckpointError, match=r"processor_config\.json: image_processor: size is missing"):
+        carried_preprocess(Folder(tmp_path, str(tmp_path)), BY_CLASS["CLIPForImageClassification"])
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "CLIP"}))
+    with pytest.raises(CheckpointError, match="image_processor: expected an object"):
+        carried_preprocess(Folder(tmp_path, str(tmp_path)), BY_CLASS["CLIPForImageClassification"])
 
 
 @pytest.mark.parametrize("case", CROPS)

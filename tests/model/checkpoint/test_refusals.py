@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from tests.model.checkpoint.folders import FOLDERS, edit, edit_tensors, huggingface_folder, native_folder, refusal
 
 
@@ -131,7 +131,22 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ("timm", "config.json", "pretrained_cfg.std", [0, 1, 1], "std"),
         ("timm", "config.json", "pretrained_cfg.mean", [0.5], "mean"),
         ("timm", "config.json", "pretrained_cfg.input_size", [3, 10**9, 10**9], "disagrees with img_size"),
-        ("huggingface", "config.json", "architectures", ["ViTModel"], "'ViTModel' is not one of"),
+        (
+            *("huggingface", "config.json", "architectures", ["ViTModel"]),
+            "'ViTModel' has no classification head: fine-tune it as ViTForImageClassification",
+        ),
+        (
+            *("huggingface", "config.json", "architectures", ["Dinov2WithRegistersModel"]),
+            "has no classification head: fine-tune it as Dinov2WithRegistersForImageClassification",
+        ),
+        (
+            *("huggingface", "config.json", "architectures", ["CLIPModel"]),
+            "has no classification head: fine-tune it as CLIPForImageClassification",
+        ),
+        (
+            *("huggingface", "config.json", "architectures", ["ViTHybridForImageClassification"]),
+            "is not one of ViTForImageClassification",
+        ),
         ("huggingface", "config.json", "architectures", ["BertModel"], "'BertModel' is not one of"),
         ("huggingface", "config.json", "model_type", "swin", "model_type"),
         ("huggingface", "config.json", "hidden_act", "mish", "activation 'mish'"),
@@ -143,6 +158,15 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ("huggingface", "config.json", "image_size", 32, "has shape"),
         ("huggingface", "config.json", "id2label", {"0": "a"}, "expected one for each of 0...2"),
         ("huggingface", "config.json", "id2label", {"0": "a", "1": "b", "9": "c"}, "expected one for each of 0...2"),
+        (
+            *("huggingface", "config.json", "id2label", {"0": 7, "1": 8, "2": 9}),
+            "id2label: '0': 7: a label must be text, in quotes",
+        ),
+        (
+            *("huggingface", "config.json", "id2label", {"0": "a", "1": None, "2": "c"}),
+            "id2label: '1': None: a label must be text, in quotes",
+        ),
+        ("huggingface", "config.json", "id2label", {"a": "0", "b": "1", "c": "2"}, "'a': '0': expected a class index"),
         ("huggingface", "preprocessor_config.json", "image_processor_type", "DetrImageProcessor", "is not read"),
         ("huggingface", "preprocessor_config.json", "rescale_factor", 0.1, "rescale_factor"),
         ("huggingface", "preprocessor_config.json", "do_resize", False, "do_resize"),
@@ -199,6 +223,15 @@ def test_a_config_that_is_no_json_object_is_refused(kind: str, text: str, tmp_pa
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: has no config.json"
+
+
+def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    message = refusal(folder)
+    assert "neither preprocessor_config.json nor processor_config.json" in message
+    assert "VIT_PREPROCESS" in message
+    assert all(preset in message for preset in PREPROCESS_PRESETS)
 
 
 def test_nothing_at_all_is_refused(tmp_path: Path) -> None:

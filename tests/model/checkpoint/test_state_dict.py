@@ -33,6 +33,13 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "timm": ("vit_tiny_patch16_224", {}, lambda s: s),
     "wrapped": ("vit_tiny_patch16_224", {}, lambda s: {"model": s, "epoch": 3}),
     "data-parallel": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}}),
+    "nested": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {"model": s}, "epoch": 3}),
+    "lightning": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"model.{n}": t for n, t in s.items()}}),
+    "prefixes": (
+        "vit_tiny_patch16_224",
+        {},
+        lambda s: {f"_orig_mod.module.backbone.{n}": t for n, t in s.items()},
+    ),
     "distilled": ("deit_tiny_distilled_patch16_224", {}, lambda s: s),
     "deit3-gamma": (
         "deit3_small_patch16_224",
@@ -51,7 +58,13 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "suffix"), [*((case, ".pth") for case in STATE), ("timm", ".safetensors"), ("half", ".safetensors")]
+    ("case", "suffix"),
+    [
+        *((case, ".pth") for case in STATE),
+        ("timm", ".safetensors"),
+        ("half", ".safetensors"),
+        ("prefixes", ".safetensors"),
+    ],
 )
 def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     architecture, options, change = STATE[case]
@@ -77,6 +90,50 @@ def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     assert_same_logits(checkpoint, model, f"state dict {case}")
 
 
+SMALL_VIT = {
+    "cls_token": (1, 1, 4),
+    "patch_embed.proj.weight": (4, 3, 2, 2),
+    "blocks.0.norm1.weight": (4,),
+    "head.weight": (2, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({f"vit_part.{n}": s for n, s in SMALL_VIT.items()}, "all begin with 'vit_part.': save .* without this prefix"),
+        (
+            {f"backbone.{n}": s for n, s in SMALL_VIT.items()} | {"classifier.weight": (2, 4)},
+            "a ViT's names begin with 'backbone.', 'classifier.weight' does not",
+        ),
+        (
+            {"conv1.weight": (4, 3, 7, 7), "bn1.weight": (4,), "layer1.0.conv1.weight": (4, 4, 3, 3)},
+            "a convolutional network's names, with 2 convolutions such as 'conv1.weight', 'bn1.weight', "
+            "'layer1.0.conv1.weight': not a ViT that is read",
+        ),
+        (
+            {"pos_embedding": (1, 5, 4), "cls_token": (1, 1, 4), "to_patch_embedding.1.weight": (12,)}
+            | {"transformer.layers.0.0.norm.weight": (4,), "mlp_head.weight": (2, 4)},
+            "names such as 'pos_embedding', 'cls_token', 'to_patch_embedding.1.weight', .*: not a ViT that is read",
+        ),
+        (
+            {"patch_embed.proj.weight": (4, 3, 2, 2), "layers.0.blocks.0.norm1.weight": (4,), "head.weight": (2, 4)},
+            "not a ViT that is read, whose names are timm's",
+        ),
+        ({n: s for n, s in SMALL_VIT.items() if n != "head.weight"}, "without a classification head"),
+    ],
+    ids=["a prefix", "a part of a model", "ResNet", "vit-pytorch", "Swin", "no head"],
+)
+@pytest.mark.parametrize("architecture", [None, "vit_tiny_patch16_224"])
+def test_names_that_are_not_a_vits_are_described(
+    shapes: dict[str, tuple[int, ...]], message: str, architecture: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(file), architecture=architecture)
+
+
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     model = (
         timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
@@ -98,6 +155,24 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
         labels="numbers",
     )
     assert_same_logits(checkpoint, model, "state dict dinov2 registers swiglu")
+
+
+@pytest.mark.parametrize("patch", [1, 2, 3, 4])
+def test_small_patches_as_models_trained_on_cifar_have_them(patch: int, tmp_path: Path) -> None:
+    edge = 8 * patch
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3, "patch_size": patch}
+    model = timm().create_model("vit_tiny_patch16_224", img_size=edge, num_classes=10, **small).eval()
+    randomise(model)
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    checkpoint = load_checkpoint(
+        str(file),
+        architecture=",".join(["vit_tiny_patch16_224", *(f"{key}={value}" for key, value in small.items())]),
+        preprocess=preprocess_file(tmp_path, edge, edge),
+        labels="numbers",
+    )
+    assert checkpoint.config.grid == (8, 8)
+    assert_same_logits(checkpoint, model, f"state dict patch {patch}")
 
 
 def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
@@ -128,7 +203,8 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
         ("vit_tiny_patch16_224,global_pool=avg", "missing key 'fc_norm.bias'"),
         ("vit_tiny_patch16_224,qk_norm=true", "missing key"),
         ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
-        ("vit_tiny_patch16_224,img_size=32", "inferred"),
+        ("vit_tiny_patch16_224,img_size=32", "'img_size=32': img_size is read from the file and need not be given"),
+        ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
 def test_an_architecture_that_the_tensors_contradict_is_refused(

@@ -105,3 +105,11 @@ def test_flags_that_do_not_work_are_one_line(
     assert code == 1
     assert message in err
     assert out == ""
+
+
+def test_data_that_are_not_there_are_told_where_to_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "evaluate", "--data", tmp_path / "nothing")
+    assert code == 1
+    assert error.startswith(f"vitserve: {tmp_path / 'nothing'}: no such folder")
+    assert "the binary version at https://www.cs.toronto.edu/~kriz/cifar.html" in error
+    assert error.count("\n") == 1

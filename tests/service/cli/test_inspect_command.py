@@ -92,3 +92,11 @@ def test_what_cannot_be_drawn_is_one_line(
     lines = [line for line in err.splitlines() if "left out" not in line]
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_labels_with_commas_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = ("tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", "hen")
+    code, out, _ = run(capsys, "inspect", write_checkpoint(tmp_path / "m", labels))
+    assert code == 0
+    row = next(line for line in out.splitlines() if line.startswith("labels"))
+    assert row.split(maxsplit=1)[1] == '4: "tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", …'

@@ -1,0 +1,74 @@
+"""Hub ids without a network, and folders' names that only look like hub ids."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint import hub as hub_module
+from tests.model.checkpoint.folders import huggingface_folder
+from tests.model.checkpoint.local_hub import MAIN, Hub, Load, write_native
+
+
+def test_without_a_network_the_client_neither_retries_nor_writes(
+    load: Load, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = logging.getLogger("huggingface_hub")  # it does not propagate to the root
+    client.addHandler(caplog.handler)
+    request.addfinalizer(lambda: client.removeHandler(caplog.handler))
+    waits: list[float] = []
+    error = load("owner/name", None, wait=waits.append)["error"]
+    assert error.startswith("owner/name: no such folder here")
+    assert waits == []
+    assert caplog.messages == []
+
+
+def test_a_name_whose_resolution_hangs_is_not_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def hang(*_: object) -> None:
+        ended.wait()
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub_module, "_CONNECT_TIMEOUT", 0.01)
+    monkeypatch.setattr("socket.create_connection", hang)
+    try:
+        assert "cannot be reached: no connection in 0.01 s" in load("owner/name", None)["error"]
+    finally:
+        ended.set()
+
+
+def test_a_proxy_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    assert hub_module.unreachable("https://hub.invalid", 1.0) == ""
+
+
+def test_a_cached_folder_of_transformers_is_read_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
+    hub.repositories["owner/vit"] = {MAIN: huggingface_folder(tmp_path / "vit")}
+    assert load("owner/vit", hub)["labels"] == ["a", "b", "c"]
+    assert load("owner/vit", None)["labels"] == ["a", "b", "c"]
+
+
+def test_weights_that_are_not_cached_are_missed_by_saying_that_the_hub_is_not_reached(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
+    load("owner/name", hub)
+    for weights in (tmp_path / "cache").rglob("model.safetensors"):
+        weights.unlink()
+    assert "(from the cache: the hub cannot be reached" in load("owner/name", None)["error"]
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:
+    write_native(tmp_path / "models" / "my-vit", ("local", "other"))
+    error = load("models/my-vti", hub)["error"]
+    assert "no such folder or file; did you mean models/my-vit?" in error
+    assert hub.requests == []
+    write_native(tmp_path / "models" / "vit-base-patch16-224", ("local", "other"))
+    assert "no such repository" in load("models/vit-base-patch16-384@main", hub)["error"]
+    assert "no such repository" in load("models/resnet", hub)["error"]
+    assert "did you mean" in load("./models/my-vti", hub)["error"]
