@@ -18,7 +18,7 @@ from service.web.lifecycle import Lifecycle
 from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContextMiddleware
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
-from tests.service.web.exchange import Exchange
+from tests.service.web.http_communicator import HttpCommunicator
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -104,7 +104,7 @@ async def test_without_keys_everything_is_open() -> None:
 @on_a_loop
 async def test_a_key_may_hold_any_character() -> None:
     service = app(api_keys="schlüssel")
-    exchange = service.exchange("GET", "/model")
+    exchange = service.communicator("GET", "/model")
     exchange.scope["headers"].append((b"authorization", "Bearer schlüssel".encode()))
     assert (await exchange.run()).status == 200
 
@@ -177,7 +177,7 @@ async def test_without_origins_there_is_no_cors() -> None:
 async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_read_away() -> None:
     service = app(max_upload_bytes=100)
     headers = {"content-type": "image/png", "content-length": "1000"}
-    exchange = service.exchange("POST", "/classify", headers=headers, body=None)
+    exchange = service.communicator("POST", "/classify", headers=headers, body=None)
     running = exchange.start()
     while len(exchange.sent) < 2:
         await asyncio.sleep(0)
@@ -205,7 +205,7 @@ async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_re
 async def test_reading_away_has_its_limits(limits: LingerLimits, chunks: int, received: int) -> None:
     refusal = Response(status_code=404)
     layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle(), linger=limits)
-    exchange = Exchange(layer, "POST", "/nope", body=None)
+    exchange = HttpCommunicator(layer, "POST", "/nope", body=None)
     for _ in range(chunks):
         exchange.feed(b"xxxxx")
     await exchange.run()
@@ -215,7 +215,7 @@ async def test_reading_away_has_its_limits(limits: LingerLimits, chunks: int, re
 
 @on_a_loop
 async def test_a_caller_that_leaves_after_a_refusal_is_let_go() -> None:
-    exchange = app().exchange("POST", "/nope", body=None)
+    exchange = app().communicator("POST", "/nope", body=None)
     exchange.disconnect()
     assert (await exchange.run()).status == 404
 
@@ -232,7 +232,7 @@ async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
     service = app()
     for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
         headers = {"content-type": content_type, "x-request-id": "mine"}
-        exchange = service.exchange("POST", path, headers=headers, body=None)
+        exchange = service.communicator("POST", path, headers=headers, body=None)
         exchange.scope[BROKEN_FRAMING] = "Invalid HTTP request received."
         exchange.feed(png(1)[:10], more=False)
         exchange.disconnect()

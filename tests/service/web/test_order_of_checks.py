@@ -80,7 +80,7 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
         body = draft.body()
         if not chunked:
             headers["content-length"] = str(draft.declared or len(body))
-        exchange = service.exchange(
+        exchange = service.communicator(
             draft.method, draft.path, query=draft.query, headers=headers, body=None if chunked else body
         )
         if chunked:

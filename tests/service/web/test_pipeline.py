@@ -19,7 +19,7 @@ from tests.service.web.apps import Clock, app, form, pipeline_of, settle, until
 async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
     clock = Clock()
     service = app(clock, request_timeout=10)
-    exchange = service.exchange("POST", path, headers={"content-type": "image/png"}, body=None)
+    exchange = service.communicator("POST", path, headers={"content-type": "image/png"}, body=None)
     running = exchange.start()
     await until(lambda: exchange.received == 1)
     clock.now += 4  # a slow body
@@ -31,7 +31,7 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
 @on_a_loop
 async def test_a_body_that_does_not_arrive_in_time_is_408_and_frees_its_place() -> None:
     service = app(request_timeout=0.05, queue_size=1)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     exchange.feed(png(1)[:10])
     running = exchange.start()
     await until(lambda: exchange.answered)
@@ -51,7 +51,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = exchange.start()
     await until(lambda: pool._work_queue.qsize() == 1)
     clock.now += 10
@@ -65,7 +65,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
 @on_a_loop
 async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
     service = app(queue_size=1)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     exchange.feed(png(1)[:10])
     running = exchange.start()
     await until(lambda: exchange.received == 2)
@@ -83,7 +83,7 @@ async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
 async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = exchange.start()
     await until(lambda: service.engine.waiting == 1)
     assert service.metric("vit_inflight_requests") == 1
@@ -100,7 +100,7 @@ async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_
 async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> None:
     service = app(queue_size=5)
     service.engine.gate.clear()
-    exchange = service.exchange("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
+    exchange = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
     running = exchange.start()
     await until(lambda: service.engine.waiting == 5)
     exchange.disconnect()
@@ -120,7 +120,7 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 
     monkeypatch.setattr(pipeline, "preprocess", slow)
     service = app(queue_size=2)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = exchange.start()
     assert await asyncio.to_thread(decoding.wait, PATIENCE)
     exchange.disconnect()
@@ -142,7 +142,7 @@ async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = exchange.start()
     await until(lambda: pool._work_queue.qsize() == 1)
     exchange.disconnect()
@@ -170,7 +170,7 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
     monkeypatch.setattr(pipeline, "preprocess", decode)
     service = app(queue_size=2, decode_threads=2)
     service.engine.error = KeyError("a defect")
-    exchange = service.exchange("POST", "/classify/batch", **form(png(1), png(2)))
+    exchange = service.communicator("POST", "/classify/batch", **form(png(1), png(2)))
     running = exchange.start()
     await until(lambda: service.engine.timeouts != [])
     await settle()

@@ -83,7 +83,7 @@ async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str
 @on_a_loop
 async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other() -> None:
     service = app()
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
+    exchange = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
     exchange.scope["query_string"] = b"top_k=\xff"
     await exchange.run()
     assert (exchange.status, exchange.code) == (422, "invalid_parameter")
