@@ -47,7 +47,7 @@ class Architecture(_Table):
 
 
 class Initialisation(_Table):
-    """How the weights are initialised."""
+    """Options for the initialisation of the weights."""
 
     positions: Literal["random", "sincos"] = "sincos"
     """`sincos`: the position embeddings start at a 2D sine-cosine code and are learned from there."""
