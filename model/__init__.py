@@ -1,1 +1,1 @@
-"""All that is true of a Vision Transformer without a server."""
+"""Vision Transformers without a server."""

@@ -43,12 +43,12 @@ class ResNetStem(_Frozen):
 
     @property
     def channels(self) -> int:
-        """Channels of the output."""
+        """Return the number of channels of the output."""
         return 64 if not self.layers else 256 * 2 ** (len(self.layers) - 1)
 
     @property
     def stride(self) -> int:
-        """Input pixels along each axis for one output pixel."""
+        """Return the number of input pixels along each axis for one output pixel."""
         return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
@@ -165,27 +165,27 @@ class ViTConfig(_Frozen):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of patches."""
+        """Return (rows, columns) of patches."""
         return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the patches, which an attention map leaves out."""
+        """Return the number of tokens before the patches, which an attention map leaves out."""
         return int(self.class_token) + int(self.distillation_token) + self.registers
 
     @property
     def tokens(self) -> int:
-        """Sequence length N: the prefix tokens and the patches."""
+        """Return the sequence length N: the prefix tokens and the patches."""
         return self.prefix_tokens + math.prod(self.grid)
 
     @property
     def position_tokens(self) -> int:
-        """Entries of the position embedding."""
+        """Return the number of entries of the position embedding."""
         return self.tokens if self.position_prefix else math.prod(self.grid)
 
     @property
     def attention_source(self) -> AttentionSource:
-        """The query whose attention a map of the last layer shows.
+        """Return the query whose attention a map of the last layer shows.
 
         It is the CLS token's where the head reads that, else the mean over all patch queries; with
         attention pooling it is the pooling query's (earlier layers then show the mean over patch queries).
@@ -196,7 +196,7 @@ class ViTConfig(_Frozen):
 
 
 class PreprocessConfig(_Frozen):
-    """How an upright RGB picture of any size becomes the model's input.
+    """Preprocessing of an upright RGB picture of any size into the model's input.
 
     The picture is resized to `resize_size` and its centre of `size` is cut out:
 

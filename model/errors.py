@@ -1,4 +1,4 @@
-"""What can go wrong below the server, as types. They know neither HTTP nor exit codes.
+"""The errors below the server, as types. They know neither HTTP nor exit codes.
 
     VitError
       ImageError                the picture cannot be used: its sender's fault

@@ -41,7 +41,7 @@ def parse_layer(layer: int | None, depth: int) -> int:
 
 
 def parse_head(head: str | None, heads: int) -> Head:
-    """Return how heads are combined (None is `mean`), or one head's number.
+    """Return the way to combine heads (None is `mean`), or one head's number.
 
     Raises:
         InputError: a model of `heads` heads has no such head.
@@ -57,7 +57,7 @@ def parse_head(head: str | None, heads: int) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """Where the model looked in one image.
+    """The attention map of one image.
 
     Attributes:
         values: float32 [grid rows, grid columns], summing to 1.

@@ -1,1 +1,1 @@
-"""The HTTP service around a model: one request's way, in order."""
+"""The HTTP service around a model, and the path of a request through it."""

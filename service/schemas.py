@@ -25,7 +25,7 @@ class Prediction(BaseModel):
 
 
 class Attention(BaseModel):
-    """Where the model looked."""
+    """The attention map of a picture."""
 
     url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
     grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]

@@ -1,4 +1,4 @@
-"""What a program that calls the service imports: `from vitserve.client import Client`."""
+"""The package that programs import to call the service: `from vitserve.client import Client`."""
 
 from __future__ import annotations
 

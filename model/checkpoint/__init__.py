@@ -30,7 +30,7 @@ class Reader(Protocol):
 
     @property
     def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
-        """Name of the format."""
+        """Return the name of the format."""
 
     def recognises(self, files: Files) -> bool:
         """Return whether the files are of this format."""

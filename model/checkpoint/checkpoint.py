@@ -1,4 +1,4 @@
-"""A checkpoint in memory, whatever format it came from, and the strict way from it to a model."""
+"""The checkpoint in memory, whatever format it came from, and its strict conversion to a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model.network.vit import VisionTransformer, meta_model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything the service needs to know of a model.
+    """A model's architecture, weights and everything else that serving it needs.
 
     Attributes:
         name: what answers, metrics and /model call it.

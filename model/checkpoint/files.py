@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint are opened by name: a folder or a single file; `hub` has a repository."""
+"""Local sources of a checkpoint's parts: a folder or a single file; `hub` has a repository."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_JSON_BYTES: Final = 64 << 20
 
 
 class Files(ABC):
-    """Where a checkpoint's parts are opened by name.
+    """A source that opens a checkpoint's parts by name.
 
     Attributes:
         source: as the operator wrote it.
@@ -47,7 +47,7 @@ class Files(ABC):
         """
 
     def where(self, name: str) -> str:
-        """Return what messages call the part `name`."""
+        """Return the name of the part `name` in messages."""
         return f"{self.place}/{name}"
 
     def required(self, name: str) -> Path:
@@ -66,7 +66,7 @@ class Files(ABC):
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """`config.json`, or None where there is none."""
+        """Return `config.json`, or None where there is none."""
         return self.json(CONFIG_FILE) if self.path(CONFIG_FILE) is not None else None
 
     def tensors(self) -> Mapping[str, Tensor]:

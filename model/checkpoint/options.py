@@ -1,4 +1,4 @@
-"""What the operator says beside the checkpoint: input size, and the preprocessing and labels that some files lack."""
+"""The operator's options for a checkpoint: input size, and the preprocessing and labels that some files lack."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What the operator may say beside the checkpoint.
+    """Options of the operator that complete or override a checkpoint.
 
     Attributes:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
@@ -85,7 +85,7 @@ class CheckpointOptions:
         """Return preprocessing, labels and notes for a file that carries neither.
 
         Args:
-            file: its name is told in the notes.
+            file: its name appears in the notes.
             preset: the published preprocessing of the released ImageNet-1k file that this is; None for others.
             classes: how many the model has.
 

@@ -1,4 +1,4 @@
-"""From what libraries raise on a bad file to a `CheckpointError`: one line that names the file and the thing."""
+"""Conversion of libraries' errors on a bad file to a `CheckpointError`: one line that names file and cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.errors import CheckpointError, first_problem
 
 @contextmanager
 def reading(where: str, refusal: str, *malformed: type[Exception]) -> Iterator[None]:
-    """Turn what goes wrong while a file is read into a CheckpointError.
+    """Turn errors that are raised while a file is read into a CheckpointError.
 
     Args:
         where: what messages call the file.

@@ -1,4 +1,4 @@
-"""An architecture, its positions and its preprocessing for another input size."""
+"""Conversion of an architecture, its position embeddings and its preprocessing to another input size."""
 
 from __future__ import annotations
 

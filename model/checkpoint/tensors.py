@@ -1,4 +1,4 @@
-"""From tensors as a file names them to tensors as the model names them, each checked before it is used."""
+"""Renaming of a file's tensors to the model's names, each checked before it is used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TensorSource:
 
     @property
     def names(self) -> Iterable[str]:
-        """Names that were not taken yet."""
+        """Return the names that were not taken yet."""
         return self._left.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class TensorSource:
         return as_float32(self._left.pop(name), name, self.where)
 
     def finish(self) -> None:
-        """Refuse what nobody took.
+        """Refuse tensors that nobody took.
 
         Raises:
             CheckpointError: names the first tensor that is left.

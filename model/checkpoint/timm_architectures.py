@@ -1,4 +1,4 @@
-"""timm's architectures: what each name and each argument of its models means in this project's terms.
+"""timm's architectures: the meaning of each name and argument of its models in this project's terms.
 
 Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py.
 `timm_architectures.json` holds what each architecture's entry point passes to the model class, so that
@@ -120,7 +120,7 @@ class TimmArguments(BaseModel):
 
 @cache
 def architectures() -> Mapping[str, dict[str, Any]]:
-    """Return what each of timm's entry points passes to its model class, by architecture."""
+    """Return the arguments that each of timm's entry points passes to its model class, by architecture."""
     text = resources.files("model.checkpoint").joinpath("timm_architectures.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table

@@ -1,6 +1,6 @@
 """torchvision's ViT state dicts (torchvision/models/vision_transformer.py): `vit_b_16` and its siblings.
 
-A state dict does not say how many heads it has; torchvision's five models are told apart by width and
+A state dict does not say how many heads it has; torchvision's five models differ in width and
 patch. Released files are known by name, which chooses their published preprocessing and labels.
 """
 

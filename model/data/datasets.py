@@ -61,14 +61,14 @@ class Cifar10Dataset:
     def load(
         self, train: PreprocessConfig, validation: PreprocessConfig, storage: PixelStorage, *, progress: bool = True
     ) -> tuple[Images, Images]:
-        """Do as `FolderDataset.load`; of the test set only the file's size is checked, when the dataset is opened."""
+        """See `FolderDataset.load`; of the test set only the file's size is checked, when the dataset is opened."""
         return (
             cifar10.resize(self._train, train, storage, progress=progress),
             cifar10.resize(self._validation, validation, storage, progress=progress),
         )
 
     def load_test(self, config: PreprocessConfig, storage: PixelStorage, *, progress: bool = True) -> Images:
-        """Do as `FolderDataset.load_test`."""
+        """See `FolderDataset.load_test`."""
         return cifar10.resize(cifar10.read_test(self.root), config, storage, progress=progress)
 
     def split_csv(self) -> str | None:
@@ -148,7 +148,7 @@ class FolderDataset:
         return sets if self._test is None else [*sets, ("test", self._test)]
 
     def _warn_of_copies(self, digests: dict[Path, bytes]) -> None:
-        """Warn of pictures in two sets, which make a model look better than it is, and in two classes: worse."""
+        """Warn of pictures in two sets, which raise the measured accuracy, and in two classes, which lower it."""
         sets = self._sets()
         seen_in_training = {digests[path] for path in self._train.paths}
         for name, files in sets[1:]:

@@ -25,7 +25,7 @@ _LISTED_FILES: Final = 20
 
 
 class Decoder:
-    """Decodes files and remembers what was wrong with them.
+    """Decodes files and collects their errors.
 
     Attributes:
         bad: (path, reason) of every file that is no picture.
@@ -52,7 +52,7 @@ class Decoder:
         return Images(pixels, files.labels)
 
     def check(self, files: PictureFiles, config: PreprocessConfig) -> None:
-        """Decode files, and keep nothing but what is wrong with them."""
+        """Decode files, and keep nothing but their errors."""
         self._run(files.paths, config, lambda index, picture: None, "check")
 
     def refuse_bad(self, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Folders of pictures, one folder a class: which files there are, and what is wrong with them before any is opened.
+"""Folders of pictures, one folder a class: the listing of their files, with checks that open none.
 
 Either all in one place, to be split, or split already:
 

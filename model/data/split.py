@@ -1,4 +1,4 @@
-"""The validation split: the same share of every class."""
+"""The stratified validation split, which takes the same share of every class."""
 
 from __future__ import annotations
 

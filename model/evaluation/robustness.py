@@ -42,7 +42,7 @@ def as_jpeg(pixels: NDArray[np.uint8], number: int = 0) -> bytes:
 
 
 def as_turned_jpeg(pixels: NDArray[np.uint8], number: int) -> bytes:
-    """Do as `as_jpeg`, but store the picture turned, with the Exif orientation that says so: 3, 6 and 8 in turn."""
+    """Encode as `as_jpeg`, but with the picture stored turned and its Exif orientation: 3, 6 and 8 in turn."""
     orientation = tuple(_STORED_AS)[number % len(_STORED_AS)]
     exif = Image.Exif()
     exif[_ORIENTATION_TAG] = orientation

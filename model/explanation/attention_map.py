@@ -1,4 +1,4 @@
-"""From attention rows to maps over the patch grid."""
+"""Conversion of attention rows to maps over the patch grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes to one decoded Pillow image: pixels and memory bounded, decoded to the end.
+"""Decoding of bytes to one Pillow image, to the end of the file, with bounds on pixels and memory.
 
     bytes -> unpacked (what the decoder has to see) -> opened, checked -> decoded
 
@@ -132,7 +132,7 @@ def _check_scans(encoded: EncodedImage, size: tuple[int, int], max_pixels: int) 
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the reader says, in one line for the sender; not what merely tripped inside it."""
+    """Return the reader's message, in one line for the sender; not that of an accident inside it."""
     text = error.args[0] if error.args else None
     if isinstance(error, OSError | RuntimeError | SyntaxError | ValueError) and isinstance(text, str):
         return " ".join(text.split())[:160]

@@ -41,12 +41,12 @@ class Field(NamedTuple):
 
     @property
     def value_size(self) -> int:
-        """Bytes of one value."""
+        """Return the number of bytes of one value."""
         return _TYPE_SIZES.get(self.field_type, 1)
 
     @property
     def size(self) -> int:
-        """Bytes of all values."""
+        """Return the number of bytes of all values."""
         return self.value_size * self.value_count
 
 
@@ -66,7 +66,7 @@ class Directory(NamedTuple):
 
     @property
     def entry_format(self) -> str:
-        """How `struct` reads an entry: tag, field type, count, and the value or its offset."""
+        """Return the `struct` format of an entry: tag, field type, count, and the value or its offset."""
         return self.byte_order + ("HHQ8s" if self.bigtiff else "HHL4s")
 
     def find(self, tag: int) -> Field | None:
@@ -112,7 +112,7 @@ def read_directory(data: Data) -> Directory | None:
 
 
 def directory_orientation(directory: Directory) -> int | None:
-    """Return what the orientation tag says; 1 where it says nonsense, None where there is no such tag."""
+    """Return the value of the orientation tag; 1 where it is invalid, None where there is no such tag."""
     field = directory.find(_ORIENTATION_TAG)
     if field is None:
         return None

@@ -1,4 +1,4 @@
-"""Heat maps: an attention map in colour over the picture that the model saw. PIL and numpy, never torch."""
+"""Heat maps: an attention map in colour over the model's input picture. PIL and numpy, never torch."""
 
 from __future__ import annotations
 

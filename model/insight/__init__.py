@@ -1,1 +1,1 @@
-"""What a checkpoint is and what its network learned: a summary, three analyses and their figures."""
+"""Analysis of a checkpoint and its network: a summary, three analyses and their figures."""

@@ -1,4 +1,4 @@
-"""How far a Vision Transformer looks, by layer and head, as figure 7 (right) of the ViT paper shows it.
+"""The mean attention distance by layer and head, as figure 7 (right) of the ViT paper shows it.
 
 Dosovitskiy et al. 2020, appendix D.7, https://arxiv.org/abs/2010.11929; by layer and depth as in Raghu et
 al. 2021, https://arxiv.org/abs/2108.08810. It is no part of serving: no hooks, no second mode of the model.
@@ -20,7 +20,7 @@ from model.network.vit import VisionTransformer
 
 @torch.inference_mode()
 def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor], *, max_scores: int = 2**23) -> Tensor:
-    """Return how far the patches look: the distance from query to key, weighted by attention.
+    """Return the mean attention distance: from query to key, weighted by attention.
 
     It is the mean over all patch queries and all images. Prefix tokens have no place in the picture: they
     are neither queries nor keys here, and the weights of each query's patch keys are divided by their sum.
@@ -55,7 +55,7 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor],
 
 
 def even_attention_distance(config: ViTConfig) -> float:
-    """Return what `mean_attention_distance` is where every patch looks at all patches alike, in pixels."""
+    """Return the mean attention distance, in pixels, of attention that is equal for all patches."""
     places = _centres(config.grid, config.patch_size)
     return float(torch.stack([(places - place).norm(dim=1).mean() for place in places]).double().mean())
 
@@ -67,7 +67,7 @@ def _centres(grid: tuple[int, int], patch_size: int) -> Tensor:
 
 
 def _summed_distance(attention: Attention, x: Tensor, prefix: int, places: Tensor, max_scores: int) -> Tensor:
-    """[B, N, D], normalised as the block does -> float64 [heads]: mean over patch queries, sum over images."""
+    """Map [B, N, D], normalised as in the block, to float64 [heads]: mean over patch queries, sum over images."""
     q, k, _ = attention.project(x)
     q, k = attention.q_norm(q)[:, :, prefix:], attention.k_norm(k)[:, :, prefix:]
     q = q * attention.head_dim**-0.5
@@ -90,7 +90,7 @@ def _summed_distance(attention: Attention, x: Tensor, prefix: int, places: Tenso
 
 
 def _relative_bias(attention: Attention, queries: slice, prefix: int) -> Tensor | None:
-    """Return what is added to the scores of some patch queries, [heads, queries, patches], or None."""
+    """Return the bias on the scores of some patch queries, [heads, queries, patches], or None."""
     if attention.relative_position_bias_table is None:
         return None
     index = attention.relative_position_index[prefix:, prefix:][queries]

@@ -1,4 +1,4 @@
-"""What was understood of a checkpoint, for people: family, sizes, tokens, pooling, preprocessing, cost."""
+"""The summary of a checkpoint for people: family, sizes, tokens, pooling, preprocessing, cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.network.vit import count_parameters, meta_model
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model needs.
+    """The cost of a model.
 
     Attributes:
         parameters: scalars in all parameters.

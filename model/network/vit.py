@@ -97,7 +97,7 @@ class VisionTransformer(nn.Module):
         return sincos2d_position_embedding(config.grid, config.width, prefix_tokens=prefix)
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] normalised pixels -> [B, N, D] tokens, prefix tokens first, with positions added."""
+        """Map normalised pixels [B, C, H, W] to tokens [B, N, D], prefix tokens first, with positions added."""
         x: Tensor = self.patch_embed(pixels)
         if self.pos_embed is not None and not self.config.position_prefix:
             x = x + self.pos_embed
@@ -142,7 +142,7 @@ class VisionTransformer(nn.Module):
         return ViTOutput(logits, attention)
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, D] or [B, 2 D], the pooling query's attention [B, heads, N] or None)."""
+        """Map [B, N, D] to ([B, D] or [B, 2 D], the pooling query's attention [B, heads, N] or None)."""
         if self.attn_pool is None:
             return pool_tokens(x, self.config), None
         pooled, row = self.attn_pool(x, return_attention)

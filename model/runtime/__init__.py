@@ -1,1 +1,1 @@
-"""What owns a device: the predictor and its backends."""
+"""The owners of a device: the predictor and its backends."""

@@ -1,4 +1,4 @@
-"""The contract between the predictor and what runs the network."""
+"""The interface between the predictor and the backends, which run the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches travel to a device and back through pinned memory, uploaded beside the computation, in captured graphs.
+"""Launching of batches on a device: pinned memory, uploads beside the computation, captured graphs.
 
     thread A   pinned <- images | upload ........ |          wait ........ | answer
     thread B                    pinned <- images  | upload (while A computes) ...
@@ -60,7 +60,7 @@ class DeviceOps(Protocol):
         """Return a copy on the host, complete when the current stream has come that far."""
 
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
-        """Run the work, record it, and return what runs it again on the same memory."""
+        """Run the work, record it, and return a function that runs it again on the same memory."""
 
     def settle(self) -> None:
         """Block until the device has nothing under way, or has failed."""

@@ -1,4 +1,4 @@
-"""The choice of what runs the network."""
+"""The choice of the backend that runs the network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BackendName = Literal["auto", "torch", "openvino"]
 def choose_backend(
     options: TorchOptions, requested: BackendName, *, threads: ThreadPolicy, streams: int, ops: DeviceOps | None = None
 ) -> tuple[Backend, str]:
-    """Return what runs the network and why: OpenVINO where it is requested, or is possible and torch is not to compile.
+    """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
     Args:
         options: the network and how torch would run it.

@@ -1,4 +1,4 @@
-"""Whether and how the network is compiled by `torch.compile`."""
+"""Compilation of the network by `torch.compile`, and its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CompileMode = Literal["auto", "on", "max", "off"]
 
 
 class CompilationState(enum.Enum):
-    """What became of compiling the network."""
+    """The states of compiling the network."""
 
     OFF = "off"
     SKIPPED = "skipped"

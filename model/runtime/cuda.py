@@ -45,7 +45,7 @@ class Cuda(TorchBackend):
         return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
 
     def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        """uint8 [B, H, W, C] on the device -> packed output, int32 [B, width], there."""
+        """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
         return pack(self.postprocess(self._model_for(layers)(self._normalise(pixels), layers), top_k))
 
     def compile(self) -> None:

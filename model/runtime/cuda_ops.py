@@ -43,7 +43,7 @@ class CudaOps:
         return host.copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
-        """Return what replays a CUDA graph of the work.
+        """Return a function that replays a CUDA graph of the work.
 
         Raises:
             RuntimeError: the work cannot be captured.

@@ -1,4 +1,4 @@
-"""From logits to the best classes, in the same way on every device, and from there to the host in one copy."""
+"""Postprocessing of logits to the best classes, the same on every device, and their one copy to the host."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         dtype: see `model.runtime.device.choose_dtype`.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
-            matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and told by
+            matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
         backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
             installed, has the dtype and agrees with torch, unless torch is to compile.
@@ -95,17 +95,17 @@ class Predictor:
 
     @property
     def compilation(self) -> Compilation:
-        """Whether the network is compiled, or why it is not."""
+        """Return the state of the compilation."""
         return self._backend.compilation
 
     @property
     def compiled(self) -> str:
-        """The compilation as one line: `compiled`, `compiling`, or why not."""
+        """Return the compilation as one line: `compiled`, `compiling`, or why not."""
         return str(self.compilation)
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
-        """The only sizes launched when compiled (smaller batches are padded up); None when any up to `max_batch` is."""
+        """Return the sizes launched when compiled (smaller batches are padded up); None: any up to `max_batch`."""
         return self._backend.batch_sizes
 
     def launch_size(self, count: int) -> int:
@@ -125,7 +125,7 @@ class Predictor:
         self._backend.compile()
 
     def check(self) -> None:
-        """Run the smallest batch, to see whether the device still computes.
+        """Check that the device still computes, by running the smallest batch.
 
         Raises:
             DeviceError: it does not, or gives scores that are not finite.

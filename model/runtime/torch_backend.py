@@ -1,4 +1,4 @@
-"""The network in torch: what the backends for the CPU and for CUDA have in common."""
+"""The common base of the backends that run the network in torch, on the CPU or on CUDA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """What a backend is made from.
+    """Options that a torch backend is built from.
 
     Attributes:
         model: float32, on the CPU; moved to the device.
@@ -62,7 +62,7 @@ class Normalise(nn.Module):
         self.register_buffer("shift", (-mean / std).float().reshape(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 [B, H, W, C] -> the dtype [B, C, H, W]."""
+        """Map uint8 [B, H, W, C] to the dtype, [B, C, H, W]."""
         pixels = images.permute(0, 3, 1, 2).float()
         return (pixels * self.scale + self.shift).to(self.dtype)
 
@@ -138,7 +138,7 @@ class TorchBackend:
             raise DeviceError(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
 
     def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
-        """Rows of other layers come from the uncompiled model: nobody is to wait for a compiler."""
+        """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""
         return self._model if layers in self.usual_layers else self._plain
 
     def _compile(self) -> None:

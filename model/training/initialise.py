@@ -1,4 +1,4 @@
-"""The model that a run starts with: initial weights that suit a short schedule, or those of a checkpoint."""
+"""Initialisation of the model that a run starts with: weights for a short schedule, or a checkpoint's."""
 
 from __future__ import annotations
 

@@ -124,32 +124,32 @@ class Trainer:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The float32 weights by name, to be evaluated and exported: their moving average where there is one."""
+        """Return the float32 weights by name, to evaluate and export: their moving average where there is one."""
         return self._optimiser.weights
 
     @property
     def best_weights(self) -> dict[str, Tensor]:
-        """The weights of `best_epoch`, float32 by name; the present ones as long as none were evaluated."""
+        """Return the weights of `best_epoch`, float32 by name; the present ones as long as none were evaluated."""
         return self.weights if self._best is None else self._best.weights
 
     @property
     def best_epoch(self) -> int:
-        """The epoch, counted from 1, with the best validation accuracy so far, and of equals the lowest loss."""
+        """Return the epoch, counted from 1, with the best validation accuracy so far, and of equals the lowest loss."""
         return self.epoch if self._best is None else self._best.epoch
 
     @property
     def finished(self) -> bool:
-        """Whether the schedule is at its end, by epochs or by time."""
+        """Return whether the schedule is at its end, by epochs or by time."""
         return self.epoch > 0 and self._progress(0, 0.0) >= 1
 
     @property
     def epochs_trained(self) -> float:
-        """How often each training image was seen, on average."""
+        """Return how often each training image was seen, on average."""
         return sum(row.images for row in self.history) / len(self.data.labels)
 
     @property
     def seconds(self) -> float:
-        """Wall time of the epochs done."""
+        """Return the wall time of the epochs done, in seconds."""
         return self.history[-1].seconds if self.history else 0.0
 
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None, *, progress: bool = True) -> None:

@@ -53,7 +53,7 @@ class MixedPrecisionOptimiser:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The float32 weights by name: their moving average where the recipe asks for one, else the masters."""
+        """Return the float32 weights by name: their moving average where the recipe asks for one, else the masters."""
         return dict(self._average or self._masters)
 
     def set_rate(self, progress: float) -> float:

@@ -47,7 +47,7 @@ class Architecture(_Table):
 
 
 class Initialisation(_Table):
-    """How the weights are initialised."""
+    """Options for the initialisation of the weights."""
 
     positions: Literal["random", "sincos"] = "sincos"
     """`sincos`: the position embeddings start at a 2D sine-cosine code and are learned from there."""
@@ -109,7 +109,7 @@ class Augmentation(_Table):
 
 
 class Mixing(_Table):
-    """Images of a batch are mixed in pairs, and their labels in the same proportion.
+    """Mixing of a batch's images in pairs, and of their labels in the same proportion.
 
     Where both alphas are given, each batch takes one of the two with equal probability.
     """
@@ -134,7 +134,7 @@ class PatchDropout(_Table):
 
 
 class Recipe(_Table):
-    """Everything that decides what a run learns; written into the checkpoint that comes out.
+    """All choices that determine a run's result; written into its checkpoint.
 
     Raises:
         pydantic.ValidationError: a field is missing, unknown, or out of range.
@@ -238,7 +238,7 @@ def _lines(values: dict[str, Any]) -> str:
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Read what `Recipe.model_dump_json` wrote; fields that are younger than the record take their defaults.
+    """Read the JSON that `Recipe.model_dump_json` wrote; fields that are younger than the record take their defaults.
 
     Raises:
         TrainingError: it is no recipe; the message names `source`.

@@ -1,4 +1,4 @@
-"""The folder of a run: what may be in it before, its lock, and what is recorded there when the run begins."""
+"""The folder of a run: checks before the run, its lock, and the records made when the run begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a training run: what went in and what came out."""
+"""The record of a training run: its inputs and its results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def measured(self) -> Evaluation:
-        """The evaluation that the card reports: on the test set, or on the validation set where there is none."""
+        """Return the evaluation that the card reports: on the test set or, where there is none, the validation set."""
         return self.test or self.validation
 
     def record(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The schedule of a run: how far it has come, what is left of it, and the learning rate there."""
+"""The schedule of a run: its progress, the remaining time, and the learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run starts: an architecture without weights, or a checkpoint with a new head."""
+"""The start of a run: an architecture without weights, or a checkpoint with a new head."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ _VERSION: Final = 1
 
 
 def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
-    """Put a state where the old one was; an interruption leaves the old file or the new one."""
+    """Replace the state on disk; an interruption leaves the old file or the new one."""
     part = path.with_name(f"{path.name}.part")
     torch.save({"version": _VERSION, "recipe": recipe.model_dump_json(), **state}, part)
     part.replace(path)
 
 
 def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Read what `write_state` wrote.
+    """Read the state that `write_state` wrote.
 
     Args:
         recipe: the run's recipe. The state's must equal it, with defaults for fields that it does not name.

@@ -1,4 +1,4 @@
-"""From a folder of pictures and a recipe to a folder that the service loads.
+"""Training from a folder of pictures and a recipe to a folder that the service loads.
 
     data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
 
@@ -117,7 +117,7 @@ def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
-    """Return how training pictures are stored: as the model sees them, or larger where random parts are resized.
+    """Return the size of stored training pictures: the model's input size, or larger where random parts are resized.
 
     Like the model's own picture a larger one is a centre crop, but of all that the crop leaves of the shorter side.
     """

@@ -1,4 +1,4 @@
-"""The tensors that a run learns from, and an epoch's augmented batches of them."""
+"""The training and validation tensors of a run, and an epoch's augmented batches of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitserve attention FILE -o heat.png`: where the model looks, in-process."""
+"""`vitserve attention FILE -o heat.png`: the heat map of one image, in-process."""
 
 from __future__ import annotations
 

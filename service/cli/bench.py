@@ -24,7 +24,7 @@ from service.schemas import Classification, ModelDescription
 
 @dataclass(slots=True)
 class LoadMeasurement:
-    """What the clients of one server saw.
+    """The measurements of one server by its clients.
 
     Attributes:
         latencies: seconds of each request answered with 200.
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the server and print what its clients saw."""
+    """Load the server and print its clients' measurements."""
     if arguments.concurrency < 1 or arguments.seconds <= 0:
         raise InputError("concurrency", "--concurrency and --seconds must be above zero")
     images = [file.read_bytes() for file in find_images(arguments.pictures)] or [EXAMPLE_IMAGE.read_bytes()]

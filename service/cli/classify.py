@@ -103,7 +103,7 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
-    """Return what prints an answer in the form that the arguments ask for."""
+    """Return a function that prints an answer in the form that the arguments ask for."""
     if not arguments.csv:
         form = _json if arguments.json else _text
         return lambda answer: tqdm.write(form(answer), file=sys.stdout)

@@ -1,4 +1,4 @@
-"""`vitserve inspect CHECKPOINT`: what was understood of a checkpoint and what it learned, without serving it."""
+"""`vitserve inspect CHECKPOINT`: a checkpoint's summary and analyses, without serving it."""
 
 from __future__ import annotations
 

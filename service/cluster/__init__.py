@@ -1,1 +1,1 @@
-"""The wing of several processes: supervisor, web workers, engine processes, and what they share."""
+"""The service in several processes: supervisor, web workers, engine processes, and what they share."""

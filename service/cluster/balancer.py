@@ -20,7 +20,7 @@ class Balancer:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return what the engines serve, with the devices of all that are loaded; None before the first one is."""
+        """Return the description of the model, with the devices of all loaded engines; None before the first one is."""
         infos = [engine.info for engine in self.engines if engine.info is not None]
         if not infos:
             return None

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineChannel:
-    """Holds what connects one engine process and the workers; made before they are forked.
+    """Holds the socket and the shared memory between one engine process and the workers; made before they are forked.
 
     Attributes:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
@@ -98,7 +98,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Hand on the frames that are complete; what is no frame ends the connection."""
+        """Hand on complete frames; bytes that are no frame end the connection."""
         try:
             for frame in self._reader.feed(data):
                 self.frame_received(frame)
@@ -117,7 +117,7 @@ class FrameProtocol(asyncio.Protocol):
         self._outgoing.append(encode(frame))
 
     def close(self) -> None:
-        """Send what is left, and close."""
+        """Send the remaining frames, and close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()

@@ -1,4 +1,4 @@
-"""Runs an engine process: loads the model, serves the workers, ends when it is told to or when it fails.
+"""Runs an engine process: loads the model, serves the workers, ends on `STOP` or when it fails.
 
 Only here, and in a service of one process, torch is imported.
 """

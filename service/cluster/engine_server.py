@@ -84,7 +84,7 @@ class _WorkerConnection(FrameProtocol):
         self._tasks: dict[int, asyncio.Task[InferenceResult]] = {}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel what the worker asked: nobody waits for it."""
+        """Cancel the worker's requests: nobody waits for them."""
         super().connection_lost(exc)
         self._server.connections.discard(self)
         for task in self._tasks.values():

@@ -1,4 +1,4 @@
-"""Wraps what a supervisor needs of the operating system: a clock, signals, and processes by fork."""
+"""Wraps the operating system for the supervisor: a clock, signals, and processes by fork."""
 
 from __future__ import annotations
 
@@ -82,4 +82,4 @@ def _live(name: str, main: Callable[[], int], parent: int) -> NoReturn:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Do nothing: that the signal has a handler puts its byte into the pipe."""
+    """Do nothing: a signal that has any handler puts its byte into the pipe."""

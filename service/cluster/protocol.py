@@ -63,7 +63,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_Frame, frozen=True, tag=1):
-    """Says whose part of the pixel memory this connection uses; `key` proves that it comes from the same service."""
+    """Names the worker whose part of the pixel memory is used; `key` proves that it belongs to the same service."""
 
     worker: Natural
     key: bytes
@@ -92,13 +92,13 @@ class Cancel(_Frame, frozen=True, tag=3):
 
 
 class StatusChanged(_Frame, frozen=True, tag=4):
-    """Tells how the engine is doing; its queue's depth stands in shared memory, where it is never old."""
+    """Publishes the engine's status; its queue's depth stands in shared memory, where it is never old."""
 
     status: EngineStatus
 
 
 class ModelLoaded(_Frame, frozen=True, tag=5):
-    """Tells what is loaded; from now on images are taken."""
+    """Describes the loaded model; from now on images are taken."""
 
     info: ModelInfo
 
@@ -131,7 +131,7 @@ Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Fail
 
 
 def _to_plain(value: Any) -> Any:
-    """Return what msgspec can write in place of an array or of a pydantic model."""
+    """Return an object that msgspec can write in place of an array or of a pydantic model."""
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
     assert isinstance(value, BaseModel), type(value)

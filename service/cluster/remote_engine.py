@@ -39,7 +39,7 @@ class RemoteEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Return how the engine is doing right now."""
+        """Return the engine's current status."""
         index, counters = self._channel.index, self._channel.counters
         depth = int(counters.queue_depth[index]) if self.ready else 0
         return replace(self._status, queue_depth=depth, restarts=int(counters.restarts[index]))
@@ -51,7 +51,7 @@ class RemoteEngine:
 
     @property
     def outstanding(self) -> int:
-        """Return how many images of all workers together have no outcome yet."""
+        """Return the number of images, of all workers together, that have no outcome yet."""
         return int(self._channel.counters.outstanding[:, self._channel.index].sum())
 
     def start(self, on_change: Callable[[], None]) -> None:

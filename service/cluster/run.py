@@ -40,7 +40,7 @@ def run_cluster(settings: Settings, load: Loader) -> int:
 
 
 def worker_child(settings: Settings, shared: SharedResources, index: int) -> Child:
-    """Return the place of one web worker."""
+    """Return the child process of one web worker."""
     counters = shared.counters
     return Child(
         f"worker {index}",
@@ -52,7 +52,7 @@ def worker_child(settings: Settings, shared: SharedResources, index: int) -> Chi
 
 
 def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader) -> Child:
-    """Return the place of one device's engine."""
+    """Return the child process of one device's engine."""
     counters = shared.counters
     return Child(
         f"engine {shared.channels[index].device}",

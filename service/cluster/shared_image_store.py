@@ -90,7 +90,7 @@ class SharedImageStore:
         return after - live, (after - live) * cell
 
     def _look(self) -> tuple[int, int, int, int]:
-        """Free some of what has expired.
+        """Free some of the expired pictures.
 
         Returns:
             live: the oldest picture that has not expired.
@@ -120,5 +120,5 @@ class SharedImageStore:
         self._file.write(0, _RING.pack(first, after, cell))
 
     def _at(self, number: int, cell: int) -> int:
-        """Return where a cell begins; the ring's own numbers have the first page."""
+        """Return the offset of a cell; the ring's own numbers have the first page."""
         return whole_pages(_RING.size) + number % (self._max_bytes // cell) * cell

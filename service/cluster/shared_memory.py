@@ -138,7 +138,7 @@ class SharedCounters:
         return bool(self.engine_was_ready.all() and (self.worker_state == self.SERVING).all())
 
     def forget_engine(self, engine: int) -> None:
-        """Clear what an engine that ended had written; that it was ready once stays."""
+        """Clear the cells of an engine that ended; that it was ready once stays."""
         self.queue_depth[engine] = 0
 
     def count_restart(self, engine: int) -> None:
@@ -146,7 +146,7 @@ class SharedCounters:
         self.restarts[engine] += 1
 
     def forget_worker(self, worker: int) -> None:
-        """Clear what a worker that ended had written, so that its permits are free."""
+        """Clear the cells of a worker that ended, so that its permits are free."""
         self.permits_taken[worker] = 0
         self.outstanding[worker] = 0
         self.worker_state[worker] = 0

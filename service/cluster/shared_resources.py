@@ -1,4 +1,4 @@
-"""Makes what the processes of one service share, before they are forked."""
+"""Makes the resources that the processes of one service share, before they are forked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SharedResources:
             listener.close()
 
     def close(self) -> None:
-        """Remove what would stay behind."""
+        """Close listeners, channels and files, and remove the metrics' folder."""
         self.stop_listening()
         for channel in self.channels:
             channel.close()

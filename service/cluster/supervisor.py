@@ -32,7 +32,7 @@ _LONGEST_WAIT = 1.0
 
 @dataclass(eq=False)
 class Child:
-    """One place for a process, and the process that has it now.
+    """A child process of the supervisor, which may be started again after it died.
 
     Attributes:
         main: what the process does; its result is the exit code.

@@ -1,1 +1,1 @@
-"""One batch's way: the engine protocol, the batch queue and the engine of one process."""
+"""The path of a batch: the engine protocol, the batch queue and the engine of one process."""

@@ -13,7 +13,7 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """What an engine needs of `model.runtime.predictor.Predictor`; an engine itself imports no torch."""
+    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself imports no torch."""
 
     max_batch: int
     """Images in one batch at most."""
@@ -39,7 +39,7 @@ class ModelRunner(Protocol):
         """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
 
     def launch_size(self, count: int) -> int:
-        """Return how many rows are launched for a batch of `count` images."""
+        """Return the number of rows launched for a batch of `count` images."""
 
     def predict(
         self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
@@ -48,15 +48,15 @@ class ModelRunner(Protocol):
 
 
 class Engine(Protocol):
-    """What the web side knows of an engine: it computes images."""
+    """The interface of an engine, which computes images for the web side."""
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return what is served, or None before it is loaded."""
+        """Return the description of the model, or None before it is loaded."""
 
     @property
     def status(self) -> EngineStatus:
-        """Return how the engine is doing right now."""
+        """Return the engine's current status."""
 
     @property
     def ready(self) -> bool:
@@ -78,7 +78,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """Finish what is launched, refuse the rest."""
+        """Finish the launched batches, and refuse all other images."""
 
 
 def replicas(engine: Engine) -> Sequence[Engine]:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class State(enum.Enum):
-    """Where an entry stands. Every entry leaves `WAITING` exactly once."""
+    """The state of an entry. Every entry leaves `WAITING` exactly once."""
 
     WAITING = "waiting"
     LAUNCHED = "launched"
@@ -54,7 +54,7 @@ class Entry(Generic[T]):
 
 @dataclass(slots=True)
 class Poll(Generic[T]):
-    """What the engine should do now.
+    """The queue's instruction to the engine at one moment.
 
     Attributes:
         batch: entries to launch together, oldest first; empty when there is nothing to launch yet.
@@ -87,7 +87,7 @@ class BatchQueue(Generic[T]):
         self._closed = False
 
     def __len__(self) -> int:
-        """Return how many entries wait."""
+        """Return the number of entries that wait."""
         return len(self._entries)
 
     def put(self, item: T, *, deadline: float) -> Entry[T]:

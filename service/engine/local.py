@@ -80,7 +80,7 @@ class LocalEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Return how the engine is doing right now."""
+        """Return the engine's current status."""
         runner = self._runner
         return EngineStatus(
             device=runner.device if runner else self._device,

@@ -60,7 +60,7 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What the engine's owner counts of one launch.
+    """The report of one launched batch, for the metrics.
 
     Attributes:
         size: images in it.
@@ -77,7 +77,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is loaded; each field is an attribute of that name of the checkpoint or of the model runner."""
+    """The loaded model; each field is an attribute of that name of the checkpoint or of the model runner."""
 
     name: str
     source: str
@@ -99,7 +99,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """How an engine is doing right now.
+    """The status of an engine.
 
     Attributes:
         device: where it runs; what the settings name until it is loaded.

@@ -46,7 +46,7 @@ class Streams:
         self._failures: list[BaseException] = []
 
     def __len__(self) -> int:
-        """Return how many images wait."""
+        """Return the number of images that wait."""
         return len(self._queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:

@@ -110,7 +110,7 @@ class Metrics:
         self._state.usage = usage
 
     def set_model(self, info: ModelInfo, version: str) -> None:
-        """Show what is served, and on which device."""
+        """Show the served model and its device."""
         self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
         self._gpus.watch(info.device, info.gpu_uuid)
 

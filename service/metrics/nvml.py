@@ -61,7 +61,7 @@ class GpuCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Read every gauge of every GPU; what a GPU or its driver cannot tell is left out."""
+        """Read every gauge of every GPU; readings that a GPU or its driver lacks are left out."""
         for name, description, read in _GAUGES:
             family = GaugeMetricFamily(name, description, labels=["gpu"])
             for number, handle in filter(None, self._handles.values()):

@@ -1,1 +1,1 @@
-"""One request's way: HTTP protocol, middleware, admission, upload, pipeline, routes."""
+"""The path of a request: HTTP protocol, middleware, admission, upload, pipeline, routes."""

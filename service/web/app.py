@@ -1,4 +1,4 @@
-"""The application: routes, middleware, and what they share.
+"""The ASGI application: routes, middleware, and their shared objects.
 
 Engines are handed in: nothing here imports a model or torch.
 """
@@ -129,6 +129,6 @@ def create_app(
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
-    """Log what is served."""
+    """Log the description of the served model."""
     served = (VERSION, info.name, info.device, info.dtype, info.backend, status.compiled)
     logger.info("vitserve %s: %s on %s in %s, %s, compile: %s", *served)

@@ -1,4 +1,4 @@
-"""Results of the model as the documents of `service.schemas`."""
+"""Conversion of the model's results to the documents of `service.schemas`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ranked_predictions(
 
 
 def map_fields(found: AttentionMap) -> dict[str, Any]:
-    """Return what `Attention` and `AttentionDocument` say of a map."""
+    """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
     return {
         "grid": found.values.shape,
         "layer": found.layer,

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what is no body, and our form of refusal."""
+"""uvicorn's HTTP/1.1 protocol with bounds on everything but the body, and problem documents as refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HttpProtocol(HttpToolsProtocol):
     """Refuses heads (and chunk extensions, and trailers) that are too large or too slow, and lets go of callers that
     ask and do not read.
 
-    Broken framing of a body is told to the request's handler, which answers it; anything else that is not HTTP is
+    Broken framing of a body is reported to the request's handler, which answers it; anything else that is not HTTP is
     answered here with a problem document, unless an earlier request still waits for its answer: that one goes
     out, then the connection closes. A caller that offers another protocol is answered in this one; a tunnel
     (CONNECT) is refused in the same way as what is not HTTP, with 405.
@@ -54,7 +54,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Bound what the parser takes without end: headers, chunk extensions, trailers, and waiting for them."""
+        """Bound the parser's unlimited inputs: headers, chunk extensions, trailers, and waiting for them."""
         if self._refused:  # what still comes has no meaning any more
             return
         self._overhead += len(data)
@@ -75,7 +75,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response("this is not HTTP/1.1")
 
     def _parse(self, data: memoryview) -> int:
-        """Return how many bytes were parsed: at least one, and all of them unless a head asks for another protocol."""
+        """Return the number of bytes parsed: at least one, and all of them unless a head asks for another protocol."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -101,7 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Stop the head's timer, unless the request asks for another protocol."""
         self._offer = self.parser.should_upgrade()
         if self._offer:
             return
@@ -113,29 +113,29 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        """Body bytes are bounded by whoever reads them."""
+        """Reset the count of framing bytes: the body is bounded by whoever reads it."""
         self._overhead = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Reset the count of framing bytes at the end of a request."""
         if self._offer:
             return
         self._overhead = 0
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Answers pile up because their caller does not read them."""
+        """Start the clock of a caller that does not read its answers."""
         super().pause_writing()
         self._watch_for_stall()
 
     def resume_writing(self) -> None:
-        """The caller has read."""
+        """Stop the clock of a caller that reads again."""
         self._stop_stall_timer()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP: see to an answer, and close."""
+        """Refuse bytes that are not HTTP, and close the connection."""
         self._refuse(MalformedRequest(msg))
 
     def _refuse(self, error: ServiceError) -> None:

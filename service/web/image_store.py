@@ -1,4 +1,4 @@
-"""Pictures kept for GET /attention: what the model saw, never the upload."""
+"""The store of pictures for GET /attention: the model's inputs, never the uploads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ImageStore(Protocol):
         """Return the picture, or None if it is unknown, expired or pushed out."""
 
     def usage(self) -> tuple[int, int]:
-        """Return how many pictures and bytes are kept now."""
+        """Return the number of pictures and of bytes kept now."""
 
 
 class MemoryImageStore:
@@ -61,7 +61,7 @@ class MemoryImageStore:
         return found[1] if found else None
 
     def usage(self) -> tuple[int, int]:
-        """Return how many pictures and bytes are kept now."""
+        """Return the number of pictures and of bytes kept now."""
         self._drop_expired()
         return len(self._pictures), self._bytes
 

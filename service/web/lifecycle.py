@@ -8,7 +8,7 @@ from service.errors import Draining
 
 
 class Lifecycle:
-    """Whether the process is about to end and takes no new work, and the code that it should end with."""
+    """The state of a process that may be about to end and take no new work, and its exit code."""
 
     def __init__(self) -> None:
         self.draining = False

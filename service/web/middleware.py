@@ -44,7 +44,7 @@ _CONTEXT = "vit.context"
 
 @dataclass(frozen=True, slots=True)
 class LingerLimits:
-    """How much of an unread body is read and thrown away after an early refusal.
+    """Limits on the unread body that is read and thrown away after an early refusal.
 
     Attributes:
         seconds: of reading altogether.
@@ -68,7 +68,7 @@ def request_context(scope: Scope) -> RequestContext:
 
 
 class RequestContext:
-    """One request, its answer on the way out, and what is left unread of its body.
+    """The context of one request: its answer on the way out, and the unread rest of its body.
 
     Attributes:
         started: monotonic seconds at which its head had been read.

@@ -1,4 +1,4 @@
-"""One image's way through the service: admission, body, decoding, queue, answer.
+"""The path of an image through the service: admission, body, decoding, queue, answer.
 
 Each step is one method, so that routes read as the list of steps that they are.
 """
@@ -77,7 +77,7 @@ class Pipeline:
     clock: Callable[[], float] = time.monotonic
 
     def model(self) -> ModelInfo:
-        """Return what is served; raises `EngineUnavailable` if no model is ready."""
+        """Return the description of the model; raises `EngineUnavailable` if no model is ready."""
         info = self.engine.info
         if info is None or not self.engine.ready:
             raise EngineUnavailable(self.engine.status.reason)
@@ -179,7 +179,7 @@ def pipeline_of(request: Request) -> Pipeline:
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines side by side and return what they return, in order.
+    """Run coroutines side by side and return their results, in order.
 
     When one fails the others are cancelled, and its error is raised only after they have ended: until then they hold
     what they were given.

@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Send new work away, and stop when what was accepted is answered."""
+        """Refuse new work, and stop when all accepted requests are answered."""
         if self._drain is None:
             self._lifecycle.draining = True
             self._drain = asyncio.get_running_loop().create_task(self._drain_then_stop())

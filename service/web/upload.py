@@ -37,7 +37,7 @@ UploadedFile = bytearray | UploadTooLarge
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """How much one request may send: bytes in one file, bytes in the whole body, and files."""
+    """Limits on the upload of one request: bytes in one file, bytes in the whole body, and files."""
 
     file_bytes: int
     body_bytes: int

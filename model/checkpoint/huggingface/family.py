@@ -1,4 +1,4 @@
-"""What a family of transformers' classes has to say of itself, and what several share."""
+"""The interface of a family of transformers' classes, and code that several families share."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MlpConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class Family:
-    """One class of transformers that classifies images: in what it differs from the others.
+    """One image classification class of transformers and its differences from the others.
 
     Attributes:
         class_name: as `architectures` in `config.json` names it.
@@ -123,7 +123,7 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """The tensor whose first dimension is the number of classes."""
+        """Return the name of the tensor whose first dimension is the number of classes."""
         return f"{self.names['head']}.weight"
 
     def vit_config(self, json: Mapping[str, Any], classes: int) -> ViTConfig:

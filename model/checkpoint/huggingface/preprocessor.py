@@ -25,7 +25,7 @@ _RESAMPLING: Final = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic"
 
 
 class _Attributes(NamedTuple):
-    """What a class does where the file does not say (models/*/image_processing_*.py)."""
+    """Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py)."""
 
     center_crop: bool
     square: bool

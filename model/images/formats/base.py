@@ -1,4 +1,4 @@
-"""What the image formats have in common: the picture that goes to the decoder, and bounds on a file's parts."""
+"""The base of the image formats: the picture that goes to the decoder, and bounds on a file's parts."""
 
 from __future__ import annotations
 

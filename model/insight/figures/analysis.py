@@ -1,4 +1,4 @@
-"""What a Vision Transformer learned, drawn as the ViT paper's figure 7 does.
+"""Figures of what a Vision Transformer learned, drawn as figure 7 of the ViT paper.
 
 Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight`. Each function
 writes a PNG to `path` and raises FigureError where matplotlib is missing or the file cannot be written.

@@ -1,4 +1,4 @@
-"""An empty matplotlib figure, and a figure as a file.
+"""Creation of empty matplotlib figures, and writing of figures to files.
 
 Figures are drawn by the Agg canvas and not by `pyplot`, whose global list of figures would keep them
 alive and whose backend would look for a display.
@@ -24,7 +24,7 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Refuse to go on without matplotlib, before any work is done.
+    """Raise FigureError if matplotlib is missing, before any work is done.
 
     Raises:
         FigureError: matplotlib is not installed.

@@ -81,7 +81,7 @@ def learning_curve(rows: Sequence[Epoch], path: Path) -> None:
 
 
 def confusion_matrix(matrix: NDArray[np.int64] | Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
-    """Draw which class was taken for which: rows are the truth, columns the answer, shares of a row in colour.
+    """Draw the confusion matrix: rows are the truth, columns the answer, shares of a row in colour.
 
     Args:
         matrix: [K, K] images of class i that were answered with class j.

@@ -84,7 +84,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def _bias(self) -> Tensor | None:
-        """Return what is added to the scores, [1, heads, N, N], or None."""
+        """Return the bias on the scores, [1, heads, N, N], or None."""
         if self.relative_position_bias_table is None:
             return None
         return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)

@@ -31,13 +31,13 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Map [..., D] to [..., D]."""
         y: Tensor = self.fc2(self.activation(self.fc1(x)))
         return y
 
 
 class SwiGLU(nn.Module):
-    """act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
+    """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
 
     def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class SwiGLU(nn.Module):
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Map [..., D] to [..., D]."""
         gate, value = self.fc1(x).chunk(2, dim=-1)
         y: Tensor = self.fc2(self.activation(gate) * value)
         return y
@@ -60,7 +60,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Map [..., D] to [..., D]."""
         return x * self.gamma
 
 
@@ -72,7 +72,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, ...] -> [B, ...]; the kept samples are scaled by 1 / (1 - rate)."""
+        """Map [B, ...] to [B, ...]; the kept samples are scaled by 1 / (1 - rate)."""
         if not self.training or self.rate == 0.0:
             return x
         keep = 1.0 - self.rate
@@ -97,7 +97,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, queries or N, D], [B, heads, N] float32 or None); see `Attention.forward`."""
+        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None); see `Attention.forward`."""
         y, row = self.attn(self.norm1(x), return_attention, queries)
         x = x[:, :queries] + self.drop_path(self.ls1(y))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))

@@ -1,4 +1,4 @@
-"""From pixels to tokens."""
+"""Patch embeddings, which turn pixels into tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, config.width, kernel_size=patch, stride=patch, bias=config.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, gh*gw, D], row by row."""
+        """Map [B, C, H, W] to [B, gh*gw, D], row by row."""
         if self.backbone is not None:
             pixels = self.backbone(pixels)
         if self.as_product:
@@ -48,12 +48,12 @@ class LinearPatchEmbed(nn.Module):
         self.proj = nn.Linear(config.in_channels * config.patch_size**2, config.width, bias=config.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, gh*gw, D], row by row."""
+        """Map [B, C, H, W] to [B, gh*gw, D], row by row."""
         return F.linear(_flat_patches(pixels, self.patch_size), self.proj.weight, self.proj.bias)
 
 
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
-    """[B, C, H, W] -> [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left out."""
+    """Map [B, C, H, W] to [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left out."""
     batch, channels, height, width = pixels.shape
     rows, columns = height // patch, width // patch
     pixels = pixels[:, :, : rows * patch, : columns * patch]

@@ -1,4 +1,4 @@
-"""From tokens to one vector an image."""
+"""Pooling of the tokens to one vector an image."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """[B, N, D] -> ([B, D], [B, heads, N] float32 or None).
+        """Map [B, N, D] to ([B, D], [B, heads, N] float32 or None).
 
         Tokens that the pooling does not look at have attention 0.
         """

@@ -1,4 +1,4 @@
-"""Where a patch stands in the picture: learned, fixed and relative position embeddings."""
+"""Position embeddings of the patches: learned, fixed and relative."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def relative_position_index(grid: tuple[int, int]) -> Tensor:
 
 
 def relative_table_size(grid: tuple[int, int]) -> int:
-    """Return how many entries a relative position bias table has; see `relative_position_index`."""
+    """Return the number of entries of a relative position bias table; see `relative_position_index`."""
     return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
 
 

@@ -35,7 +35,7 @@ class StandardizedConv2d(nn.Conv2d):
         super().__init__(channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
-        """[B, C, H, W] -> [B, out, ceil(H / stride), ceil(W / stride)]."""
+        """Map [B, C, H, W] to [B, out, ceil(H / stride), ceil(W / stride)]."""
         if self.same:
             input = pad_same(input, self.kernel_size[0], self.stride[0])  # noqa: A001
         flat = self.weight.reshape(1, self.out_channels, -1)
@@ -53,7 +53,7 @@ class Root(nn.Module):
         self.norm = nn.GroupNorm(_GROUPS, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, 64, H/4, W/4]."""
+        """Map [B, C, H, W] to [B, 64, H/4, W/4]."""
         x = F.relu(self.norm(self.conv(x)))
         if self.same:
             return F.max_pool2d(pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
@@ -78,7 +78,7 @@ class Bottleneck(nn.Module):
         self.norm3 = nn.GroupNorm(_GROUPS, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, out, H/stride, W/stride]."""
+        """Map [B, C, H, W] to [B, out, H/stride, W/stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
@@ -86,7 +86,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNetV2(nn.Sequential):
-    """[B, C, H, W] pixels -> a feature map [B, config.channels, H / config.stride, W / config.stride]."""
+    """Maps pixels [B, C, H, W] to a feature map [B, config.channels, H / config.stride, W / config.stride]."""
 
     def __init__(self, config: ResNetStem, in_channels: int) -> None:
         same = config.same_padding

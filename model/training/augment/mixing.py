@@ -41,7 +41,7 @@ def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: torch.Genera
 
 
 def cutmix_share(size: tuple[int, int], kept: Tensor, generator: torch.Generator) -> Tensor:
-    """Return what stays of an image when a rectangle of another one is put into it: 1 outside, 0 inside.
+    """Return the mask of what stays of an image that gets a rectangle of another one: 1 outside, 0 inside.
 
     Its sides are the image's times sqrt(1 - kept), its middle lies anywhere, and what hangs over the
     edge is cut off; more than `kept` of the area may therefore stay.

@@ -22,7 +22,7 @@ LEARNING_CURVE: Final = "learning_curve.png"
 def write_figures(
     out: Path, measured: Evaluation, labels: Sequence[str], history: Sequence[figures.Epoch]
 ) -> tuple[str, ...]:
-    """Draw what the card shows, and return the names of the pictures drawn.
+    """Draw the figures of the card, and return their file names.
 
     They go to `figures/` in `out`. Without matplotlib only the confusion matrix is written, as CSV; without epochs
     there is no learning curve.

@@ -1,4 +1,4 @@
-"""The model card: what a trained checkpoint is, how it came about, and what it is not for."""
+"""The model card: a trained checkpoint's description, origin and limits of use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe in sentences, for a model card: what is switched off is not mentioned."""
+"""The section of a model card that describes the recipe in sentences, without what is switched off."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def index(request: Request) -> HTMLResponse:
 
 @router.get("/model", response_model=ModelDescription, responses=problems(503))
 async def model(request: Request) -> ModelDescription:
-    """Describe what is served, and how."""
+    """Describe the served model."""
     pipeline = pipeline_of(request)
     info = pipeline.model()
     config = info.config

@@ -15,8 +15,8 @@ from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline
 from tests.service.fakes import PATIENCE, png
-from tests.service.web.exchange import Exchange
 from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.http_communicator import HttpCommunicator
 
 BOUNDARY = "b0undary"
 
@@ -47,16 +47,16 @@ class App:
             self.settings, self.engine, self.metrics, self.lifecycle, clock=self.clock, linger=linger
         )
 
-    def exchange(self, method: str, path: str, **options: Any) -> Exchange:
-        return Exchange(self.asgi, method, path, **options)
+    def communicator(self, method: str, path: str, **options: Any) -> HttpCommunicator:
+        return HttpCommunicator(self.asgi, method, path, **options)
 
-    async def request(self, method: str, path: str, **options: Any) -> Exchange:
-        return await self.exchange(method, path, **options).run()
+    async def request(self, method: str, path: str, **options: Any) -> HttpCommunicator:
+        return await self.communicator(method, path, **options).run()
 
-    async def get(self, path: str, query: str = "", **headers: str) -> Exchange:
+    async def get(self, path: str, query: str = "", **headers: str) -> HttpCommunicator:
         return await self.request("GET", path, query=query, headers=headers)
 
-    async def classify(self, body: bytes | None = None, query: str = "", path: str = "/classify") -> Exchange:
+    async def classify(self, body: bytes | None = None, query: str = "", path: str = "/classify") -> HttpCommunicator:
         """Post a picture as a raw body; by default one that is fine."""
         body = png(7) if body is None else body
         return await self.request("POST", path, query=query, headers={"content-type": "image/png"}, body=body)

@@ -19,18 +19,18 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
     service.lifecycle.draining = True
-    for exchange in (
+    for response in (
         await service.classify(),
         await service.request("POST", "/classify/batch", **form(png(1))),
         await service.get("/attention", f"id={image_id}"),
         await service.get("/readyz"),
     ):
-        assert (exchange.status, exchange.code) == (503, "draining")
-        assert exchange.headers["connection"] == "close"
-        assert "retry-after" in exchange.headers
+        assert (response.status, response.code) == (503, "draining")
+        assert response.headers["connection"] == "close"
+        assert "retry-after" in response.headers
     for path in ("/healthz", "/metrics", "/model"):
-        exchange = await service.get(path)
-        assert (exchange.status, exchange.headers["connection"]) == (200, "close")
+        response = await service.get(path)
+        assert (response.status, response.headers["connection"]) == (200, "close")
 
 
 @on_a_loop
@@ -82,11 +82,11 @@ async def test_probes_are_neither_load_nor_refusals() -> None:
 async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     service = app()
     service.engine.error = KeyError("secret")
-    exchange = await service.classify()
-    assert (exchange.status, exchange.code) == (500, "internal_error")
-    assert b"secret" not in exchange.content
+    response = await service.classify()
+    assert (response.status, response.code) == (500, "internal_error")
+    assert b"secret" not in response.content
     assert "secret" in caplog.text
-    assert exchange.headers["x-request-id"] in caplog.text
+    assert response.headers["x-request-id"] in caplog.text
     assert service.metric("vit_requests_total", endpoint="/classify", code="500") == 1
     assert pipeline_of(service).limiter.in_use == 0
 

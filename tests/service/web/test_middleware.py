@@ -18,7 +18,7 @@ from service.web.lifecycle import Lifecycle
 from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContextMiddleware
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
-from tests.service.web.exchange import Exchange
+from tests.service.web.http_communicator import HttpCommunicator
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -39,8 +39,8 @@ async def test_the_callers_request_id_comes_back(given: str) -> None:
 @on_a_loop
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a/b", "é", 'a"b', "a\tb"])
 async def test_an_id_that_is_not_fit_for_headers_and_logs_is_replaced_by_ours(given: str) -> None:
-    exchange = await app().get("/healthz", **{"x-request-id": given})
-    assert OURS.fullmatch(exchange.headers["x-request-id"])
+    response = await app().get("/healthz", **{"x-request-id": given})
+    assert OURS.fullmatch(response.headers["x-request-id"])
 
 
 @on_a_loop
@@ -62,17 +62,17 @@ async def test_every_answer_carries_an_id_of_its_own() -> None:
 async def test_without_a_key_every_path_but_the_public_ones_is_401(path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     service = app(api_keys="one,two")
-    exchange = await service.get(path, **headers)
-    assert (exchange.status, exchange.code) == (401, "unauthorized")
-    assert exchange.headers["www-authenticate"] == "Bearer"
+    response = await service.get(path, **headers)
+    assert (response.status, response.code) == (401, "unauthorized")
+    assert response.headers["www-authenticate"] == "Bearer"
     assert service.metric("vit_rejected_total", reason="unauthorized") == 1
 
 
 @on_a_loop
 @pytest.mark.parametrize("authorization", ["Bearer one", "Bearer two", "bearer one", "BEARER  two "])
 async def test_each_key_opens_the_service(authorization: str) -> None:
-    exchange = await app(api_keys="one,two").get("/model", authorization=authorization)
-    assert exchange.status == 200
+    response = await app(api_keys="one,two").get("/model", authorization=authorization)
+    assert response.status == 200
 
 
 @on_a_loop
@@ -104,9 +104,9 @@ async def test_without_keys_everything_is_open() -> None:
 @on_a_loop
 async def test_a_key_may_hold_any_character() -> None:
     service = app(api_keys="schlüssel")
-    exchange = service.exchange("GET", "/model")
-    exchange.scope["headers"].append((b"authorization", "Bearer schlüssel".encode()))
-    assert (await exchange.run()).status == 200
+    communicator = service.communicator("GET", "/model")
+    communicator.scope["headers"].append((b"authorization", "Bearer schlüssel".encode()))
+    assert (await communicator.run()).status == 200
 
 
 @on_a_loop
@@ -135,15 +135,15 @@ async def test_browsers_of_the_allowed_origins_may_read_answers_and_errors() -> 
     picture = {"origin": "https://b.example", "content-type": "image/png"}
     service.engine.error = KeyError("a defect")
     key = {"authorization": "Bearer one"}
-    for exchange, status in (
+    for response, status in (
         (await service.get("/healthz", origin="https://b.example"), 200),
         (await service.get("/model", origin="https://b.example"), 401),
         (await service.get("/nope", origin="https://b.example", **key), 404),
         (await service.request("POST", "/classify", headers=picture | key, body=png(1)), 500),
     ):
-        assert exchange.status == status
-        assert exchange.headers["access-control-allow-origin"] == "https://b.example"
-        assert "X-Request-ID" in exchange.headers["access-control-expose-headers"]
+        assert response.status == status
+        assert response.headers["access-control-allow-origin"] == "https://b.example"
+        assert "X-Request-ID" in response.headers["access-control-expose-headers"]
     stranger = await service.get("/healthz", origin="https://evil.example")
     assert "access-control-allow-origin" not in stranger.headers
 
@@ -156,18 +156,18 @@ async def test_a_preflight_needs_no_key() -> None:
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type,traceparent,tracestate",
     }
-    exchange = await service.request("OPTIONS", "/classify", headers=asked)
-    assert exchange.status == 200
-    assert exchange.headers["access-control-allow-origin"] == "https://a.example"
-    assert "POST" in exchange.headers["access-control-allow-methods"]
-    assert "authorization" in exchange.headers["access-control-allow-headers"].lower()
-    assert OURS.fullmatch(exchange.headers["x-request-id"])
+    response = await service.request("OPTIONS", "/classify", headers=asked)
+    assert response.status == 200
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "authorization" in response.headers["access-control-allow-headers"].lower()
+    assert OURS.fullmatch(response.headers["x-request-id"])
 
 
 @on_a_loop
 async def test_without_origins_there_is_no_cors() -> None:
-    exchange = await app().get("/healthz", origin="https://a.example")
-    assert not [name for name in exchange.headers if name.startswith("access-control")]
+    response = await app().get("/healthz", origin="https://a.example")
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 # Callers that are still sending
@@ -177,19 +177,19 @@ async def test_without_origins_there_is_no_cors() -> None:
 async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_read_away() -> None:
     service = app(max_upload_bytes=100)
     headers = {"content-type": "image/png", "content-length": "1000"}
-    exchange = service.exchange("POST", "/classify", headers=headers, body=None)
-    running = exchange.start()
-    while len(exchange.sent) < 2:
+    communicator = service.communicator("POST", "/classify", headers=headers, body=None)
+    running = communicator.start()
+    while len(communicator.sent) < 2:
         await asyncio.sleep(0)
-    assert (exchange.status, exchange.code) == (413, "upload_too_large")
-    assert exchange.headers["connection"] == "close"
+    assert (communicator.status, communicator.code) == (413, "upload_too_large")
+    assert communicator.headers["connection"] == "close"
     assert not running.done()
     for _ in range(10):
-        exchange.feed(b"x" * 100)
-    exchange.feed(b"", more=False)
+        communicator.feed(b"x" * 100)
+    communicator.feed(b"", more=False)
     await running
-    assert exchange.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
-    assert exchange.inbox.empty()
+    assert communicator.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert communicator.inbox.empty()
 
 
 @on_a_loop
@@ -205,26 +205,26 @@ async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_re
 async def test_reading_away_has_its_limits(limits: LingerLimits, chunks: int, received: int) -> None:
     refusal = Response(status_code=404)
     layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle(), linger=limits)
-    exchange = Exchange(layer, "POST", "/nope", body=None)
+    communicator = HttpCommunicator(layer, "POST", "/nope", body=None)
     for _ in range(chunks):
-        exchange.feed(b"xxxxx")
-    await exchange.run()
-    assert exchange.sent[-1]["more_body"] is False
-    assert exchange.received == received
+        communicator.feed(b"xxxxx")
+    await communicator.run()
+    assert communicator.sent[-1]["more_body"] is False
+    assert communicator.received == received
 
 
 @on_a_loop
 async def test_a_caller_that_leaves_after_a_refusal_is_let_go() -> None:
-    exchange = app().exchange("POST", "/nope", body=None)
-    exchange.disconnect()
-    assert (await exchange.run()).status == 404
+    communicator = app().communicator("POST", "/nope", body=None)
+    communicator.disconnect()
+    assert (await communicator.run()).status == 404
 
 
 @on_a_loop
 async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
     service = app()
-    for exchange in (await service.classify(), await service.get("/healthz"), await service.classify(b"text")):
-        assert "connection" not in exchange.headers
+    for response in (await service.classify(), await service.get("/healthz"), await service.classify(b"text")):
+        assert "connection" not in response.headers
 
 
 @on_a_loop
@@ -232,13 +232,13 @@ async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
     service = app()
     for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
         headers = {"content-type": content_type, "x-request-id": "mine"}
-        exchange = service.exchange("POST", path, headers=headers, body=None)
-        exchange.scope[BROKEN_FRAMING] = "Invalid HTTP request received."
-        exchange.feed(png(1)[:10], more=False)
-        exchange.disconnect()
-        await exchange.run()
-        assert (exchange.status, exchange.code) == (400, "malformed_request")
-        assert exchange.headers["x-request-id"] == "mine"
+        communicator = service.communicator("POST", path, headers=headers, body=None)
+        communicator.scope[BROKEN_FRAMING] = "Invalid HTTP request received."
+        communicator.feed(png(1)[:10], more=False)
+        communicator.disconnect()
+        await communicator.run()
+        assert (communicator.status, communicator.code) == (400, "malformed_request")
+        assert communicator.headers["x-request-id"] == "mine"
         assert service.metric("vit_requests_total", endpoint=path, code="400") == 1
     assert service.metric("vit_cancelled_total") == 0
 
@@ -253,9 +253,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 @on_a_loop
 async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    exchange = await app().classify()
+    response = await app().classify()
     [line] = lines(caplog)
-    assert re.fullmatch(rf"POST /classify 200 [\d.]+ ms {exchange.headers['x-request-id']}", line.getMessage())
+    assert re.fullmatch(rf"POST /classify 200 [\d.]+ ms {response.headers['x-request-id']}", line.getMessage())
 
 
 @on_a_loop
@@ -282,12 +282,12 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
 @on_a_loop
 async def test_json_logs_are_one_object_a_line_with_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    exchange = await app().get("/nope\nü")
+    response = await app().get("/nope\nü")
     [record] = lines(caplog)
     line = JsonFormatter().format(record)
     assert "\n" not in line
     document: dict[str, Any] = json.loads(line)
-    assert document["request_id"] == exchange.headers["x-request-id"]
+    assert document["request_id"] == response.headers["x-request-id"]
     assert (document["method"], document["path"], document["status"]) == ("GET", "/nope\nü", 404)
     assert (document["level"], document["logger"]) == ("info", "service.web.middleware")
     assert isinstance(document["duration_ms"], float)

@@ -80,15 +80,15 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
         body = draft.body()
         if not chunked:
             headers["content-length"] = str(draft.declared or len(body))
-        exchange = service.exchange(
+        communicator = service.communicator(
             draft.method, draft.path, query=draft.query, headers=headers, body=None if chunked else body
         )
         if chunked:
             for start in range(0, len(body), 1000):
-                exchange.feed(body[start : start + 1000])
-            exchange.feed(b"", more=False)
-        await exchange.run()
-        return "" if exchange.status == 200 else exchange.code
+                communicator.feed(body[start : start + 1000])
+            communicator.feed(b"", more=False)
+        await communicator.run()
+        return "" if communicator.status == 200 else communicator.code
 
     service.lifecycle.draining = draft.draining
     with ExitStack() as stack:

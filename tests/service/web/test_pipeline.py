@@ -19,11 +19,11 @@ from tests.service.web.apps import Clock, app, form, pipeline_of, settle, until
 async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
     clock = Clock()
     service = app(clock, request_timeout=10)
-    exchange = service.exchange("POST", path, headers={"content-type": "image/png"}, body=None)
-    running = exchange.start()
-    await until(lambda: exchange.received == 1)
+    communicator = service.communicator("POST", path, headers={"content-type": "image/png"}, body=None)
+    running = communicator.start()
+    await until(lambda: communicator.received == 1)
     clock.now += 4  # a slow body
-    exchange.feed(png(1), more=False)
+    communicator.feed(png(1), more=False)
     await running
     assert service.engine.timeouts == [6]
 
@@ -31,14 +31,14 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
 @on_a_loop
 async def test_a_body_that_does_not_arrive_in_time_is_408_and_frees_its_place() -> None:
     service = app(request_timeout=0.05, queue_size=1)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
-    exchange.feed(png(1)[:10])
-    running = exchange.start()
-    await until(lambda: exchange.answered)
-    assert (exchange.status, exchange.code) == (408, "request_timeout")
-    assert exchange.headers["connection"] == "close"
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator.feed(png(1)[:10])
+    running = communicator.start()
+    await until(lambda: communicator.answered)
+    assert (communicator.status, communicator.code) == (408, "request_timeout")
+    assert communicator.headers["connection"] == "close"
     assert pipeline_of(service).limiter.in_use == 0
-    exchange.disconnect()
+    communicator.disconnect()
     await running
 
 
@@ -51,28 +51,28 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = communicator.start()
     await until(lambda: pool._work_queue.qsize() == 1)
     clock.now += 10
     busy.set()
     await running
     blocker.result()
-    assert (exchange.status, exchange.code) == (504, "deadline_exceeded")
+    assert (communicator.status, communicator.code) == (504, "deadline_exceeded")
     assert decoded == []
 
 
 @on_a_loop
 async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
     service = app(queue_size=1)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=None)
-    exchange.feed(png(1)[:10])
-    running = exchange.start()
-    await until(lambda: exchange.received == 2)
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator.feed(png(1)[:10])
+    running = communicator.start()
+    await until(lambda: communicator.received == 2)
     assert pipeline_of(service).limiter.in_use == 1
-    exchange.disconnect()
+    communicator.disconnect()
     await running
-    assert not exchange.answered
+    assert not communicator.answered
     assert pipeline_of(service).limiter.in_use == 0
     assert service.metric("vit_cancelled_total") == 1
     assert service.metric("vit_inflight_requests") == 0
@@ -83,13 +83,13 @@ async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
 async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = communicator.start()
     await until(lambda: service.engine.waiting == 1)
     assert service.metric("vit_inflight_requests") == 1
-    exchange.disconnect()
+    communicator.disconnect()
     await running
-    assert not exchange.answered
+    assert not communicator.answered
     assert service.engine.cancelled == 1
     assert pipeline_of(service).limiter.in_use == 0
     assert service.metric("vit_cancelled_total") == 1
@@ -100,10 +100,10 @@ async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_
 async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> None:
     service = app(queue_size=5)
     service.engine.gate.clear()
-    exchange = service.exchange("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
+    running = communicator.start()
     await until(lambda: service.engine.waiting == 5)
-    exchange.disconnect()
+    communicator.disconnect()
     await running
     assert service.engine.cancelled == 5
     assert pipeline_of(service).limiter.in_use == 0
@@ -120,11 +120,11 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 
     monkeypatch.setattr(pipeline, "preprocess", slow)
     service = app(queue_size=2)
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = communicator.start()
     assert await asyncio.to_thread(decoding.wait, PATIENCE)
-    exchange.disconnect()
-    await until(exchange.inbox.empty)
+    communicator.disconnect()
+    await until(communicator.inbox.empty)
     await settle()
     assert not running.done()
     assert pipeline_of(service).limiter.in_use == 1
@@ -142,11 +142,11 @@ async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = communicator.start()
     await until(lambda: pool._work_queue.qsize() == 1)
-    exchange.disconnect()
-    await until(exchange.inbox.empty)
+    communicator.disconnect()
+    await until(communicator.inbox.empty)
     await settle()
     busy.set()
     await running
@@ -170,14 +170,14 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
     monkeypatch.setattr(pipeline, "preprocess", decode)
     service = app(queue_size=2, decode_threads=2)
     service.engine.error = KeyError("a defect")
-    exchange = service.exchange("POST", "/classify/batch", **form(png(1), png(2)))
-    running = exchange.start()
+    communicator = service.communicator("POST", "/classify/batch", **form(png(1), png(2)))
+    running = communicator.start()
     await until(lambda: service.engine.timeouts != [])
     await settle()
-    answered, in_use = exchange.answered, pipeline_of(service).limiter.in_use
+    answered, in_use = communicator.answered, pipeline_of(service).limiter.in_use
     go_on.set()
     await running
     assert (answered, in_use) == (False, 2)
-    assert (exchange.status, exchange.code) == (500, "internal_error")
+    assert (communicator.status, communicator.code) == (500, "internal_error")
     assert pipeline_of(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 1

@@ -33,18 +33,18 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     assert (array.dtype, array.shape) == (np.float32, (2, 2))
     assert np.allclose(array, [[0.1, 0.2], [0.3, 0.4]])
 
-    for exchange in (drawn, saved):
-        assert exchange.headers["content-location"] == f"/attention?id={image_id}"
+    for response in (drawn, saved):
+        assert response.headers["content-location"] == f"/attention?id={image_id}"
 
 
 @on_a_loop
 async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     service = app()
-    exchange = await service.request("POST", "/attention", query="format=json", **form(png(9)))
-    assert exchange.status == 200
-    image_id = exchange.json["id"]
+    response = await service.request("POST", "/attention", query="format=json", **form(png(9)))
+    assert response.status == 200
+    image_id = response.json["id"]
     again = await service.get("/attention", f"id={image_id}&format=json")
-    assert again.json == exchange.json
+    assert again.json == response.json
     assert service.metric("vit_images_total") == 1
 
 
@@ -52,16 +52,16 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
 @pytest.mark.parametrize(("layer", "answered"), [("0", 0), ("2", 2), ("-1", 2), ("-3", 0)])
 async def test_layers_count_from_zero_and_from_the_end(layer: str, answered: int) -> None:
     service = app()
-    exchange = await service.get("/attention", f"id={await kept(service)}&format=json&layer={layer}")
-    assert exchange.json["layer"] == answered
+    response = await service.get("/attention", f"id={await kept(service)}&format=json&layer={layer}")
+    assert response.json["layer"] == answered
 
 
 @on_a_loop
 @pytest.mark.parametrize(("head", "answered"), [("mean", "mean"), ("max", "max"), ("0", 0), ("1", 1)])
 async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
     service = app()
-    exchange = await service.get("/attention", f"id={await kept(service)}&format=json&head={head}")
-    assert exchange.json["head"] == answered
+    response = await service.get("/attention", f"id={await kept(service)}&format=json&head={head}")
+    assert response.json["head"] == answered
 
 
 @on_a_loop
@@ -98,9 +98,9 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
     service = app()
     by_id = await service.get("/attention", f"id={await kept(service)}&{query}")
     posted = await service.request("POST", "/attention", query=query, **form(png(1)))
-    for exchange in (by_id, posted):
-        assert (exchange.status, exchange.code) == (422, "invalid_parameter")
-        assert says in exchange.json["detail"]
+    for response in (by_id, posted):
+        assert (response.status, response.code) == (422, "invalid_parameter")
+        assert says in response.json["detail"]
 
 
 @on_a_loop
@@ -109,8 +109,8 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
 )
 async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, int]) -> None:
     service = app()
-    exchange = await service.get("/attention", f"id={await kept(service)}&{query}")
-    assert Image.open(io.BytesIO(exchange.content)).size == size
+    response = await service.get("/attention", f"id={await kept(service)}&{query}")
+    assert Image.open(io.BytesIO(response.content)).size == size
 
 
 @on_a_loop

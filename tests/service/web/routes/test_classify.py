@@ -15,10 +15,10 @@ async def test_a_picture_gets_its_labels_in_both_forms() -> None:
     service = app()
     raw = await service.classify(png(7))
     multipart = await service.request("POST", "/classify", **form(png(7)))
-    for exchange in (raw, multipart):
-        assert exchange.status == 200
-        assert exchange.headers["content-type"] == "application/json"
-        document = exchange.json
+    for response in (raw, multipart):
+        assert response.status == 200
+        assert response.headers["content-type"] == "application/json"
+        document = response.json
         assert set(document) == {"id", "model", "predictions", "timings_ms", "batch_size"}
         assert document["model"] == "fake"
         assert [p["index"] for p in document["predictions"]] == expected_indices(7, 5)
@@ -48,9 +48,9 @@ async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None
     "query", ["top_k=0", "top_k=-1", "top_k=11", "top_k=", "top_k=two", "top_k=1.5", "attention=x"]
 )
 async def test_a_bad_query_names_its_parameter(query: str) -> None:
-    exchange = await app().classify(query=query)
-    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
-    assert exchange.json["detail"].startswith(query.partition("=")[0])
+    response = await app().classify(query=query)
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert response.json["detail"].startswith(query.partition("=")[0])
 
 
 @on_a_loop
@@ -84,9 +84,9 @@ async def test_without_a_memory_for_pictures_there_is_no_id() -> None:
 async def test_the_engines_errors_are_answered_as_the_table_says(error: Exception, status: int, code: str) -> None:
     service = app()
     service.engine.error = error
-    exchange = await service.classify()
-    assert (exchange.status, exchange.code) == (status, code)
-    assert ("retry-after" in exchange.headers) == (status == 503)
+    response = await service.classify()
+    assert (response.status, response.code) == (status, code)
+    assert ("retry-after" in response.headers) == (status == 503)
     assert service.metric("vit_rejected_total", reason=code) == 1
     assert service.metric("vit_requests_total", endpoint="/classify", code=str(status)) == 1
     assert pipeline_of(service).limiter.in_use == 0
@@ -109,22 +109,22 @@ async def test_a_bad_picture_is_answered_by_its_fault_and_never_reaches_the_engi
     body: bytes, status: int, code: str
 ) -> None:
     service = app(max_image_pixels=10_000, max_upload_bytes=20_000)
-    for exchange in (await service.classify(body), await service.request("POST", "/classify", **form(body))):
-        assert (exchange.status, exchange.code) == (status, code)
+    for response in (await service.classify(body), await service.request("POST", "/classify", **form(body))):
+        assert (response.status, response.code) == (status, code)
     assert service.engine.timeouts == []
 
 
 @on_a_loop
 async def test_a_second_file_is_too_many_for_classify() -> None:
-    exchange = await app().request("POST", "/classify", **form(png(1), png(2)))
-    assert (exchange.status, exchange.code) == (413, "too_many_images")
+    response = await app().request("POST", "/classify", **form(png(1), png(2)))
+    assert (response.status, response.code) == (413, "too_many_images")
 
 
 @on_a_loop
 async def test_a_batch_is_answered_in_its_order() -> None:
-    exchange = await app().request("POST", "/classify/batch", **form(*(png(red) for red in range(20))))
-    assert exchange.status == 200
-    results = exchange.json["results"]
+    response = await app().request("POST", "/classify/batch", **form(*(png(red) for red in range(20))))
+    assert response.status == 200
+    results = response.json["results"]
     assert [r["predictions"][0]["index"] for r in results] == [red % CLASSES for red in range(20)]
     assert len({r["id"] for r in results}) == 20
 
@@ -133,9 +133,9 @@ async def test_a_batch_is_answered_in_its_order() -> None:
 async def test_bad_files_of_a_batch_fail_alone() -> None:
     service = app(max_upload_bytes=5_000, max_image_pixels=5_000)
     files = [png(1), b"", b"text", png(2)[:50], png(3, (100, 100)), png(4) + bytes(5_000), png(5)]
-    exchange = await service.request("POST", "/classify/batch", **form(*files))
-    assert exchange.status == 200
-    results = exchange.json["results"]
+    response = await service.request("POST", "/classify/batch", **form(*files))
+    assert response.status == 200
+    results = response.json["results"]
     codes = [result.get("error", {}).get("code") for result in results]
     assert codes == [
         None,
@@ -149,7 +149,7 @@ async def test_bad_files_of_a_batch_fail_alone() -> None:
     for result in results[1:6]:
         assert set(result) == {"error"}
         assert set(result["error"]) == {"type", "title", "status", "detail", "code", "request_id"}
-        assert result["error"]["request_id"] == exchange.headers["x-request-id"]
+        assert result["error"]["request_id"] == response.headers["x-request-id"]
     assert results[6]["predictions"][0]["index"] == 5
     assert service.metric("vit_images_total") == 2
     assert service.metric("vit_rejected_total", reason="invalid_image") == 2
@@ -159,17 +159,17 @@ async def test_bad_files_of_a_batch_fail_alone() -> None:
 async def test_a_batch_is_200_even_if_every_item_failed() -> None:
     service = app()
     service.engine.error = InferenceFailed("no score")
-    exchange = await service.request("POST", "/classify/batch", **form(png(1), png(2)))
-    assert exchange.status == 200
-    assert [r["error"]["status"] for r in exchange.json["results"]] == [500, 500]
+    response = await service.request("POST", "/classify/batch", **form(png(1), png(2)))
+    assert response.status == 200
+    assert [r["error"]["status"] for r in response.json["results"]] == [500, 500]
 
 
 @on_a_loop
 async def test_a_batch_takes_its_places_for_all_or_none() -> None:
     service = app(queue_size=3)
     assert (await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))).status == 200
-    exchange = await service.request("POST", "/classify/batch", **form(*[png(1)] * 4))
-    assert (exchange.status, exchange.code) == (503, "queue_full")
+    response = await service.request("POST", "/classify/batch", **form(*[png(1)] * 4))
+    assert (response.status, response.code) == (503, "queue_full")
     assert pipeline_of(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 3
 
@@ -177,12 +177,12 @@ async def test_a_batch_takes_its_places_for_all_or_none() -> None:
 @on_a_loop
 async def test_a_batch_of_more_files_than_allowed_is_refused_as_a_whole() -> None:
     service = app(max_images_per_request=2)
-    exchange = await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))
-    assert (exchange.status, exchange.code) == (413, "too_many_images")
+    response = await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))
+    assert (response.status, response.code) == (413, "too_many_images")
     assert service.engine.timeouts == []
 
 
 @on_a_loop
 async def test_a_batch_may_be_one_raw_picture() -> None:
-    exchange = await app().classify(png(4), path="/classify/batch")
-    assert [r["predictions"][0]["index"] for r in exchange.json["results"]] == [4]
+    response = await app().classify(png(4), path="/classify/batch")
+    assert [r["predictions"][0]["index"] for r in response.json["results"]] == [4]

@@ -17,8 +17,8 @@ from tests.service.web.apps import app
 async def test_pages_and_documentation_are_there() -> None:
     service = app()
     for path in ("/", "/docs"):
-        exchange = await service.get(path)
-        assert (exchange.status, exchange.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        response = await service.get(path)
+        assert (response.status, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
     document = (await service.get("/openapi.json")).json
     assert set(document["paths"]) == {
         "/classify",

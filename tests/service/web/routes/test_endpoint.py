@@ -20,17 +20,17 @@ from tests.service.web.apps import app
     ],
 )
 async def test_405_names_every_method_that_the_path_has(method: str, path: str, allow: str) -> None:
-    exchange = await app().request(method, path)
-    assert (exchange.status, exchange.code) == (405, "method_not_allowed")
-    assert exchange.headers["allow"] == allow
+    response = await app().request(method, path)
+    assert (response.status, response.code) == (405, "method_not_allowed")
+    assert response.headers["allow"] == allow
 
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v2"])
 async def test_an_unknown_path_is_404(path: str) -> None:
-    exchange = await app().get(path)
-    assert (exchange.status, exchange.code) == (404, "not_found")
-    assert path in exchange.json["detail"]
+    response = await app().get(path)
+    assert (response.status, response.code) == (404, "not_found")
+    assert path in response.json["detail"]
 
 
 @on_a_loop
@@ -75,18 +75,18 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
     ],
 )
 async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:
-    exchange = await app().classify(query=query, path=path)
-    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
-    assert exchange.json["detail"] == detail
+    response = await app().classify(query=query, path=path)
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert response.json["detail"] == detail
 
 
 @on_a_loop
 async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other() -> None:
     service = app()
-    exchange = service.exchange("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
-    exchange.scope["query_string"] = b"top_k=\xff"
-    await exchange.run()
-    assert (exchange.status, exchange.code) == (422, "invalid_parameter")
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
+    communicator.scope["query_string"] = b"top_k=\xff"
+    await communicator.run()
+    assert (communicator.status, communicator.code) == (422, "invalid_parameter")
 
 
 @on_a_loop

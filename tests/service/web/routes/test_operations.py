@@ -62,8 +62,8 @@ async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: s
     assert (await service.get("/healthz")).status == 200
     assert (await service.get("/metrics")).status == 200
     assert (await service.get("/")).status == 200
-    for exchange in (await service.get("/readyz"), await service.classify(), await service.get("/model")):
-        assert (exchange.status, exchange.code) == (503, "engine_unavailable")
-        assert exchange.json["detail"] == reason
-        assert int(exchange.headers["retry-after"]) > 0
+    for response in (await service.get("/readyz"), await service.classify(), await service.get("/model")):
+        assert (response.status, response.code) == (503, "engine_unavailable")
+        assert response.json["detail"] == reason
+        assert int(response.headers["retry-after"]) > 0
     assert service.metric("vit_engine_up", device="cpu") == 0

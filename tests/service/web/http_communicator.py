@@ -1,4 +1,4 @@
-"""One HTTP request to an ASGI application, as a server would bring it."""
+"""A communicator that sends an ASGI application one HTTP request, as a server would."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.service.fakes import PATIENCE
 Message = dict[str, Any]
 
 
-class Exchange:
-    """One request and its answer, message by message."""
+class HttpCommunicator:
+    """Sends one request to an application and collects its answer, message by message."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Exchange:
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
 
-    async def run(self) -> Exchange:
+    async def run(self) -> HttpCommunicator:
         async with asyncio.timeout(PATIENCE):
             await self.app(self.scope, self._receive, self._send)
         return self
 
-    def start(self) -> asyncio.Task[Exchange]:
+    def start(self) -> asyncio.Task[HttpCommunicator]:
         return asyncio.create_task(self.run())
 
     @property
