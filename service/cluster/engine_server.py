@@ -134,7 +134,7 @@ class _WorkerConnection(FrameProtocol):
         error = protocol.Cancelled("cancelled") if task.cancelled() else task.exception()
         if error is None:
             self.send(protocol.Completed(id_, task.result()))
-        elif isinstance(error, ServiceError):
+        elif isinstance(error, ServiceError) and type(error) in protocol.FAILURES:
             self.send(protocol.Failed.of(id_, error))
         else:
             logger.error("a request failed", exc_info=error)

@@ -48,7 +48,7 @@ class Cancelled(errors.ServiceError):
     """Answers a Cancel that came in time; nobody waits for it."""
 
 
-_FAILURES: tuple[type[errors.ServiceError], ...] = (
+FAILURES: tuple[type[errors.ServiceError], ...] = (
     errors.InferenceFailed,
     errors.EngineUnavailable,
     errors.QueueFull,
@@ -114,17 +114,17 @@ class Failed(_Frame, frozen=True, tag=7):
     """Answers one image with an error: its type's place among `Engine.infer`'s errors, and its message."""
 
     id: int
-    kind: Annotated[int, Meta(ge=0, lt=len(_FAILURES))]
+    kind: Annotated[int, Meta(ge=0, lt=len(FAILURES))]
     message: str
 
     @classmethod
     def of(cls, id_: int, error: errors.ServiceError) -> Self:
         """Return the frame that carries an error."""
-        return cls(id_, _FAILURES.index(type(error)), str(error))
+        return cls(id_, FAILURES.index(type(error)), str(error))
 
     def error(self) -> errors.ServiceError:
         """Return the error."""
-        return _FAILURES[self.kind](self.message)
+        return FAILURES[self.kind](self.message)
 
 
 Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Failed

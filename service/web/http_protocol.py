@@ -102,10 +102,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the head's timer, unless the request asks for another protocol."""
+        if self._refused:
+            return
         self._offer = self.parser.should_upgrade()
         if self._offer:
             return
         self._stop_head_timer()
+        # A whole head may come in one read, and what follows it would reset the count of framing bytes.
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
+            self.send_400_response(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+            return
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -114,12 +120,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Reset the count of framing bytes: the body is bounded by whoever reads it."""
+        if self._refused:
+            return
         self._overhead = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Reset the count of framing bytes at the end of a request."""
-        if self._offer:
+        if self._offer or self._refused:
             return
         self._overhead = 0
         super().on_message_complete()

@@ -10,7 +10,7 @@ import pytest
 from model.prediction import MapRequest
 from service.cluster.protocol import Frame
 from service.engine.messages import InferenceRequest
-from service.errors import EngineUnavailable, QueueFull
+from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels
 
@@ -150,3 +150,20 @@ async def test_an_image_cancelled_before_the_engine_has_seen_it_gives_its_slot_b
             await asyncio.wait([task])
             await until(lambda: worker.outstanding == 0)
         assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
+@pytest.mark.parametrize("error", [ServiceError("of no kind that a frame can carry"), ZeroDivisionError("a defect")])
+async def test_an_error_that_no_frame_can_carry_still_answers_its_image(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def infer(*_: object, **__: object) -> None:
+        raise error
+
+    async with service() as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        monkeypatch.setattr(running.servers[0].engine, "infer", infer)
+        with pytest.raises(InferenceFailed):
+            async with asyncio.timeout(PATIENCE):
+                await ask(worker, 1)

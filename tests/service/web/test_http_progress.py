@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.service.fakes import on_a_loop
 from tests.service.web.wire import Request, Wire
 
 GET = b"GET / HTTP/1.1\r\n\r\n"
@@ -118,3 +120,32 @@ def test_requests_are_parsed_in_a_bounded_number_of_steps_and_alike_however_they
     whole = asyncio.run(converse([data]))
     pieces = asyncio.run(converse(cut(data, places)))
     assert pieces == whole
+
+
+BIG = b"X-Big: " + b"a" * 70_000 + b"\r\n"
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n" + BIG + b"\r\n",
+        b"GET / HTTP/1.1\r\n" + BIG + b"\r\n" + GET,
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n" + GET,
+        b"POST / HTTP/1.1\r\nContent-Length: 5\r\n" + BIG + b"\r\nhello" + GET,
+        b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n" + BIG + b"\r\n" + GET,
+    ],
+    ids=["header", "a request behind it", "target", "body", "offer"],
+)
+@pytest.mark.parametrize("step", [1 << 20, 40_000])
+async def test_a_head_that_is_too_large_is_refused_however_it_arrives(sent: bytes, step: int) -> None:
+    assert await converse([sent[at : at + step] for at in range(0, len(sent), step)]) == []
+
+
+@on_a_loop
+async def test_a_head_that_is_too_large_takes_no_answer_from_the_request_before_it() -> None:
+    async with Wire() as wire:
+        await wire.send(GET + b"POST / HTTP/1.1\r\nContent-Length: 5\r\n" + BIG + b"\r\nhello" + GET)
+        assert wire.answers.statuses == [200]
+        assert len(wire.requests) == 1
+        assert wire.closing
