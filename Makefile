@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format bench bench-peers clean
+.PHONY: help run test check format chaos soak bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -18,6 +18,8 @@ help:
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
+	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
+	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make clean   remove the virtual environment and caches"
@@ -67,6 +69,12 @@ format: $(VENV)/.check
 
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks
+
+chaos: $(VENV)/.test
+	$(BIN)/python -m benchmarks.reliability.chaos --minutes $(or $(MINUTES),10) --record $(RESULTS)/chaos.json
+
+soak: $(VENV)/.test
+	$(BIN)/python -m benchmarks.reliability.soak --minutes $(or $(MINUTES),30) --record $(RESULTS)/soak.json
 
 # Takes an hour and a half with the peers, on a machine that does nothing else; a run that was cut short goes on.
 bench: $(VENV)/.test

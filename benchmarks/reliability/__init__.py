@@ -1,0 +1,1 @@
+"""A real service under mixed traffic: while it is hurt (`chaos`), and for long (`soak`)."""
