@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Return the logits of a batch, before the temperature: [B, num_classes] on the device."""
 
     def exercise(self, sizes: Sequence[int]) -> None:
-        """Run blank batches of these sizes, with and without the last layer's attention row.
+        """Run batches of noise and black of these sizes, with and without the last layer's attention row.
 
         Raises:
             DeviceError: the model gives scores that are not finite.

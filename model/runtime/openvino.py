@@ -72,8 +72,8 @@ class OpenVino:
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch is exercised as well."""
         self._torch.exercise(sizes)
-        for size in sizes:
-            self._torch.require_finite(self.logits(self._torch.blank_images(size).numpy()))
+        for turn, size in enumerate(sizes):
+            self._torch.require_finite(self.logits(self._torch.trial_images(size, turn)))
 
     def compile(self) -> None:
         """Do nothing: OpenVINO compiles its graphs when they are made."""
@@ -91,7 +91,7 @@ class OpenVinoNetwork:
         layers: the layer whose attention row is computed with the logits, or none.
 
     Raises:
-        DeviceError: OpenVINO does not run this model, or gives other logits than torch.
+        DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
     """
 
     def __init__(self, options: TorchOptions, *, threads: int, streams: int) -> None:
@@ -102,6 +102,10 @@ class OpenVinoNetwork:
         traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers)
         rows, columns = config.image_size
         images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
+        with torch.inference_mode():
+            expected = traced(torch.from_numpy(images))[0]
+        if not expected.isfinite().all():
+            raise DeviceError("the model gives scores that are not finite")
         try:
             graph = _convert(traced, torch.from_numpy(images[:2]))
             self._alone = _Requests(graph, dtype, threads=threads, streams=1)
@@ -109,8 +113,6 @@ class OpenVinoNetwork:
             self._beside = self._alone if streams == 1 else _Requests(graph, dtype, threads=threads, streams=streams)
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
-        with torch.inference_mode():
-            expected = traced(torch.from_numpy(images))[0]
         for count in (1, 3):
             # With one image, and with another number than traced, a constant that the trace made of a size shows.
             off = self(images[:count], alone=count == 1).logits - expected[:count]

@@ -120,16 +120,21 @@ class TorchBackend:
         self._exercise(self._model, self._normalise, sizes)
 
     def _exercise(self, model: VisionTransformer, normalise: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
-        for size in sizes:
-            images = self.blank_images(size)
-            with torch.inference_mode():
-                for layers in self.usual_layers:
+        with torch.inference_mode():
+            for size in sizes:
+                for turn, layers in enumerate(self.usual_layers):
+                    images = torch.from_numpy(self.trial_images(size, turn)).to(self._device)
                     self.require_finite(model(normalise(images), layers).logits)
 
-    def blank_images(self, count: int) -> Tensor:
-        """Return uint8 zeros [count, H, W, C] on the device."""
+    def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
+        """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
+
+        Neither does for the other: where black normalises to 0, a model answers it whatever its weights are.
+        """
         shape = (count, *self.config.image_size, self.config.in_channels)
-        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        images[(turn + 1) % 2 :: 2] = 0
+        return images
 
     def require_finite(self, logits: Tensor) -> None:
         """Raise DeviceError unless all logits are finite."""

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import struct
 from typing import cast
 
 from service.cluster.protocol import Frame, FrameError, FrameReader, encode
@@ -27,14 +28,17 @@ from service.engine.messages import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+_CREDENTIALS = struct.Struct("iII")
+"""The kernel's `struct ucred`: process, user and group."""
+
 
 class EngineChannel:
     """Holds the socket and the shared memory between one engine process and the workers; made before they are forked.
 
     Attributes:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
-            workers that connect while there is none wait for the next.
-        key: what tells this service's workers from anyone else who finds the address.
+            workers that connect while there is none wait for the next. Other users are not listened to.
+        key: what tells this service's workers from any other process of this user that finds the address.
         pixels: memory for images, sized by the engine when it knows their size.
     """
 
@@ -78,6 +82,12 @@ class EngineChannel:
         """Close the socket and the memory."""
         self.listener.close()
         self.pixels.close()
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the effective user id under which the other end of a Unix socket was connected, as the kernel saw it."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 class FrameProtocol(asyncio.Protocol):

@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import hmac
 import logging
+import os
 from collections.abc import Callable
 
 from service.cluster import protocol
-from service.cluster.channel import EngineChannel, FrameProtocol
+from service.cluster.channel import EngineChannel, FrameProtocol, peer_user
 from service.cluster.shared_memory import ImageSlots
 from service.engine.base import Engine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
@@ -82,6 +83,13 @@ class _WorkerConnection(FrameProtocol):
         self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._tasks: dict[int, asyncio.Task[InferenceResult]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close the connection of another user before anything is read from it: the address has no permissions."""
+        super().connection_made(transport)
+        if peer_user(transport.get_extra_info("socket")) != os.geteuid():
+            logger.debug("engine connection: another user's")  # who may come as often as they like
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the worker's requests: nobody waits for them."""

@@ -88,13 +88,13 @@ class Ticker:
 def _be_worker(settings: Settings, shared: SharedResources, index: int) -> int:
     for other in {*shared.listeners} - {shared.listeners[index]}:
         other.close()
-    count_in_files(shared.metrics_folder, f"worker-{index}")
-    return run_web(settings, shared, index, Metrics(shared.metrics_folder))
+    count_in_files(shared.metrics.folder, shared.metrics.worker(index))
+    return run_web(settings, shared, index, Metrics(shared.metrics.folder))
 
 
 def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Loader) -> int:
     shared.stop_listening()
-    count_in_files(shared.metrics_folder, f"engine-{index}")
+    count_in_files(shared.metrics.folder, shared.metrics.engine(index))
     channel = shared.channels[index]
     own = settings.model_copy(update={"device": channel.device})
-    return run_engine(own, channel, load, Metrics(shared.metrics_folder))
+    return run_engine(own, channel, load, Metrics(shared.metrics.folder))

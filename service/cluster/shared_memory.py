@@ -41,6 +41,15 @@ class SharedFile:
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
 
+    def reserve(self, size: int) -> None:
+        """Make it at least `size` bytes whose memory is taken now; raises `OSError` when there is not so much."""
+        os.posix_fallocate(self._descriptor, 0, size)
+
+    @property
+    def path(self) -> str:
+        """Return a path by which this process, and those that inherit the file, may open it."""
+        return f"/proc/self/fd/{self._descriptor}"
+
     def map(self, size: int, offset: int = 0) -> mmap.mmap:
         """Return a view of `size` bytes from `offset`, a multiple of the page size."""
         return mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=offset)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
 import socket
-import tempfile
-from pathlib import Path
 
 from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
-from service.errors import SettingsError
+from service.cluster.shared_metrics import SharedMetrics
 from service.settings import Settings
-
-_PREFIX = "vitserve-metrics-"
-_LOCK = "lock"
 
 
 class SharedResources:
@@ -30,7 +22,7 @@ class SharedResources:
         port: the port that is listened on, which the system chose if the settings say 0.
         listening: whether this process still holds the listeners.
         image_file: memory for the pictures that are kept for GET /attention.
-        metrics_folder: where each process counts in files of its own.
+        metrics: memory in which each process counts.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -46,7 +38,7 @@ class SharedResources:
             EngineChannel(index, device, self.counters, slots=slots) for index, device in enumerate(devices)
         ]
         self.image_file = SharedFile("images")
-        self.metrics_folder = _private_folder()
+        self.metrics = SharedMetrics(workers=settings.workers, engines=len(devices))
 
     def stop_listening(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
@@ -55,13 +47,13 @@ class SharedResources:
             listener.close()
 
     def close(self) -> None:
-        """Close listeners, channels and files, and remove the metrics' folder."""
+        """Close listeners, channels and files."""
         self.stop_listening()
         for channel in self.channels:
             channel.close()
         self.image_file.close()
         self.counters.close()
-        shutil.rmtree(self.metrics_folder, ignore_errors=True)
+        self.metrics.close()
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -72,33 +64,3 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
         listeners.append(socket.create_server((host, port), family=family, backlog=2048, reuse_port=True))
         port = listeners[0].getsockname()[1]
     return listeners
-
-
-def _private_folder() -> Path:
-    """Return a new folder for the files that this service's processes count in.
-
-    It is locked as long as the service lives; those whose services were killed are removed here.
-
-    Raises:
-        SettingsError: there is no place for it.
-    """
-    try:
-        parent = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:
-        raise SettingsError(f"several processes need a folder for temporary files (TMPDIR): {error}") from None
-    for left_behind in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # still in use, or removed by another
-            _remove_unlocked(left_behind)
-    made = Path(tempfile.mkdtemp(prefix="vitserve-"))
-    descriptor = os.open(made / _LOCK, os.O_CREAT | os.O_RDONLY, 0o600)  # open until the last process ends
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # Only now under the name that others look for.
-    return made.rename(made.with_name(made.name.replace("vitserve-", _PREFIX)))
-
-
-def _remove_unlocked(folder: Path) -> None:
-    if folder.lstat().st_uid != os.getuid():  # anybody may put anything under this name
-        return
-    with (folder / _LOCK).open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)

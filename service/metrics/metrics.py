@@ -40,6 +40,15 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
+_HEAD_BYTES = 8
+"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty one."""
+
+
+def files_of(process: str) -> dict[str, int]:
+    """Return the names of the files that a process counts in, each with more bytes than all its series need."""
+    sizes = {"counter": 128 << 10, "histogram": 256 << 10, "gauge_livesum": 4 << 10}
+    return {f"{kind}_{process}.db": size for kind, size in sizes.items()}
+
 
 def count_in_files(folder: Path, process: str) -> None:
     """Make this process count into files of its own that others can read; call it before `Metrics`.
@@ -50,7 +59,8 @@ def count_in_files(folder: Path, process: str) -> None:
             stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
     """
     for gauge in folder.glob(f"gauge_*_{process}.db"):
-        gauge.unlink()
+        with gauge.open("r+b") as file:  # others may have it open, and its memory is taken already
+            file.write(bytes(_HEAD_BYTES))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 

@@ -35,6 +35,7 @@ def metric_names() -> set[str]:
     metrics.watch_recent(lambda: (0, 0))
     gpus = GpuCollector(Nvml())
     gpus.watch("cuda:0", uuid="")
+    gpus.read()
     metrics.registry.register(gpus)
     families = list(metrics.registry.collect())
     return {family.name for family in families} | {

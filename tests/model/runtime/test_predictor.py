@@ -14,10 +14,12 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
+from model.runtime.choose_backend import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.runtime.openvino import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_backend import Normalise, TorchBackend, TorchOptions
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -142,6 +144,33 @@ def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
     tensors["head.weight"] = tensors["head.weight"] * 1e30
     with pytest.raises(DeviceError, match="not finite"):
         Predictor(make_checkpoint(tensors=tensors), device="cpu", backend="torch", dtype="float16").warm_up()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
+def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: BackendName, dtype: str) -> None:
+    if backend == "openvino" and unsupported_reason(torch.device("cpu"), getattr(torch, dtype)):
+        pytest.skip("OpenVINO does not compute so here")
+    checkpoint = make_checkpoint()
+    # Black normalises to 0; every other colour overflows as it is embedded.
+    preprocess = checkpoint.preprocess.model_copy(update={"mean": (0.0, 0.0, 0.0)})
+    tensors = dict(checkpoint.tensors)
+    name = "patch_embed.proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 3e38)
+    spoilt = make_checkpoint(tensors=tensors, preprocess=preprocess)
+    with pytest.raises(DeviceError, match="not finite") as raised:
+        Predictor(spoilt, device="cpu", backend=backend, dtype=dtype, max_batch=1).warm_up()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
+    checkpoint, cpu = make_checkpoint(), torch.device("cpu")
+    backend = TorchBackend(TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,)))
+    shown = np.concatenate([backend.trial_images(count, turn) for turn in (0, 1)])
+    black = (shown == 0).all(axis=(1, 2, 3))
+    assert black.sum() == count
+    assert (shown[~black].std(axis=(1, 2, 3)) > 50).all()
 
 
 def test_devices_and_dtypes_that_are_not_there_are_named() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
-from service.cluster.channel import EngineChannel
+from service.cluster.channel import EngineChannel, peer_user
 from service.cluster.protocol import Hello, Submit, encode
 from service.cluster.shared_memory import SharedCounters
 from tests.service.cluster.engines import ask, service, until
@@ -37,6 +38,26 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
         assert await reader.read() == b""
         writer.close()
         assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
+async def test_another_user_is_shown_out_unheard_even_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service() as running:
+        await running.start_engine()
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that we are the other user
+        reader, writer = await asyncio.open_unix_connection(sock=running.channels[0].connect())
+        writer.write(encode(Hello(0, running.channels[0].key)))
+        with suppress(ConnectionResetError):  # which it is if the frame came before the end
+            assert await reader.read(1) == b""
+        writer.close()
+        assert running.servers[0].connections == set()
+
+
+def test_the_peers_user_is_the_kernels_word() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert peer_user(one) == os.geteuid()
 
 
 @pytest.fixture

@@ -65,8 +65,8 @@ def test_an_engine_a_device_and_room_for_every_permit_even_while_cancelled_ones_
 
 def test_nothing_is_left_behind(temporary: Path) -> None:
     shared = SharedResources(load_settings({"workers": 2, "port": 0}))
-    assert shared.metrics_folder.is_dir()
-    assert shared.metrics_folder.stat().st_mode & 0o077 == 0
+    assert shared.metrics.folder.is_dir()
+    assert shared.metrics.folder.stat().st_mode & 0o077 == 0
     shared.close()
     assert list(temporary.iterdir()) == []
 
@@ -83,7 +83,7 @@ def test_counters_of_a_service_that_was_killed_are_removed_and_those_of_one_that
     other = SharedResources(load_settings({"workers": 2, "port": 0}))
     assert not killed.exists()
     assert foreign.exists()
-    assert shared.metrics_folder.is_dir()
+    assert shared.metrics.folder.is_dir()
     other.close()
 
 

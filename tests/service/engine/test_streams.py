@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from service.errors import EngineUnavailable
+from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
 
 
@@ -67,3 +68,20 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() 
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await rig.until_state("failed")
     assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
+
+
+@on_a_loop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_defect_in_one_stream_ends_those_that_are_idle(running: Running) -> None:
+    async with running(FakePredictor(streams=3, error=ZeroDivisionError)) as rig:
+        tasks = [await rig.keep_busy(0)]
+        for red in (1, 2):
+            tasks.append(rig.ask_soon(red))
+            await rig.predictor.wait_until_busy()
+        rig.predictor.gate.set()
+        await asyncio.gather(*tasks)  # each stream has begun, and none has anything to do
+        with pytest.raises(EngineUnavailable, match="ZeroDivisionError"):
+            await rig.ask(BAD)
+        await rig.until_state("failed")
+        with pytest.raises(EngineUnavailable):
+            await rig.ask(3)
