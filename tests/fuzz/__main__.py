@@ -25,6 +25,9 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _WARM_UP, _PICTURES, _STREAMS, _OPENAPI = 0.05, 0.5, 0.25, 0.2
 """Shares of the time."""
 
+_SHOWN = 3000
+"""Characters of the server's log."""
+
 
 def main() -> int:
     """Run all kinds for the minutes given; return 1 on an unexpected server error, a lost answer or a dead server."""
@@ -45,22 +48,24 @@ def fuzz(server: ServerProcess, shared: Path, seed: int, seconds: float, folder:
     """Run all kinds, print the table, and return the exit code."""
     port, files = int(server.url.rpartition(":")[2]), pictures.starts(shared)
     # What is read and allocated once is no growth.
-    asyncio.run(pictures.send(port, files, seed + 1, out, seconds=_WARM_UP * seconds))
-    before = server.resident_bytes()
+    warm_up = asyncio.run(pictures.send(port, files, seed + 1, out, seconds=_WARM_UP * seconds))
+    warm_up.kind = "warm-up"
+    before = _memory(server)
     tallies = [
+        warm_up,
         *_measured(server, lambda: [asyncio.run(pictures.send(port, files, seed, out, seconds=_PICTURES * seconds))]),
         *_measured(server, lambda: asyncio.run(streams.send(port, seed, out, seconds=_STREAMS * seconds))),
         *_measured(server, lambda: [_schemathesis(server, seed, _OPENAPI * seconds, folder)]),
     ]
-    alive = _is_ready(server)
+    alive, log = _is_ready(server), server.log
     print(table(tallies))
-    after = server.resident_bytes() if alive else 0
-    print(f"server {'alive' if alive else 'DEAD'}, RSS {before >> 20} MiB before, {after >> 20} MiB after, seed {seed}")
-    if "Traceback" in server.log or not alive:
-        print(f"its log ends:\n{server.log[-3000:]}")
-    good = alive and "Traceback" not in server.log and not any(tally.faults for tally in tallies)
+    print(f"server {'alive' if alive else 'DEAD'}, RSS {before >> 20} MiB before, {_memory(server) >> 20} MiB after")
+    traceback = log.rfind("Traceback")
+    if traceback >= 0 or not alive:
+        print(f"Its log:\n{log[traceback if traceback >= 0 else -_SHOWN :][:_SHOWN]}")
+    good = alive and traceback < 0 and not any(tally.faults for tally in tallies)
     if not good:
-        print(f"Cases that went wrong: {out}")
+        print(f"Cases that went wrong: {out}. Again: SEED={seed}")
     return 0 if good else 1
 
 
@@ -68,11 +73,15 @@ def _measured(server: ServerProcess, run: Callable[[], list[Tally]]) -> list[Tal
     """Run one part; what the server's memory grew meanwhile stands in its last line."""
     if not _is_ready(server):
         return []
-    before = server.resident_bytes()
+    before = _memory(server)
     found = run()
-    if _is_ready(server):
-        found[-1].growth = server.resident_bytes() - before
+    found[-1].growth = _memory(server) - before
     return found
+
+
+def _memory(server: ServerProcess) -> int:
+    """Return the server's resident bytes; 0 where it has ended."""
+    return server.resident_bytes() if server.process.poll() is None else 0
 
 
 def _is_ready(server: ServerProcess) -> bool:

@@ -21,7 +21,7 @@ def damaged(data: bytes, others: list[bytes], random: Random) -> bytes:
     for _ in range(random.choice((1, 1, 2, 3, 6))):
         if not found:
             break
-        place = random.randrange(min(len(found), 300) if random.random() < 0.6 else len(found))
+        place = random.randrange(min(len(found), random.choice((40, 300, len(found)))))
         _FAULTS[random.randrange(len(_FAULTS))](found, place, random)
     if random.random() < 0.05:
         tail = random.choice(others)

@@ -25,9 +25,12 @@ _PATHS = ("/classify", "/classify?attention=true", "/attention?format=json", "/a
 
 
 def starts(shared: Path) -> list[bytes]:
-    """Return small pictures of every format, and the files of the torture folder where it is there."""
+    """Return small pictures of every format and the files of the torture folder where it is there, half of each."""
     found = sorted(path for path in (shared / "data" / "torture").rglob("*.*") if path.suffix != ".csv")
-    return [*valid_files(), *(path.read_bytes() for path in found if path.stat().st_size <= MAX_BYTES)]
+    odd = [path.read_bytes() for path in found if path.stat().st_size <= MAX_BYTES]
+    # Most odd files are PNG; the other formats are to be damaged as often.
+    usual = valid_files()
+    return usual * max(1, len(odd) // len(usual)) + odd
 
 
 def request(files: list[bytes], random: Random) -> bytes:
@@ -81,6 +84,8 @@ async def _ask(
         except (Lost, OSError) as error:
             tally.lose(number, error)
             answer, good = None, False
+            if isinstance(error, ConnectionRefusedError):  # nobody is there any more
+                break
         if not good:
             (out / f"{KIND}-{seed}-{number}.http").write_bytes(sent)
         if caller and (answer is None or answer.is_last):

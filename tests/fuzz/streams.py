@@ -118,6 +118,8 @@ async def _converse(
                 good = sockets.answered(status, number) and good
         except (Lost, OSError) as error:
             sockets.lose(number, error)
+            if isinstance(error, ConnectionRefusedError):  # nobody is there any more
+                return
             good = False
         if not good:
             (out / f"{KIND}-{seed}-{number}.http").write_bytes(b"".join(pieces))

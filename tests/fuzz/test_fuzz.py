@@ -70,6 +70,16 @@ async def test_a_request_without_its_answer_is_a_fault_and_kept(tmp_path, answer
 
 
 @on_a_loop
+async def test_nothing_more_is_sent_to_a_server_that_is_gone(tmp_path) -> None:
+    async with answering(b"") as port:
+        pass
+    sent = await pictures.send(port, valid_files(), 1, tmp_path, cases=1000)
+    _, sockets = await streams.send(port, 1, tmp_path, cases=1000)
+    assert 1 <= sent.lost < 10
+    assert 1 <= sockets.lost < 100
+
+
+@on_a_loop
 async def test_a_stream_wants_as_many_answers_as_it_has_requests() -> None:
     tally = Tally("parser")
     assert await streams.parse([GET, GET[:9]], tally, 0) == (["GET"], False)
