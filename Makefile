@@ -9,13 +9,14 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format chaos soak bench bench-peers clean
+.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
 	@echo "             on Linux without a GPU, a far smaller installation:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
@@ -56,6 +57,12 @@ run: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/pytest
+
+MINUTES ?= 3
+SEED ?=
+
+fuzz: $(VENV)/.test
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

@@ -44,11 +44,12 @@ class Connection:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def answer(self) -> Answer:
+    async def answer(self, *, to_head: bool = False) -> Answer:
+        """The next answer; one to HEAD has no body."""
         async with asyncio.timeout(PATIENCE):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+            body = await self.reader.readexactly(0 if to_head else int(headers.get("content-length", 0)))
         return Answer(int(head[0].split()[1]), headers, body)
 
     async def is_closed(self) -> bool:
