@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format bench bench-peers clean
+.PHONY: help run test check format simulate bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -18,6 +18,7 @@ help:
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
+	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make clean   remove the virtual environment and caches"
@@ -64,6 +65,13 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Seeds A:B, A to B-1, one process a core; a seed that fails is printed with the command that replays it.
+SEEDS ?= 0:100000
+SEED ?=
+
+simulate: $(VENV)/.test
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks
