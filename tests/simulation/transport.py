@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from service.cluster.channel import EngineChannel
-from service.cluster.shared_memory import SharedCounters, SharedFile
+from service.cluster.shared_memory import SharedCounters
 from tests.simulation.scheduler import Process, Scheduler
 
 Factory = Callable[[], asyncio.BaseProtocol]
@@ -211,12 +211,9 @@ class SimulatedChannel(EngineChannel):
     """A channel whose socket is simulated; its shared memory is real."""
 
     def __init__(self, index: int, counters: SharedCounters, network: Network, *, slots: int) -> None:
-        self.index = index
-        self.device = f"cuda:{index}"
-        self.counters = counters
-        self.slots = slots
+        super().__init__(index, f"cuda:{index}", counters, slots=slots)
         self.key = b"the key of this service"
-        self.pixels = SharedFile("pixels")
+        self.listener.close()
         self.listener = Listener(network)  # type: ignore[assignment]
 
     def connect(self) -> Any:
