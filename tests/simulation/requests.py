@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.prediction import MapRequest
@@ -18,7 +19,7 @@ from service.errors import (
     QueueFull,
     ServiceError,
 )
-from service.web.pipeline import Deadline, Pipeline, all_of, unless_disconnected
+from service.web.pipeline import Pipeline, all_of, unless_disconnected
 from tests.simulation.device import GOOD, image, is_own
 from tests.simulation.scenario import RequestPlan
 from tests.simulation.scheduler import Process
@@ -32,6 +33,17 @@ _SLACK = 2.0
 """Virtual seconds after its deadline within which a request that was launched in time has its answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """The moment `at` at which a request's time is up, as `Pipeline.infer` takes it."""
+
+    at: float
+    process: Process
+
+    def remaining(self) -> float:
+        return max(0.0, self.at - float(self.process.time()))
+
+
 class _Request:
     """One request of a caller, from its arrival to its outcome."""
 
@@ -40,7 +52,7 @@ class _Request:
         self.plan = plan
         self.images = images
         self.process = process
-        self.deadline = Deadline(process.time() + plan.timeout, process.time)
+        self.deadline: Any = _Deadline(process.time() + plan.timeout, process)
         self.left = process.create_future()
         self.early = False
 
@@ -166,8 +178,7 @@ class Requests:
         try:
             pixels = image(number, kind)
             if plan.decode:
-                request.process.work_seconds = plan.decode
-                pixels = await pipeline.in_thread(functools.partial(image, number, kind))
+                await asyncio.sleep(plan.decode)
             wanted = MapRequest(1) if plan.map else None
             return await pipeline.infer(pixels, request.deadline, top_k=plan.top_k, map_request=wanted)
         except ServiceError as error:
@@ -195,7 +206,7 @@ class Requests:
         if isinstance(outcome, InferenceFailed):
             return kind != GOOD or self._world.disturbed
         if isinstance(outcome, DeadlineExceeded):
-            return request.deadline.remaining() == 0.0
+            return bool(request.deadline.remaining() == 0.0)
         if isinstance(outcome, EngineUnavailable):
             computed_by = self._world.answered.get(number)
             return (request.early or self._world.disturbed) and (computed_by is None or computed_by.killed)

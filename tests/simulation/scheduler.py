@@ -159,8 +159,6 @@ class Process(_EventLoop):  # type: ignore[misc]
         index: the number of the engine or worker that it runs.
         killed: whether it was ended by force.
         stalled_until: when its event loop, which is busy with something else, goes on.
-        work_seconds: how long the next function takes that is given to a thread, if it waits for nothing: then it needs
-            no thread of its own. None when it may wait.
     """
 
     def __init__(self, scheduler: Scheduler, name: str) -> None:
@@ -175,7 +173,6 @@ class Process(_EventLoop):  # type: ignore[misc]
         self.signal_handlers: dict[int, Callable[[], None]] = {}
         self.on_end: list[Callable[[], None]] = []
         self.run_in_thread: Callable[[Callable[[], Any], Callable[[Any], None]], None] | None = None
-        self.work_seconds: float | None = None
         self._ready: deque[asyncio.Handle] = deque()
         # Kept, so that no task of a process that was killed is collected, which would run its `finally`.
         self._tasks: list[asyncio.Task[Any]] = []
@@ -284,12 +281,8 @@ class Process(_EventLoop):  # type: ignore[misc]
             if not future.done():
                 future.set_result(result)
 
-        seconds, self.work_seconds = self.work_seconds, None
-        if seconds is not None:
-            self.call_later(seconds, finish, func(*args))
-        else:
-            assert self.run_in_thread is not None
-            self.run_in_thread(functools.partial(func, *args), lambda result: self.call_soon_threadsafe(finish, result))
+        assert self.run_in_thread is not None
+        self.run_in_thread(functools.partial(func, *args), lambda result: self.call_soon_threadsafe(finish, result))
         return future
 
     def add_signal_handler(self, sig, callback, *args):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation import cluster_mutants, engine_mutants
 from tests.simulation.engine_mutants import Mutant
-from tests.simulation.runner import run_in_processes
+from tests.simulation.runner import run_in_processes, run_range
 from tests.simulation.scenario import scenario_of
 from tests.simulation.world import run_seed
 
@@ -27,6 +27,12 @@ def test_a_seed_replays_exactly(seed: int) -> None:
     first, again = (run_seed(seed, trace=True) for _ in range(2))
     assert len(first[1]) > 10
     assert first == again
+
+
+def test_a_seed_that_fails_is_reported_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_mutants.permit_kept_on_error(monkeypatch)
+    (failure,) = run_range([0])
+    assert failure.startswith("python -m tests.simulation --seed 0: at ")
 
 
 @pytest.mark.timeout(120)

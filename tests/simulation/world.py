@@ -43,6 +43,7 @@ class World:
     Attributes:
         gone_at: when the caller of each image left or its worker was killed, by the image's number.
         patience: seconds after which an engine has heard of that.
+        trace: what happened, when that was asked for.
         answered: the engine's process that computed an image and gave its answer away, by the image's number.
         disturbed: whether an engine may be missing at this moment.
     """
@@ -59,6 +60,7 @@ class World:
                 "workers": self.scenario.workers,
             }
         )
+        self.trace: list[str] = []
         self.disturbed = self.scenario.disturbs_engines
         self.patience = self.scenario.message_delay + sum(fault.seconds for fault in self.scenario.faults)
         self.patience += 3 * self.scenario.grid + 1e-9
@@ -273,6 +275,7 @@ class World:
 
     def _bury(self) -> None:
         """Unwind all threads and tasks, and close what the service holds."""
+        self.trace, self.scheduler.trace = self.scheduler.trace or [], None
         self.threads.bury()
         for process in self.processes:
             process.bury()
@@ -287,5 +290,5 @@ def run_seed(seed: int, *, trace: bool = False) -> tuple[Violation | None, list[
     try:
         world.run()
     except Violation as violation:
-        return violation, world.scheduler.trace or []
-    return None, world.scheduler.trace or []
+        return violation, world.trace
+    return None, world.trace
