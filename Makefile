@@ -21,6 +21,7 @@ help:
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
 	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30"
+	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make clean   remove the virtual environment and caches"
@@ -73,6 +74,13 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Seeds A:B, A to B-1, one process a core; a seed that fails is printed with the command that replays it.
+SEEDS ?= 0:100000
+SEED ?=
+
+simulate: $(VENV)/.test
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks

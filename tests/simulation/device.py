@@ -1,0 +1,157 @@
+"""The device: a model runner that takes virtual time, answers by what stands in the pixels, and fails as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import PreprocessConfig, ViTConfig
+from model.errors import DeviceError
+from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.threads import Threads
+
+GOOD, POISON, NAN = range(3)
+"""What the model makes of an image: an answer; an error of the whole batch; scores that are no numbers."""
+
+_SIZE = (2, 2)
+_CONFIG = ViTConfig(image_size=_SIZE, patch_size=1, width=2, depth=2, heads=1, mlp_width=2, num_classes=8)
+_PREPROCESS = PreprocessConfig(
+    size=_SIZE,
+    resize="squash",
+    resize_size=_SIZE,
+    interpolation="nearest",
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+)
+_INFO = ModelInfo(
+    "simulated", "nowhere", None, "none", "vit", 1, _CONFIG, _PREPROCESS, ("label",) * 8, 1.0, False,
+    "cuda", "float32", "simulated", 1, None,
+)  # fmt: skip
+
+
+class Defect(BaseException):
+    """Ends an engine's thread: a defect of the model's code."""
+
+
+def image(number: int, kind: int) -> NDArray[np.uint8]:
+    """Return an image that carries its number, uint8 [2, 2, 3]."""
+    pixels = np.zeros(12, np.uint8)
+    pixels[:4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)
+    pixels[4] = kind
+    return pixels.reshape(2, 2, 3)
+
+
+def number_of(pixels: NDArray[np.uint8]) -> int:
+    """Return the number that an image carries."""
+    return int.from_bytes(pixels.tobytes()[:4], "little")
+
+
+def is_own(result: InferenceResult, request: InferenceRequest) -> bool:
+    """Return whether a result is the answer to this request, all of it and nothing else."""
+    number = number_of(request.pixels)
+    wanted = None if request.map is None else float(number % 251)
+    return (
+        result.indices.tolist() == list(range(number, number + request.top_k))
+        and result.scores.tolist() == [0.5**i for i in range(request.top_k)]
+        and (None if result.map is None else float(result.map.values[0, 0])) == wanted
+    )
+
+
+def _map(wanted: MapRequest, number: int) -> AttentionMap:
+    return AttentionMap(wanted.layer, wanted.head, np.full(_SIZE, number % 251, np.float32), 1.0)
+
+
+class Device:
+    """Stands in for `model.runtime.predictor.Predictor`.
+
+    Args:
+        seconds: how long the next batch takes.
+
+    Attributes:
+        running: batches that are computed at this moment.
+        idle_since: when a stream last became free.
+        failing: whether a thread ended or is about to.
+        engine: what launches on it, once that is made.
+        dead: whether everything fails from now on.
+        defect: whether the next batch ends the thread.
+    """
+
+    batch_sizes = None
+    compiled = "off"
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        threads: Threads,
+        seconds: Callable[[], float],
+        *,
+        name: str,
+        max_batch: int,
+        streams: int,
+    ) -> None:
+        self.device = name
+        self.max_batch = max_batch
+        self.streams = streams
+        self.running = 0
+        self.idle_since = scheduler.now
+        self.dead = False
+        self.defect = False
+        self.failing = False
+        self.engine: Any = None
+        self._scheduler = scheduler
+        self._threads = threads
+        self._seconds = seconds
+
+    def info(self) -> ModelInfo:
+        """Return the description of the model."""
+        return replace(_INFO, device=self.device, max_batch=self.max_batch)
+
+    def warm_up(self) -> None:
+        self._compute()
+
+    def check(self) -> None:
+        self._compute()
+        if self.dead:
+            self.failing = True
+            raise DeviceError(f"{self.device}: the model does not run")
+
+    def launch_size(self, count: int) -> int:
+        return count
+
+    def predict(
+        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+    ) -> BatchPrediction:
+        if not 0 < len(images) <= self.max_batch:
+            self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")
+        numbers = [number_of(pixels) for pixels in images]
+        kinds = [int(pixels.flat[4]) for pixels in images]
+        self._scheduler.note(f"{self.device} computes", numbers)
+        self._compute()
+        if self.defect:
+            self.failing = True
+            raise Defect
+        if self.dead or POISON in kinds:
+            raise RuntimeError("it does not compute")
+        return BatchPrediction(
+            np.array([[0.5**i for i in range(top_k)]] * len(images), np.float32),
+            np.array([range(number, number + top_k) for number in numbers], np.int64),
+            np.array([kind != NAN for kind in kinds]),
+            [
+                None if wanted is None else _map(wanted, number)
+                for number, wanted in zip(numbers, maps or [None] * len(images), strict=True)
+            ],
+        )
+
+    def _compute(self) -> None:
+        self.running += 1
+        if self.running > self.streams:
+            self._scheduler.violate(f"{self.device}: {self.running} batches at once on {self.streams} streams")
+        self._threads.sleep(self._seconds())
+        self.running -= 1
+        self.idle_since = self._scheduler.now

@@ -1,0 +1,189 @@
+"""Faults of admission and of an engine that the simulator must find: each takes one protection out
+of the service's code, as a slip would.
+
+A fault is a function that patches what it is given; its docstring says what is wrong then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster import shared_memory
+from service.engine import launch, local, streams
+from service.engine.batching import BatchQueue, Poll, State
+from service.errors import EngineUnavailable, InferenceFailed
+from service.web import admission
+from tests.simulation.device import Device
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def permit_kept_on_error(patch: pytest.MonkeyPatch) -> None:
+    """A request that fails or whose caller leaves keeps its permits."""
+    release = admission.Permit.__exit__
+    patch.setattr(
+        admission.Permit,
+        "__exit__",
+        lambda self, kind, *rest: release(self, kind, *rest) if kind is None else None,
+    )
+
+
+def permit_released_but_one(patch: pytest.MonkeyPatch) -> None:
+    """A request of several images gives one place back."""
+    patch.setattr(admission.Permit, "__exit__", lambda self, *_: self._limiter.release(min(1, self._held)))
+
+
+def permits_counted_by_one_worker(patch: pytest.MonkeyPatch) -> None:
+    """Each worker's limiter looks only at the permits that it has given itself."""
+
+    def acquire(self: Any) -> None:
+        admission.Limiter.acquire(self)
+        self._counters.permits_taken[self._worker] = self.in_use
+
+    patch.setattr(shared_memory.SharedLimiter, "acquire", acquire)
+
+
+def dead_workers_permits_kept(patch: pytest.MonkeyPatch) -> None:
+    """The cells of a worker that was killed are not cleared."""
+    patch.setattr(shared_memory.SharedCounters, "forget_worker", lambda self, worker: None)
+
+
+def results_shifted(patch: pytest.MonkeyPatch) -> None:
+    """Each image of a batch gets its neighbour's result."""
+    predict = launch._predict
+    patch.setattr(launch, "_predict", lambda *arguments: [*predict(*arguments)[1:], predict(*arguments)[0]])
+
+
+def retries_swapped(patch: pytest.MonkeyPatch) -> None:
+    """When a batch fails, its images are tried in the wrong order."""
+    alone = launch._predict_alone
+    memory: list[Any] = []
+
+    def predict_alone(runner: Any, entry: Any, launched: float, clock: Any) -> Any:
+        memory.append(entry)
+        return alone(runner, memory[-2] if len(memory) > 1 else entry, launched, clock)
+
+    patch.setattr(launch, "_predict_alone", predict_alone)
+
+
+def failed_image_fails_its_batch(patch: pytest.MonkeyPatch) -> None:
+    """The images of a batch that failed are not tried alone."""
+    patch.setattr(launch, "_predict_alone", lambda *_: InferenceFailed("the batch failed"))
+
+
+def numbers_without_meaning_sent(patch: pytest.MonkeyPatch) -> None:
+    """Scores that are not finite are sent as an answer."""
+    predict = Device.predict
+
+    def careless(*arguments: Any, **options: Any) -> Any:
+        prediction = predict(*arguments, **options)
+        return dataclasses.replace(prediction, finite=np.ones_like(prediction.finite))
+
+    patch.setattr(Device, "predict", careless)
+
+
+def launched_after_its_deadline(patch: pytest.MonkeyPatch) -> None:
+    """The queue trusts the event loop's timer to take out what is too late."""
+    patch.setattr(BatchQueue, "_oldest_in_time", lambda self, now: next(iter(self._entries), None))
+
+
+def no_timer_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    """An image that expires in the queue is answered by nobody."""
+    patch.setattr(local.LocalEngine, "_expire", lambda self, entry: None)
+
+
+def launched_though_cancelled(patch: pytest.MonkeyPatch) -> None:
+    """A cancelled image stays in the queue."""
+    patch.setattr(streams.Streams, "cancel", lambda self, entry: None)
+
+
+def queue_without_bound(patch: pytest.MonkeyPatch) -> None:
+    """The queue takes one image more than it has places."""
+    put = BatchQueue.put
+
+    def one_more(self: Any, item: Any, *, deadline: float) -> Any:
+        self._capacity += 1
+        try:
+            return put(self, item, deadline=deadline)
+        finally:
+            self._capacity -= 1
+
+    patch.setattr(BatchQueue, "put", one_more)
+
+
+def batch_too_large(patch: pytest.MonkeyPatch) -> None:
+    """A batch may have one image too many."""
+    poll = BatchQueue.poll
+    patch.setattr(BatchQueue, "poll", lambda self, max_batch: poll(self, max_batch + 1))
+
+
+def delay_from_the_poll(patch: pytest.MonkeyPatch) -> None:
+    """The delay of a batch begins anew with each poll, and not with its oldest image."""
+
+    def poll(self: Any, max_batch: int) -> Poll[Any]:
+        oldest = self._oldest_in_time(self._clock())
+        if oldest is not None and self._max_delay and len(self._entries) < max_batch and not hasattr(self, "seen"):
+            self.seen = True
+            return Poll(wait=self._max_delay)
+        self.__dict__.pop("seen", None)
+        return original(self, max_batch)
+
+    original = BatchQueue.poll
+    patch.setattr(BatchQueue, "poll", poll)
+
+
+def nobody_woken(patch: pytest.MonkeyPatch) -> None:
+    """A put does not wake a stream that sleeps."""
+
+    def put(self: Any, request: Any, timeout: float) -> Any:
+        with self._wake:
+            return self._queue.put(request, deadline=self._clock() + timeout)
+
+    patch.setattr(streams.Streams, "put", put)
+
+
+def other_streams_go_on(patch: pytest.MonkeyPatch) -> None:
+    """A stream that fails does not end the others."""
+
+    def stop(self: Any) -> None:
+        if not self._failures:
+            original(self)
+
+    original = streams.Streams.stop
+    patch.setattr(streams.Streams, "stop", stop)
+
+
+def idle_streams_not_told(patch: pytest.MonkeyPatch) -> None:
+    """Streams that sleep are not woken when the engine ends."""
+    patch.setattr(streams.Streams, "stop", lambda self: setattr(self, "_stopping", True))
+
+
+def batch_of_a_failed_stream_unanswered(patch: pytest.MonkeyPatch) -> None:
+    """What was on board when a stream failed gets no outcome."""
+    deliver = local.LocalEngine._deliver
+
+    def only_with_report(self: Any, outcomes: Any, report: Any = None) -> None:
+        outcomes = [
+            (entry, outcome)
+            for entry, outcome in outcomes
+            if not (isinstance(outcome, EngineUnavailable) and entry.state is State.LAUNCHED)
+        ]
+        deliver(self, outcomes, report)
+
+    patch.setattr(local.LocalEngine, "_deliver", only_with_report)
+
+
+def closed_queue_unanswered(patch: pytest.MonkeyPatch) -> None:
+    """What waits when an engine ends gets no outcome."""
+    close = streams.Streams.close
+    patch.setattr(streams.Streams, "close", lambda self: close(self)[:0])
+
+
+MUTANTS: list[Mutant] = [
+    mutant for mutant in list(globals().values()) if getattr(mutant, "__module__", "") == __name__ and callable(mutant)
+]

@@ -1,0 +1,149 @@
+"""The invariants of engines and of the choice among them, checked whenever something happens to them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.cluster.balancer import Balancer
+from service.cluster.engine_server import EngineServer
+from service.cluster.remote_engine import RemoteEngine
+from service.engine import launch as launching
+from service.engine.launch import Outcome, Waiting
+from service.engine.local import LocalEngine
+from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
+from tests.simulation.device import Device, number_of
+from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.transport import Network
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_TICK = 1e-9
+
+
+class InOrder(dict[Any, None]):
+    """A set that is iterated in the order of insertion, where a set's order would follow memory addresses."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+
+class WatchedBalancer(Balancer):
+    """A balancer whose choice is checked."""
+
+    def __init__(self, engines: Sequence[RemoteEngine], scheduler: Scheduler) -> None:
+        super().__init__(engines)
+        self._scheduler = scheduler
+
+    def _least_loaded(self) -> RemoteEngine:
+        chosen = super()._least_loaded()
+        if chosen.status.state != "ready":
+            self._scheduler.violate("the balancer chose an engine that is not ready")
+        if chosen.outstanding > min(engine.outstanding for engine in self.engines if engine.status.state == "ready"):
+            self._scheduler.violate("the balancer chose an engine that has more to do than another")
+        return chosen
+
+
+class WatchedServer(EngineServer):
+    """An engine server that treats its connections in the same order in every run."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.connections = InOrder()  # type: ignore[assignment]
+
+
+class WatchedEngine(LocalEngine):
+    """The engine of one process, in virtual time; it knows which images wait in it, and until when they may.
+
+    Attributes:
+        stopping: whether it was told to end.
+    """
+
+    def __init__(self, world: World, process: Process, model: Device, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, clock=process.time)
+        self.process = process
+        self.model = model
+        self.stopping = False
+        self._world = world
+        self._waiting: dict[int, tuple[float, float]] = {}
+        self._asked: dict[int, int] = {}
+        self._ended_at = math.inf
+        model.engine = self
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        now = self.process.time()
+        number = self._asked[id(request)] = number_of(request.pixels)
+        self._waiting[id(request)] = now, now + timeout
+        try:
+            result = await super().infer(request, timeout=timeout)
+            self._world.answered[number] = self.process
+            return result
+        finally:
+            self._waiting.pop(id(request), None)
+            del self._asked[id(request)]
+
+    def on_launch(self, batch: Sequence[Waiting]) -> None:
+        """Check that each image of a batch still waits, in time and for somebody."""
+        world, now = self._world, self.process.time()
+        for entry in batch:
+            number = number_of(entry.item.pixels)
+            waited = self._waiting.pop(id(entry.item), None)
+            if waited is None:
+                world.scheduler.violate(f"image {number} is launched, but waits no more")
+            elif now >= waited[1]:
+                world.scheduler.violate(f"image {number} is launched {now - waited[1]:.6f} s after its deadline")
+            gone = world.gone_at.get(number)
+            if gone is not None and now > gone + world.patience:
+                world.scheduler.violate(f"image {number} is launched {now - gone:.6f} s after its caller left")
+
+    def check(self) -> None:
+        """Check that no image waits longer than it must: not while a stream is free, and for no engine that ended."""
+        now, model, scenario = self.process.time(), self.model, self._world.scenario
+        if self._asked and self.status.state in {"failed", "closed"}:
+            self._ended_at = min(now, self._ended_at)
+            if now > self._ended_at + self._world.patience:
+                self._world.scheduler.violate(f"{model.device} ended, and left {list(self._asked.values())} waiting")
+        depth = len(self._streams)
+        if depth > scenario.queue_size:
+            self._world.scheduler.violate(f"{model.device}: {depth} images in a queue of {scenario.queue_size}")
+        if not self._waiting or self.stopping or not self.ready or model.failing or model.running >= model.streams:
+            return
+        for arrived, deadline in self._waiting.values():
+            free_since = max(arrived + scenario.max_delay, model.idle_since)
+            since = free_since + scenario.wake_delay + 2 * scenario.grid + _TICK
+            if since < now < deadline:
+                self._world.scheduler.violate(f"{model.device}: an image waits since {since:.6f}, and a stream is free")
+
+
+def watched_launch(
+    runner: Any, batch: Sequence[Waiting], release: Any, clock: Any
+) -> tuple[list[Outcome], BatchReport]:
+    """Check a launch, and do it."""
+    runner.engine.on_launch(batch)
+    return launching.launch(runner, batch, release, clock)
+
+
+class ErrorLog(logging.Handler):
+    """Takes the service's log: what only a defect of the service's own code writes is a violation.
+
+    A stranger's bytes may be called an error, a worker's or an engine's never.
+    """
+
+    _EXPECTED = ("service.engine.launch", "service.engine.local", "service.engine.streams")
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(logging.ERROR)
+        self._network = network
+
+    def emit(self, record: logging.LogRecord) -> None:
+        receiving = self._network.receiving
+        by_stranger = receiving is not None and receiving.stranger
+        if record.name not in self._EXPECTED and not (record.name == "service.cluster.channel" and by_stranger):
+            cause = f": {record.exc_info[1]!r}" if record.exc_info else ""
+            self._network.scheduler.violate(f"{record.name} logs: {record.getMessage()}{cause}")
