@@ -74,6 +74,10 @@ class QueueFull(Unavailable):
     """Every place in the service is taken."""
 
 
+class ReceivingFull(Unavailable):
+    """There is no memory for more of this body beside all others, or no connection is free."""
+
+
 class EngineUnavailable(Unavailable):
     """No engine is ready: it is loading, or it failed."""
 

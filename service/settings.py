@@ -138,6 +138,23 @@ class Settings(BaseSettings):
     # What may be sent.
     max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
     max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="per request body")
+    max_receiving_bytes: ByteSize = Field(
+        ByteSize(512 << 20),
+        gt=0,
+        description="bytes of all bodies that are being received or wait for their answers, over all workers",
+    )
+    min_body_rate: ByteSize = Field(
+        ByteSize(4 << 10),
+        ge=0,
+        description="bytes a second; a slower body is ended (408) after a second when its room is wanted; 0 never",
+    )
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        le=1_000_000,
+        description="open connections of each worker; beyond it, those that wait for a request are closed, oldest "
+        "first",
+    )
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import QueueFull
 from service.web.admission import Limiter
+from service.web.receiving import ByteBudget
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -123,6 +123,7 @@ class SharedCounters:
         capacity: images in the service at once, over all workers.
         lock: guards what is read and written in one step.
         permits_taken: [workers]; written by the worker.
+        received_bytes: [workers], of bodies whose requests are not answered yet; written by the worker.
         outstanding: [workers, engines], images without an outcome yet; written by the worker.
         worker_state: [workers], see `LISTENING` and `SERVING`; written by the worker.
         engine_was_ready: [engines]; written by the engine, once.
@@ -137,7 +138,7 @@ class SharedCounters:
     def __init__(self, *, workers: int, engines: int, capacity: int) -> None:
         self.capacity = capacity
         self.lock = SharedFile("counters")
-        self.permits_taken, self.worker_state = _shared_zeros(2, workers)
+        self.permits_taken, self.worker_state, self.received_bytes = _shared_zeros(3, workers)
         self.outstanding = _shared_zeros(workers, engines)
         self.engine_was_ready, self.queue_depth, self.restarts = _shared_zeros(3, engines)
         self.seconds = _shared_zeros(1)
@@ -155,8 +156,9 @@ class SharedCounters:
         self.restarts[engine] += 1
 
     def forget_worker(self, worker: int) -> None:
-        """Clear the cells of a worker that ended, so that its permits are free."""
+        """Clear the cells of a worker that ended, so that its permits and its bytes are free."""
         self.permits_taken[worker] = 0
+        self.received_bytes[worker] = 0
         self.outstanding[worker] = 0
         self.worker_state[worker] = 0
 
@@ -178,12 +180,16 @@ class SharedLimiter(Limiter):
         self._counters = counters
         self._worker = worker
 
+    @property
+    def taken(self) -> int:
+        """Return the number of places that are taken, over all workers."""
+        return int(self._counters.permits_taken.sum())
+
     def acquire(self) -> None:
         """Take one place; raises `QueueFull` when all are taken, over all workers."""
         taken = self._counters.permits_taken
         with self._counters.lock.locked():  # others can only release meanwhile
-            if int(taken.sum()) >= self.capacity:
-                raise QueueFull(f"all {self.capacity} places in the service are taken")
+            self.check()
             taken[self._worker] += 1
         self.in_use += 1
 
@@ -191,3 +197,28 @@ class SharedLimiter(Limiter):
         """Give `count` places back."""
         super().release(count)
         self._counters.permits_taken[self._worker] = self.in_use
+
+
+class SharedByteBudget(ByteBudget):
+    """Limits the bytes of bodies of all web workers together; counts those of one.
+
+    Workers that take bytes at the same moment may go beyond the capacity by one read of a socket each.
+    """
+
+    def __init__(self, counters: SharedCounters, worker: int, capacity: int) -> None:
+        super().__init__(capacity)
+        self._cells = counters.received_bytes
+        self._worker = worker
+
+    def take(self, count: int) -> bool:
+        """Take `count` bytes; return whether there was room for them, over all workers."""
+        if int(self._cells.sum()) + count > self.capacity:
+            return False
+        self.in_use += count
+        self._cells[self._worker] = self.in_use
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Give back `count` bytes."""
+        super().give_back(count)
+        self._cells[self._worker] = self.in_use

@@ -11,7 +11,7 @@ import signal
 from service.cluster.balancer import Balancer
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
-from service.cluster.shared_memory import SharedCounters, SharedLimiter
+from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedLimiter
 from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.metrics.metrics import Metrics
@@ -60,6 +60,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
             max_bytes=settings.recent_bytes,
             clock=lambda: int(counters.seconds[0]),
         ),
+        SharedByteBudget(counters, worker, settings.max_receiving_bytes),
     )
     server = WorkerServer(app, settings, lifecycle)
     counters.worker_state[worker] = SharedCounters.LISTENING

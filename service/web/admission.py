@@ -1,7 +1,8 @@
-"""Admission: a bound on the images that are received, decoded, queued or computed at once.
+"""Admission: a bound on the images that are decoded, queued or computed at once.
 
-A permit is taken from the request's head, before its body is read, and released with the answer, the error or the
-disconnect. So overload costs a refusal and no work, and memory is bounded.
+A request is refused at its head, before its body is read, when no place is free. It takes its places when its body is
+here, so that slow callers keep none, and releases them with the answer, the error or the disconnect. Bodies that are
+still arriving are bounded by `service.web.receiving`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ class Limiter:
         self.capacity = capacity
         self.in_use = 0
 
+    def check(self, count: int = 1) -> None:
+        """Raise `QueueFull` unless `count` places are free."""
+        if self.taken + count > self.capacity:
+            raise QueueFull(f"all {self.capacity} places in the service are taken")
+
+    @property
+    def taken(self) -> int:
+        """Return the number of places that are taken."""
+        return self.in_use
+
     def acquire(self) -> None:
         """Take one place; raises `QueueFull` if none is free."""
-        if self.in_use >= self.capacity:
-            raise QueueFull(f"all {self.capacity} places in the service are taken")
+        self.check()
         self.in_use += 1
 
     def release(self, count: int = 1) -> None:
@@ -45,10 +55,11 @@ class Permit:
         self._limiter = limiter
         self._held = 0
 
-    def extend(self) -> None:
-        """Take one place more; raises `QueueFull` if none is free."""
-        self._limiter.acquire()
-        self._held += 1
+    def extend(self, count: int = 1) -> None:
+        """Take `count` places more; raises `QueueFull` if fewer are free."""
+        for _ in range(count):
+            self._limiter.acquire()
+            self._held += 1
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,7 @@ from service.web.lifecycle import Lifecycle
 from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Pipeline
+from service.web.receiving import ByteBudget, Receiving
 from service.web.routes import attention, classify, documentation, operations
 from service.web.routes.endpoint import Endpoint, no_such_path
 
@@ -63,6 +64,7 @@ def create_app(
     on_engine_change: Callable[[], None] = lambda: None,
     limiter: Limiter | None = None,
     image_store: ImageStore | None = None,
+    byte_budget: ByteBudget | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
     linger: LingerLimits | None = None,
@@ -76,11 +78,19 @@ def create_app(
         on_engine_change: called on the event loop after each change of the engine's state.
         limiter: one that other processes count in too; by default this application's own.
         image_store: one that other processes keep pictures in too; by default this application's own.
+        byte_budget: one that other processes take bytes from too; by default this application's own.
         clock: monotonic seconds, for requests' deadlines and durations.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
     image_store = image_store or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
+    receiving = Receiving(
+        byte_budget or ByteBudget(settings.max_receiving_bytes),
+        min_rate=settings.min_body_rate,
+        spacious=max(1, settings.queue_size // 8),
+        turnover=settings.request_timeout / 2,
+        clock=clock,
+    )
     threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
@@ -105,7 +115,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, image_store, lifecycle, pool, clock)
+    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, image_store, lifecycle, pool, clock)
     app.router.routes = [route for router in _ROUTERS for route in router.routes]
     app.router.default = no_such_path
 

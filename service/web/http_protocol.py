@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from service.errors import MalformedRequest, MethodNotAllowed, ServiceError
+from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
+from service.web.connections import Rank, make_room
 from service.web.middleware import BROKEN_FRAMING, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
 _MAX_HEAD_BYTES = 64 << 10
+_MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
+
+_TURNS = itertools.count()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -38,10 +44,37 @@ class HttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *arguments: Any, max_connections: int = sys.maxsize, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._max_connections = max_connections
+        self._turn = next(_TURNS)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock: a connection that never asks anything is closed."""
+        """Start the clock: a connection that never asks anything is closed; so are others, if there are too many."""
         super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            others = (c for c in self.connections if isinstance(c, HttpProtocol) and c is not self)
+            if not make_room(others):
+                self._refuse(ReceivingFull(f"all {self._max_connections} connections are in use"))
+                self.transport.close()
+                return
         self._start_head_timer()
+
+    @property
+    def rank(self) -> Rank | None:
+        """See `service.web.connections.Connection`."""
+        cycle = self.cycle
+        if self.transport.is_closing():
+            return None
+        if cycle is None or cycle.response_complete:
+            return cycle is not None, self._turn
+        # Refused, and reading on only so that the caller sees it.
+        refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
+        return (False, self._turn) if refused else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell the request that is being answered."""
@@ -92,6 +125,7 @@ class HttpProtocol(HttpToolsProtocol):
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
+            # No method is allowed on the other host that a CONNECT names.
             self._refuse(MethodNotAllowed("CONNECT: this server is no proxy"))
             return
         lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
@@ -99,6 +133,13 @@ class HttpProtocol(HttpToolsProtocol):
         # The parser that read a head that says "close" parses nothing more.
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header or trailer, unless there are too many."""
+        if len(self.headers) >= _MAX_HEADERS:
+            self.send_400_response(f"more than {_MAX_HEADERS} headers")
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Stop the head's timer, unless the request asks for another protocol."""
@@ -116,6 +157,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self._turn = next(_TURNS)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -172,8 +214,7 @@ class HttpProtocol(HttpToolsProtocol):
             (b"content-length", str(len(content)).encode()),
             (b"x-request-id", request_id.encode()),
             (b"connection", b"close"),
-            # A 405 must have it; no method is allowed on the other host that a CONNECT names.
-            *([(b"allow", b"")] if isinstance(error, MethodNotAllowed) else ()),
+            *((name.lower().encode(), value.encode()) for name, value in problem.headers.items()),
         ):
             head += [name, b": ", value, b"\r\n"]
         self.transport.write(b"".join([*head, b"\r\n", content]))

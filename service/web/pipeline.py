@@ -6,10 +6,12 @@ Each step is one method, so that routes read as the list of steps that they are.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -17,7 +19,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.images.preprocess import preprocess
@@ -38,6 +40,7 @@ from service.web.admission import Limiter, Permit
 from service.web.image_store import ImageStore
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
+from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files
 
 T = TypeVar("T")
@@ -64,6 +67,14 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """What a request holds: the counted bytes of its body, and its places, none before the body is here."""
+
+    body: Body
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """Everything a request needs on its way: `pool` are the decode threads, `clock` gives monotonic seconds."""
 
@@ -71,6 +82,7 @@ class Pipeline:
     engine: Engine
     metrics: Metrics
     limiter: Limiter
+    receiving: Receiving
     image_store: ImageStore
     lifecycle: Lifecycle
     pool: ThreadPoolExecutor
@@ -89,30 +101,61 @@ class Pipeline:
         self.model()
         return self.limiter.permit()
 
+    @contextmanager
+    def admit_upload(self) -> Iterator[Upload]:
+        """Admit a request whose body is still to come, until the context ends; raises as `admit`.
+
+        A place must be free, but the request takes its places only when its body is here.
+        """
+        self.lifecycle.check()
+        self.model()
+        self.limiter.check()
+        with self.receiving.body() as body, Permit(self.limiter) as permit:
+            yield Upload(body, permit)
+
     def deadline(self, request: Request) -> Deadline:
         """Return when this request's time is up, counted from its head."""
         return Deadline(request_context(request.scope).started + self.settings.request_timeout, self.clock)
 
-    async def read(self, request: Request, permit: Permit, *, files: int = 1) -> list[UploadedFile]:
-        """Return the files in the body, at most `files`; each beyond the first takes one more place.
+    async def read(self, request: Request, upload: Upload, *, files: int = 1) -> list[UploadedFile]:
+        """Return the files in the body, at most `files`, and take a place for each.
 
         Raises:
-            RequestTimeout: the body did not arrive in time.
+            RequestTimeout: the body did not arrive in time, or crawled while its room was wanted.
+            QueueFull: there are not as many places as files.
+            ReceivingFull: there is no memory for the body.
             ServiceError: see `service.web.upload.read_files`.
         """
         started = self.clock()
         limits = UploadLimits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
+        numbers = itertools.count(2)
+
+        def give_way() -> None:
+            if not time_limit.expired():
+                time_limit.reschedule(0.0)
+
+        async def receive() -> Message:
+            message = await request.receive()
+            self.receiving.add(upload.body, len(message.get("body", b"")))
+            return message
+
         try:
-            async with asyncio.timeout(self.deadline(request).remaining()):
-                uploaded = await read_files(request.headers, request.receive, limits, permit.extend)
+            async with asyncio.timeout(self.deadline(request).remaining()) as time_limit:
+                with self.receiving.arriving(upload.body, give_way):
+                    uploaded = await read_files(
+                        request.headers, receive, limits, lambda: self.limiter.check(next(numbers))
+                    )
         except TimeoutError:
+            if upload.body.gave_way:
+                raise RequestTimeout("the body came too slowly while others waited for its room") from None
             raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
+        upload.permit.extend(len(uploaded))
         self.metrics.stages["read"].observe(self.clock() - started)
         return uploaded
 
-    async def read_one(self, request: Request, permit: Permit) -> bytearray:
+    async def read_one(self, request: Request, upload: Upload) -> bytearray:
         """Return the bytes of the only file in the body; raises what `read` raises, and `UploadTooLarge`."""
-        [file] = await self.read(request, permit)
+        [file] = await self.read(request, upload)
         if isinstance(file, UploadTooLarge):
             raise file
         return file

@@ -54,6 +54,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     model_errors.InputError: (422, "invalid_parameter"),
     errors.InferenceFailed: (500, "inference_failed"),
     errors.QueueFull: (503, "queue_full"),
+    errors.ReceivingFull: (503, "receiving_full"),
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),

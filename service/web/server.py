@@ -12,12 +12,14 @@ import logging
 import os
 import signal
 from collections.abc import Generator
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from service.settings import Settings
+from service.web.connections import connection_limit
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
 
@@ -40,7 +42,7 @@ class Server(uvicorn.Server):
             app,
             host=settings.host,
             port=settings.port,
-            http=HttpProtocol,
+            http=cast(Any, partial(HttpProtocol, max_connections=connection_limit(settings.max_connections))),
             ws="none",
             lifespan="on",
             loop="auto",

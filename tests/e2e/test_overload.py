@@ -31,16 +31,22 @@ def holding(serve_module: Serve) -> Served:
     )
 
 
+@pytest.fixture(scope="module")
+def narrow(serve_module: Serve) -> Served:
+    """Has one place, which an image holds that waits for another in its batch."""
+    return serve_module(queue_size=1, max_batch=2, max_delay_ms=10_000, request_timeout=60, max_upload_bytes=1_000_000)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if "holding" in request.fixturenames:
-        until(request.getfixturevalue("holding").idle)
+    for name in {"holding", "narrow"} & {*request.fixturenames}:
+        until(request.getfixturevalue(name).idle)
 
 
 @contextmanager
 def unfinished(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
-    """`count` callers whose bodies are not complete: each holds a place."""
+    """`count` callers whose bodies are not complete."""
     until(server.idle)
     with ExitStack() as stack:
         callers = [stack.enter_context(server.raw()) for _ in range(count)]
@@ -50,24 +56,41 @@ def unfinished(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]
         yield callers
 
 
-def test_beyond_the_last_place_new_work_is_refused_at_once_and_who_has_one_is_answered(
-    holding: Served, pictures: Pictures
-) -> None:
-    with unfinished(holding, pictures.files[0], PLACES) as callers:
+@contextmanager
+def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
+    """`count` callers whose images wait for others in their batch: each holds a place."""
+    until(server.idle)
+    with ExitStack() as stack:
+        callers = [stack.enter_context(server.raw()) for _ in range(count)]
+        for caller in callers:
+            caller.post(picture)
+        until(lambda: server.metric("vit_queue_depth") == count)
+        yield callers
+
+
+def test_beyond_the_last_place_new_work_is_refused_at_once(narrow: Served, pictures: Pictures) -> None:
+    with waiting(narrow, pictures.files[0], 1):
         for _ in range(3):
-            refused = holding.classify(pictures.files[1])
+            refused = narrow.classify(pictures.files[1])
             assert problem(refused) == (503, "queue_full")
             assert int(refused.headers["retry-after"]) >= 1
-        assert holding.get("/readyz").status_code == 200
-        for caller in callers[:MAX_BATCH]:
-            caller.send(pictures.files[0][20:])
-        for caller in callers[:MAX_BATCH]:
+        assert narrow.get("/readyz").status_code == 200
+    assert narrow.metric("vit_rejected_total", reason="queue_full") == 3
+
+
+def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, pictures: Pictures) -> None:
+    files = [("file", ("a.png", picture)) for picture in pictures.files[:MAX_BATCH]]
+    refused = holding.metric("vit_rejected_total", reason="queue_full")
+    with waiting(holding, pictures.files[0], MAX_BATCH - 1) as callers:
+        assert problem(holding.client.post("/classify/batch", files=files)) == (503, "queue_full")
+        assert holding.classify(pictures.files[1]).status_code == 200
+        for caller in callers:
             status, _, body = caller.answer()
             assert status == 200
             document = json.loads(body)
             pictures.check(0, document)
             assert document["batch_size"] == MAX_BATCH
-    assert holding.metric("vit_rejected_total", reason="queue_full") == 3
+    assert holding.metric("vit_rejected_total", reason="queue_full") == refused + 1
 
 
 def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holding: Served, pictures: Pictures) -> None:
@@ -78,7 +101,7 @@ def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holdin
     assert holding.metric("vit_batch_size_sum") == launched
 
 
-def test_a_caller_that_leaves_while_sending_frees_its_place(holding: Served, pictures: Pictures) -> None:
+def test_a_caller_that_leaves_while_sending_leaves_nothing_behind(holding: Served, pictures: Pictures) -> None:
     before = holding.metric("vit_cancelled_total")
     with unfinished(holding, pictures.files[0], PLACES):
         pass
@@ -104,9 +127,10 @@ def test_a_batch_gets_all_its_places_or_none(holding: Served, pictures: Pictures
         files = [("file", ("a.png", picture)) for picture in pictures.files[:count]]
         return holding.client.post("/classify/batch", files=files)
 
-    with unfinished(holding, pictures.files[0], 1):
+    with waiting(holding, pictures.files[0], 1) as [caller]:
         assert problem(batch(PLACES)) == (503, "queue_full")
-        results = batch(PLACES - 1).json()["results"]
+        results = batch(MAX_BATCH - 1).json()["results"]
+        assert caller.answer()[0] == 200
     for index, result in enumerate(results):
         pictures.check(index, result)
 
@@ -128,14 +152,14 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_refusal_reaches_a_caller_that_is_still_sending(body: str, holding: Served, pictures: Pictures) -> None:
+def test_a_refusal_reaches_a_caller_that_is_still_sending(body: str, narrow: Served, pictures: Pictures) -> None:
     def send() -> httpx.Response:
-        return holding.client.post("/classify", **BODIES[body]())
+        return narrow.client.post("/classify", **BODIES[body]())
 
     too_large = send()
     assert problem(too_large) == (413, "upload_too_large")
     assert too_large.headers["connection"] == "close"
-    with unfinished(holding, pictures.files[0], PLACES):
+    with waiting(narrow, pictures.files[0], 1):
         full = send()
     assert problem(full) == (503, "queue_full")
     assert full.headers["connection"] == "close"

@@ -209,23 +209,46 @@ def test_a_picture_that_one_worker_kept_is_found_by_every_worker(service: Served
 
 
 def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(service: Served, pictures: Pictures) -> None:
+    def read() -> float:
+        return service.metric("vit_stage_duration_seconds_count", stage="read")
+
     until(service.idle)
+    before, engine = read(), Processes(service).engine
     with ExitStack() as stack:
         callers = [stack.enter_context(service.raw()) for _ in range(PLACES)]
+        os.kill(engine, signal.SIGSTOP)
+        stack.callback(os.kill, engine, signal.SIGCONT)
         for caller in callers:
-            caller.post(pictures.files[0], sent=20)
-        until(lambda: service.metric("vit_inflight_requests") == PLACES)
+            caller.post(pictures.files[0])
+        until(lambda: read() == before + PLACES)
         for _ in range(12):
             with connection(service) as own:
                 refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
             assert problem(refused) == (503, "queue_full")
-        for caller in callers:
-            caller.send(pictures.files[0][20:])
+        os.kill(engine, signal.SIGCONT)
         for caller in callers:
             status, _, body = caller.answer()
             assert status == 200
             pictures.check(0, json.loads(body))
     assert service.classify(pictures.files[0]).status_code == 200
+
+
+def test_more_callers_that_crawl_than_there_are_places_keep_nobody_out(service: Served, pictures: Pictures) -> None:
+    until(service.idle)
+    with ExitStack() as stack:
+        for _ in range(2 * PLACES):
+            stack.enter_context(service.raw()).post(bytes(100_000), sent=1)
+        until(lambda: service.metric("vit_inflight_requests") == 2 * PLACES)
+
+        def call(number: int) -> None:
+            with connection(service) as own:
+                for index in range(number, len(pictures), 4):
+                    answer = own.post("/classify?top_k=10", content=pictures.files[index])
+                    assert answer.status_code == 200, answer.text
+                    pictures.check(index, answer.json())
+
+        together(4, call)
+    until(service.idle)
 
 
 # Killed

@@ -87,8 +87,8 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
     map_request = _map_request(request, query, pipeline.model().config)
-    with pipeline.admit() as permit:
-        file = await pipeline.read_one(request, permit)
+    with pipeline.admit_upload() as upload:
+        file = await pipeline.read_one(request, upload)
         answer = _decode_and_answer(pipeline, query, map_request, file, pipeline.deadline(request))
         return await unless_disconnected(request.receive, answer)
 

@@ -46,8 +46,8 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     """Classify one picture: a multipart field `file`, or the raw body."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit() as permit:
-        file = await pipeline.read_one(request, permit)
+    with pipeline.admit_upload() as upload:
+        file = await pipeline.read_one(request, upload)
         return await unless_disconnected(request.receive, classifier.classify(file))
 
 
@@ -62,8 +62,8 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit() as permit:
-        files = await pipeline.read(request, permit, files=pipeline.settings.max_images_per_request)
+    with pipeline.admit_upload() as upload:
+        files = await pipeline.read(request, upload, files=pipeline.settings.max_images_per_request)
         items = all_of(classifier.classify_item(file) for file in files)
         return BatchClassification(results=await unless_disconnected(request.receive, items))
 

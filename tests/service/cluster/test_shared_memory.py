@@ -7,7 +7,14 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, SharedLimiter, whole_pages
+from service.cluster.shared_memory import (
+    ImageSlots,
+    SharedByteBudget,
+    SharedCounters,
+    SharedFile,
+    SharedLimiter,
+    whole_pages,
+)
 from service.errors import QueueFull
 from tests.service.cluster.scripts import run
 
@@ -33,6 +40,29 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
                 permit.extend()
                 permit.extend()
             assert counters.permits_taken.tolist() == [1, 0]
+
+
+def test_looking_for_places_looks_at_all_workers() -> None:
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
+        with SharedLimiter(counters, 0).permit():
+            SharedLimiter(counters, 1).check(2)
+            with pytest.raises(QueueFull):
+                SharedLimiter(counters, 1).check(3)
+        assert counters.permits_taken.tolist() == [0, 0]
+
+
+def test_bytes_of_bodies_are_counted_over_all_workers_and_those_of_a_dead_one_are_free_again() -> None:
+    with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
+        one, two = (SharedByteBudget(counters, worker, capacity=100) for worker in range(2))
+        assert one.take(60)
+        assert not two.take(41)
+        assert two.take(40)
+        assert not one.take(1)
+        two.give_back(40)
+        assert counters.received_bytes.tolist() == [60, 0]
+        assert two.take(40)
+        counters.forget_worker(0)
+        assert two.take(60)
 
 
 def test_a_dead_workers_places_are_free_again() -> None:

@@ -14,6 +14,7 @@ from service.web.app import create_app
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline
+from service.web.receiving import ByteBudget
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -76,6 +77,11 @@ def pipeline_of(running: App) -> Pipeline:
         layer = getattr(layer, "app", None) or layer._app
     pipeline: Pipeline = layer.state.pipeline
     return pipeline
+
+
+def budget_of(running: App) -> ByteBudget:
+    """The budget of bytes inside."""
+    return pipeline_of(running).receiving._budget
 
 
 def form(*files: bytes) -> dict[str, Any]:

@@ -96,7 +96,13 @@ async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterato
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: HttpProtocol(config=config, server_state=state, app_state={}, _loop=clock),  # type: ignore[arg-type]
+        lambda: HttpProtocol(
+            config=config,
+            server_state=state,
+            app_state={},
+            _loop=clock,
+            max_connections=service.settings.max_connections,
+        ),
         "127.0.0.1",
         0,
     )

@@ -30,6 +30,15 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
         assert limiter.in_use == 1
 
 
+def test_looking_for_places_takes_none() -> None:
+    limiter = Limiter(3)
+    with limiter.permit():
+        limiter.check(2)
+        with pytest.raises(QueueFull, match="all 3 places"):
+            limiter.check(3)
+        assert limiter.in_use == 1
+
+
 def test_places_are_given_back_after_an_error() -> None:
     limiter = Limiter(5)
     with pytest.raises(ZeroDivisionError), limiter.permit() as permit:

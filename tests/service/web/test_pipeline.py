@@ -11,7 +11,7 @@ import pytest
 
 from service.web import pipeline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
-from tests.service.web.apps import Clock, app, form, pipeline_of, settle, until
+from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
 
 
 @on_a_loop
@@ -29,7 +29,7 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
 
 
 @on_a_loop
-async def test_a_body_that_does_not_arrive_in_time_is_408_and_frees_its_place() -> None:
+async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_behind() -> None:
     service = app(request_timeout=0.05, queue_size=1)
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     communicator.feed(png(1)[:10])
@@ -38,6 +38,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_frees_its_place() 
     assert (communicator.status, communicator.code) == (408, "request_timeout")
     assert communicator.headers["connection"] == "close"
     assert pipeline_of(service).limiter.in_use == 0
+    assert budget_of(service).in_use == 0
     communicator.disconnect()
     await running
 
@@ -63,17 +64,18 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
 
 
 @on_a_loop
-async def test_a_caller_that_goes_away_while_sending_frees_its_place() -> None:
-    service = app(queue_size=1)
+async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> None:
+    service = app(queue_size=1, max_receiving_bytes=500)
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     communicator.feed(png(1)[:10])
     running = communicator.start()
     await until(lambda: communicator.received == 2)
-    assert pipeline_of(service).limiter.in_use == 1
+    assert budget_of(service).in_use == 10
     communicator.disconnect()
     await running
     assert not communicator.answered
     assert pipeline_of(service).limiter.in_use == 0
+    assert budget_of(service).in_use == 0
     assert service.metric("vit_cancelled_total") == 1
     assert service.metric("vit_inflight_requests") == 0
     assert (await service.classify()).status == 200

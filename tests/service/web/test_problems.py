@@ -22,6 +22,7 @@ CONTRACT = {
     (422, "invalid_parameter"),
     (500, "inference_failed"),
     (503, "queue_full"),
+    (503, "receiving_full"),
     (503, "engine_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),
@@ -75,7 +76,7 @@ def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
     assert problem.headers == {}
 
 
-@pytest.mark.parametrize("kind", [errors.QueueFull, errors.EngineUnavailable, errors.Draining])
+@pytest.mark.parametrize("kind", [errors.QueueFull, errors.ReceivingFull, errors.EngineUnavailable, errors.Draining])
 def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
     assert int(problem_of(kind("later")).headers["Retry-After"]) >= 1
 

@@ -71,6 +71,26 @@ def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
         assert isinstance(second, UploadTooLarge)
 
 
+def test_the_first_of_several_files_too_large_does_not_fail_those_behind_it() -> None:
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=3)
+    body = form(part(b"a" * 11), part(b"b"), part(b"c" * 10))
+    for chunks in ([body], cut(body, range(len(body)))):
+        first, *others = read(chunks, limits=limits)
+        assert isinstance(first, UploadTooLarge)
+        assert others == [b"b", b"c" * 10]
+
+
+def test_a_single_file_too_large_is_refused_at_the_byte_that_is_too_many() -> None:
+    limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=1)
+    body = form(part(b"x" * 1000))
+    first_byte = body.index(b"x" * 1000)
+    channel = Channel(cut(body, range(len(body))))
+    with pytest.raises(UploadTooLarge, match="10 bytes in one file"):
+        read(channel, limits=limits)
+    read_by_the_parser = sum(len(chunk) for chunk in channel.chunks[: channel.received])
+    assert read_by_the_parser == first_byte + 11
+
+
 def test_one_file_too_many_is_refused_while_it_arrives() -> None:
     limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=2)
     assert len(read(form(*[part(b"x")] * 2), limits=limits)) == 2

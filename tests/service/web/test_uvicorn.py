@@ -21,6 +21,7 @@ PROTOCOL_METHODS = {
     "connection_made": ["transport"],
     "connection_lost": ["exc"],
     "data_received": ["data"],
+    "on_header": ["name", "value"],
     "on_headers_complete": [],
     "on_body": ["body"],
     "on_message_complete": [],
@@ -30,8 +31,18 @@ PROTOCOL_METHODS = {
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
 }
-PROTOCOL_ATTRIBUTES = {"parser", "url", "headers", "cycle", "transport", "loop", "server_state"}
-CYCLE_ATTRIBUTES = {"scope", "disconnected", "keep_alive", "more_body", "response_complete", "message_event"}
+PROTOCOL_ATTRIBUTES = {"parser", "url", "headers", "cycle", "transport", "loop", "server_state", "connections"}
+CYCLE_ATTRIBUTES = {
+    "scope",
+    "disconnected",
+    "keep_alive",
+    "more_body",
+    "response_started",
+    "response_complete",
+    "chunked_encoding",
+    "expected_content_length",
+    "message_event",
+}
 PARSER_METHODS = {"feed_data", "get_method", "get_http_version", "should_upgrade"}
 OVERRIDDEN = {HttpProtocol: HttpToolsProtocol, Server: uvicorn.Server}
 

@@ -188,7 +188,7 @@ class Wire:
                 config=config,
                 server_state=self.state,
                 app_state={},
-                _loop=self.clock,  # type: ignore[arg-type]
+                _loop=self.clock,
             )
         self.protocol.connection_made(self.transport)
 

@@ -1,0 +1,55 @@
+"""How many connections a process holds, and which one is closed for one more."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Protocol
+
+_OTHER_FILES = 128
+"""Descriptors that are left for everything that is no connection."""
+
+_MOST_AT_ONCE = 32
+"""Connections closed together, so that not every newcomer costs a look at all of them."""
+
+
+Rank = tuple[bool, int]
+"""Whether a connection ever brought a whole request, and the turn at which its last one began."""
+
+
+class Connection(Protocol):
+    """An open connection."""
+
+    @property
+    def rank(self) -> Rank | None:
+        """Return the rank of a connection that waits for a request; None if one is being received or answered."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def make_room(connections: Iterable[Connection]) -> bool:
+    """Close those of the lowest ranks, at most an eighth of all that wait; return whether there was one."""
+    waiting = [(rank, connection) for connection in connections if (rank := connection.rank) is not None]
+    count = max(1, min(_MOST_AT_ONCE, len(waiting) // 8))
+    for _, connection in heapq.nsmallest(count, waiting, key=lambda pair: pair[0]):
+        connection.close()
+    return bool(waiting)
+
+
+def connection_limit(wanted: int) -> int:
+    """Return how many connections this process may hold: `wanted`, or fewer if the system allows fewer open files.
+
+    The limit of open files is raised as far as that needs and the system lets it.
+    """
+    try:
+        import resource  # noqa: PLC0415  Windows has none
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - _OTHER_FILES)

@@ -1,0 +1,140 @@
+"""Bodies that are being received: their bytes are bounded, and callers that crawl give way.
+
+A body takes a place in the service only when it is here whole, so a caller that sends slowly keeps nobody out. What it
+does hold is bounded here. The bytes of all bodies count from their arrival until the request is answered. When room is
+wanted, the bodies that arrive more slowly than they must are ended first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from service.errors import ReceivingFull
+
+GRACE_SECONDS = 1.0
+"""Seconds by which a body may be behind its rate before it crawls; a burst buys no more than that either."""
+
+
+class ByteBudget:
+    """Counts how many of `capacity` bytes of memory for bodies are taken. Belongs to one event loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.in_use = 0
+
+    def take(self, count: int) -> bool:
+        """Take `count` bytes; return whether there was room for them."""
+        if self.in_use + count > self.capacity:
+            return False
+        self.in_use += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Give back `count` bytes."""
+        self.in_use -= count
+
+
+class Body:
+    """A request's body.
+
+    Attributes:
+        size: bytes of it that are counted.
+        gave_way: whether it was ended because others wanted its room.
+        paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.gave_way = False
+        self.paid_until = 0.0
+
+
+class Receiving:
+    """The bodies of one web worker that are being received.
+
+    Args:
+        budget: for the bytes of all bodies.
+        min_rate: bytes a second below which a body crawls; 0: none ever does.
+        spacious: so many bodies may arrive at the same time before crawling ones are ended.
+        turnover: seconds in which newcomers may take over the room of all bodies. Callers that were ended return at
+            once if they mean harm; so spread out, they cost others no time.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        budget: ByteBudget,
+        *,
+        min_rate: int,
+        spacious: int,
+        turnover: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._budget = budget
+        self._min_rate = min_rate
+        self._spacious = spacious
+        self._turnover = turnover
+        self._next_end = -math.inf
+        self._clock = clock
+        self._arriving: dict[Body, Callable[[], None]] = {}
+
+    @contextmanager
+    def body(self) -> Iterator[Body]:
+        """Return a new body, whose bytes count until the context ends."""
+        body = Body()
+        try:
+            yield body
+        finally:
+            self._give_back(body)
+
+    @contextmanager
+    def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
+        """Let a body arrive while the context lasts; `end` is called if it gives way, and must end it soon.
+
+        Where many arrive already, the slowest of those that crawl gives way to it.
+        """
+        self._make_room()
+        body.paid_until = self._clock() + GRACE_SECONDS
+        self._arriving[body] = end
+        try:
+            yield
+        finally:
+            self._arriving.pop(body, None)
+
+    def add(self, body: Body, count: int) -> None:
+        """Count bytes that arrived; other bodies that crawl give way if there is no room, the largest first.
+
+        Raises:
+            ReceivingFull: there is no room for them.
+        """
+        if self._min_rate:
+            paid = body.paid_until + count / self._min_rate
+            body.paid_until = min(paid, self._clock() + GRACE_SECONDS)
+        while not self._budget.take(count):
+            crawling = [other for other in self._crawling() if other is not body and other.size]
+            if not crawling:
+                raise ReceivingFull(f"{self._budget.capacity} bytes of pictures are being received already")
+            self._give_way(max(crawling, key=lambda other: other.size))
+        body.size += count
+
+    def _make_room(self) -> None:
+        now, count = self._clock(), len(self._arriving)
+        if count >= self._spacious and now >= self._next_end and (crawling := self._crawling()):
+            self._next_end = now + self._turnover / count
+            self._give_way(min(crawling, key=lambda other: other.paid_until))
+
+    def _crawling(self) -> list[Body]:
+        now = self._clock()
+        return [body for body in self._arriving if body.paid_until < now] if self._min_rate else []
+
+    def _give_way(self, body: Body) -> None:
+        body.gave_way = True
+        self._give_back(body)
+        self._arriving.pop(body)()
+
+    def _give_back(self, body: Body) -> None:
+        self._budget.give_back(body.size)
+        body.size = 0

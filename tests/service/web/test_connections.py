@@ -1,0 +1,127 @@
+"""How many connections there may be, and which ones are closed for others."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from service.web.connections import Rank, connection_limit, make_room
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import until
+from tests.service.web.listening import GET, listening, post
+
+HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+@dataclass
+class Connection:
+    rank: Rank | None
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def closed_of(*ranks: Rank | None) -> list[int]:
+    """The indices of the connections that make room."""
+    connections = [Connection(rank) for rank in ranks]
+    assert make_room(connections) == any(connection.closed for connection in connections)
+    return [index for index, connection in enumerate(connections) if connection.closed]
+
+
+def test_the_one_that_waited_longest_makes_room_and_those_that_never_asked_come_first() -> None:
+    assert closed_of((True, 1), (False, 9), (False, 5), None) == [2]
+    assert closed_of((True, 4), (True, 3), None) == [1]
+    assert closed_of(None, None) == []
+    assert closed_of() == []
+
+
+def test_of_many_an_eighth_makes_room_and_never_more_than_32() -> None:
+    assert closed_of(*((False, turn) for turn in range(80))) == list(range(10))
+    assert closed_of(*((False, turn) for turn in range(1000))) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit", "raised_to"),
+    [
+        (100_000, 100_000, 1000, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1000, None),
+        (1024, 4096, 1000, 1128),
+        (256, resource.RLIM_INFINITY, 1000, 1128),
+        (1024, 1024, 896, 1024),
+        (20, 20, 1, 20),
+    ],
+)
+def test_as_many_connections_as_files_may_be_open(
+    soft: int, hard: int, limit: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert connection_limit(1000) == limit
+    assert raised == ([] if raised_to is None else [(raised_to, hard)])
+
+
+@on_a_loop
+async def test_callers_that_crawl_with_their_heads_make_room_oldest_first() -> None:
+    async with listening(max_connections=2) as server, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(server.connect())
+        await first.send(HALF_A_HEAD)
+        await until(lambda: len(server.state.connections) == 1)
+        second = await stack.enter_async_context(server.connect())
+        await second.send(HALF_A_HEAD)
+        await until(lambda: len(server.state.connections) == 2)
+        assert (await server.ask(GET)).status == 200
+        assert await first.is_closed()
+        await second.send(b"x\r\n\r\n")
+        assert (await second.answer()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_between_two_requests_stays_as_long_as_others_never_asked() -> None:
+    async with listening(max_connections=2) as server, AsyncExitStack() as stack:
+        regular = await stack.enter_async_context(server.connect())
+        await regular.send(GET)
+        assert (await regular.answer()).status == 200
+        crawler = await stack.enter_async_context(server.connect())
+        await crawler.send(HALF_A_HEAD)
+        await until(lambda: len(server.state.connections) == 2)
+        assert (await server.ask(GET)).status == 200
+        assert await crawler.is_closed()
+        await regular.send(GET)
+        assert (await regular.answer()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_that_was_refused_and_does_not_leave_makes_room() -> None:
+    async with listening(max_connections=1) as server, server.connect() as refused:
+        await refused.send(post(bytes(100), path="/nowhere")[:-50])
+        assert (await refused.answer()).status == 404
+        assert (await server.ask(GET)).status == 200
+        assert await refused.is_closed()
+
+
+@on_a_loop
+async def test_who_is_being_answered_makes_no_room_and_one_more_is_503() -> None:
+    async with listening(max_connections=1) as server, server.connect() as busy:
+        server.app.engine.gate.clear()
+        await busy.send(post(png(1)))
+        await until(lambda: server.app.engine.waiting == 1)
+        async with server.connect() as refused:
+            answer = await refused.answer()
+            assert (answer.status, answer.code) == (503, "receiving_full")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert await refused.is_closed()
+        server.app.engine.gate.set()
+        assert (await busy.answer()).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(("count", "status"), [(255, 200), (256, 400)])
+async def test_headers_are_counted(count: int, status: int) -> None:
+    async with listening() as server:
+        head = GET.removesuffix(b"\r\n") + b"a:\r\n" * count + b"\r\n"
+        assert (await server.ask(head)).status == status
