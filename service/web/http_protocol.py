@@ -9,6 +9,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ServiceError
+from service.web.http_head import check_head
 from service.web.middleware import BROKEN_FRAMING, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
@@ -111,6 +112,13 @@ class HttpProtocol(HttpToolsProtocol):
         # A whole head may come in one read, and what follows it would reset the count of framing bytes.
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
             self.send_400_response(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+            return
+        version = self.parser.get_http_version()
+        self.expect_100_continue &= version != "1.0"  # whose clients know no interim answer
+        try:
+            check_head(version, self.headers)
+        except ServiceError as error:
+            self._refuse(error)
             return
         super().on_headers_complete()
 

@@ -48,15 +48,18 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.TooManyImages: (413, "too_many_images"),
     errors.UnsupportedMediaType: (415, "unsupported_media_type"),
     model_errors.UnsupportedImageFormat: (415, "unsupported_media_type"),
+    errors.ExpectationFailed: (417, "expectation_failed"),
     model_errors.InvalidImage: (422, "invalid_image"),
     errors.MissingImage: (422, "invalid_image"),
     errors.InvalidParameter: (422, "invalid_parameter"),
     model_errors.InputError: (422, "invalid_parameter"),
     errors.InferenceFailed: (500, "inference_failed"),
+    errors.UnsupportedTransferCoding: (501, "not_implemented"),
     errors.QueueFull: (503, "queue_full"),
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
+    errors.HttpVersionNotSupported: (505, "http_version_not_supported"),
 }
 
 CLIENT_DISCONNECTED = 499

@@ -13,6 +13,17 @@ from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
 from tests.service.web.wire import Clock
 
+WRONG_HOSTS = [
+    (1, b""),
+    (1, b"Host: x\r\nHost: x\r\n"),
+    (0, b"Host: x\r\nHost: y\r\n"),
+    (1, b"Host: x/y\r\n"),
+    (1, b"Host: a b\r\n"),
+    (1, b"Host: me@x\r\n"),
+    (1, b"Host: x:y\r\n"),
+    (1, b"Host: [::1\r\n"),
+]
+
 
 @on_a_loop
 async def test_a_picture_sent_byte_by_byte_is_answered() -> None:
@@ -47,6 +58,10 @@ async def test_a_chunked_picture_is_answered_and_the_connection_lives_on() -> No
         b"GET /healthz HTTP/1.1\r\nA: \x00\r\n\r\n",
         b"GET /health\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        *(b"GET /healthz HTTP/1.%d\r\n%b\r\n" % (minor, hosts) for minor, hosts in WRONG_HOSTS),
+        b"GET /healthz HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        post(b"0\r\n\r\n", "Transfer-Encoding: chunked, chunked", length=False),
+        post(b"0\r\n\r\n", "Transfer-Encoding: chunked", "Transfer-Encoding: chunked", length=False),
         post(b"x", "Content-Length: -1", length=False),
         post(b"x", "Content-Length: 1x", length=False),
         post(b"x", "Content-Length: ", length=False),
@@ -71,16 +86,58 @@ async def test_what_is_not_http_is_400_with_a_problem_document_and_closes(head: 
 
 
 @on_a_loop
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /healthz HTTP/2.0\r\nHost: x\r\n\r\n", 505, "http_version_not_supported"),
+        (b"GET /healthz\r\n\r\n", 505, "http_version_not_supported"),
+        (post(b"x", "Expect: foo"), 417, "expectation_failed"),
+        (post(b"x", "Expect: 100-continue, foo"), 417, "expectation_failed"),
+        (post(b"0\r\n\r\n", "Transfer-Encoding: gzip, chunked", length=False), 501, "not_implemented"),
+        (
+            post(b"0\r\n\r\n", "Transfer-Encoding: gzip", "Transfer-Encoding: chunked", length=False),
+            501,
+            "not_implemented",
+        ),
+    ],
+    ids=["HTTP/2.0", "HTTP/0.9", "expectation", "two expectations", "gzip", "gzip in a line of its own"],
+)
+async def test_what_this_server_does_not_speak_has_a_status_of_its_own(head: bytes, status: int, code: str) -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(head)
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (status, code)
+        assert await connection.is_closed()
+        assert (await server.ask(GET)).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "host", ["", "x", "x.example:8000", "127.0.0.1", "[::1]:8000", "x:", "a_b", "%C3%BC", "x\t"], ids=repr
+)
+async def test_every_host_that_rfc_3986_allows_is_answered(host: str) -> None:
+    async with listening() as server:
+        assert (await server.ask(f"GET /healthz HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())).status == 200
+
+
+@on_a_loop
+async def test_an_old_client_is_not_told_to_continue() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(post(png(4), "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (await connection.answer()).status == 200
+
+
+@on_a_loop
 async def test_a_refused_head_is_answered_under_the_callers_request_id() -> None:
     async with listening() as server:
-        answer = await server.ask(b"GET / HTTP/1.1\r\nX-Request-ID: mine-1\r\nContent-Length: -1\r\n\r\n")
+        answer = await server.ask(b"GET / HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine-1\r\nContent-Length: -1\r\n\r\n")
     assert (answer.code, answer.headers["x-request-id"]) == ("malformed_request", "mine-1")
 
 
 @on_a_loop
 async def test_garbage_after_an_answer_does_not_borrow_the_last_request_id() -> None:
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\nX-Request-ID: mine-1\r\n\r\n")
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine-1\r\n\r\n")
         assert (await connection.answer()).headers["x-request-id"] == "mine-1"
         await connection.send(b"\x00\x01\x02")
         answer = await connection.answer()
@@ -112,7 +169,7 @@ async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: 
 async def test_broken_framing_of_a_body_that_nobody_reads_harms_nothing() -> None:
     """The answer is out, or about to be: it stays the only one, and the connection closes."""
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         answer = await connection.answer()
         assert answer.status in (200, 400)
         assert await connection.is_closed()
@@ -137,7 +194,8 @@ async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> No
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
-        await connection.send(post(png(1)) + GET + post(png(2)) + b"GET /nope HTTP/1.1\r\n\r\n" + post(png(3)))
+        nope = GET.replace(b"/healthz", b"/nope")
+        await connection.send(post(png(1)) + GET + post(png(2)) + nope + post(png(3)))
         while server.app.engine.waiting == 0:
             await asyncio.sleep(0.001)
         server.app.engine.gate.set()
@@ -183,7 +241,7 @@ async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None
 @pytest.mark.parametrize("endless", [b"X-A: b\r\n", b"a" * 1000], ids=["headers", "one header"])
 async def test_a_head_without_end_is_refused(endless: bytes) -> None:
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\n" + (b"" if b"\r" in endless else b"X-A: "))
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + (b"" if b"\r" in endless else b"X-A: "))
         sent = 0
         while not connection.reader._buffer and sent < 10 << 20:  # type: ignore[attr-defined]
             await connection.send(endless * 10)
@@ -196,7 +254,7 @@ async def test_a_head_without_end_is_refused(endless: bytes) -> None:
 
 @on_a_loop
 async def test_a_large_head_below_the_bound_is_fine() -> None:
-    head = b"GET /healthz HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 900) for i in range(60)) + b"\r\n"
+    head = GET[:-2] + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 900) for i in range(60)) + b"\r\n"
     async with listening() as server, server.connect() as connection:
         for _ in range(3):
             await connection.send(head)
@@ -245,7 +303,7 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
 
     async with listening(clock) as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\n\r\n" * 5_000))
+        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000))
         await until(lambda: any(protocol._stall_timer for protocol in server.protocols))
         await until(is_let_go)
         asking.cancel()
@@ -280,7 +338,7 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(upg
             answer = await connection.answer()
             assert answer.status == 200
             assert json.loads(answer.body)["predictions"][0]["index"] == red
-        offer = b"GET /healthz HTTP/1.1\r\n" + "\r\n".join([*headers, "", ""]).encode()
+        offer = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + "\r\n".join([*headers, "", ""]).encode()
         await connection.send(offer * 3)
         for _ in range(3):
             assert (await connection.answer()).status == 200

@@ -58,7 +58,7 @@ def test_uvicorn_itself_starts_each_request_where_the_service_overrides_it() -> 
 @on_a_loop
 async def test_a_connection_has_the_attributes_that_are_read_and_set() -> None:
     async with Wire() as wire:
-        await wire.send(b"GET / HTTP/1.1\r\n\r\n")
+        await wire.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         cycle = wire.protocol.cycle
         assert isinstance(cycle, RequestResponseCycle)
         assert not missing(wire.protocol, PROTOCOL_ATTRIBUTES)
