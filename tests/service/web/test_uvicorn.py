@@ -21,6 +21,8 @@ PROTOCOL_METHODS = {
     "connection_made": ["transport"],
     "connection_lost": ["exc"],
     "data_received": ["data"],
+    "eof_received": [],
+    "shutdown": [],
     "on_headers_complete": [],
     "on_body": ["body"],
     "on_message_complete": [],
@@ -30,8 +32,13 @@ PROTOCOL_METHODS = {
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
 }
-PROTOCOL_ATTRIBUTES = {"parser", "url", "headers", "cycle", "transport", "loop", "server_state"}
-CYCLE_ATTRIBUTES = {"scope", "disconnected", "keep_alive", "more_body", "response_complete", "message_event"}
+SERVER_METHODS = {"startup": ["sockets"], "shutdown": ["sockets"], "on_tick": ["counter"]}
+PROTOCOL_ATTRIBUTES = {
+    *("parser", "url", "headers", "cycle", "transport", "loop", "server_state", "pipeline", "expect_100_continue"),
+}
+CYCLE_ATTRIBUTES = {
+    *("scope", "disconnected", "keep_alive", "more_body", "message_event", "response_started", "response_complete"),
+}
 PARSER_METHODS = {"feed_data", "get_method", "get_http_version", "should_upgrade"}
 OVERRIDDEN = {HttpProtocol: HttpToolsProtocol, Server: uvicorn.Server}
 
@@ -42,10 +49,16 @@ def missing(owner: object, names: set[str]) -> str:
     return f"{versions}: {owner!r} no longer has {', '.join(absent)}" if absent else ""
 
 
-@pytest.mark.parametrize(("name", "parameters"), PROTOCOL_METHODS.items())
-def test_the_protocol_has_the_methods_that_are_overridden_or_called(name: str, parameters: list[str]) -> None:
-    assert not missing(HttpToolsProtocol, {name})
-    method: Callable[..., object] = getattr(HttpToolsProtocol, name)
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        *((HttpToolsProtocol, *method) for method in PROTOCOL_METHODS.items()),
+        *((uvicorn.Server, *method) for method in SERVER_METHODS.items()),
+    ],
+)
+def test_uvicorn_has_the_methods_that_are_overridden_or_called(owner: type, name: str, parameters: list[str]) -> None:
+    assert not missing(owner, {name})
+    method: Callable[..., object] = getattr(owner, name)
     found = list(inspect.signature(method).parameters)[1:]
     assert found == parameters, f"uvicorn {uvicorn.__version__}: {name} takes {found}, and not {parameters}"
 
