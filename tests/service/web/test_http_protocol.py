@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from service.web.http_protocol import STALL_SECONDS
+from service.web.http_protocol import LINGER_SECONDS, STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
@@ -309,6 +309,17 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert server.app.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_refused_caller_that_never_closes_loses_its_connection() -> None:
+    clock = Clock()
+    async with listening(clock) as server, server.connect() as connection:
+        await connection.send(b"\x00\r\n")
+        assert (await connection.answer()).status == 400
+        assert len(server.protocols) == 1
+        clock.advance(LINGER_SECONDS)
+        await until(lambda: not server.protocols)
 
 
 @on_a_loop

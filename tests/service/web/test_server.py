@@ -87,7 +87,7 @@ async def test_a_connection_that_is_silent_when_the_server_stops_is_heard_before
             assert not wire.closing
             await wire.send(said)
             assert wire.answers.statuses == ([200] if said else [])
-            hear(wire, HEARING_SECONDS)
+            hear(wire, 2 * HEARING_SECONDS)
             assert wire.closing
 
 
@@ -105,7 +105,7 @@ async def test_a_request_that_waits_when_the_server_stops_is_the_last_of_its_con
         wire.gate.clear()
         await wire.send(GET)
         wire.protocol.shutdown()
-        hear(wire, HEARING_SECONDS)
+        hear(wire, 2 * HEARING_SECONDS)
         assert not wire.closing
         wire.gate.set()
         await wire.settle()
