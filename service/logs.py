@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import sys
 import time
+
+from PIL import _imaging
 
 
 class JsonFormatter(logging.Formatter):
@@ -35,6 +39,18 @@ def configure(log_format: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What it finds wrong with a form is in the answer, and in our line about the request.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    _silence_libtiff()
     # Their start-up chatter says in five lines what ours says in one.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+
+
+def _silence_libtiff() -> None:
+    """Let libtiff print nothing, where Pillow links it dynamically, as its wheels and distributions do.
+
+    It would write to standard error between our lines what is wrong with a file; its sender is told that anyway.
+    """
+    libraries = ctypes.CDLL(_imaging.__file__)  # a name is looked up in what the extension is linked to, too
+    for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+        with contextlib.suppress(AttributeError):
+            getattr(libraries, name)(None)

@@ -18,7 +18,8 @@ from service.settings import Settings
 from service.web.single_process import Loader
 
 STOP = signal.SIGUSR1
-"""Ends an engine process in order. An engine outlives its workers, and SIGTERM and SIGINT may go to all at once."""
+"""Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
+once."""
 
 
 def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics) -> int:
@@ -28,7 +29,7 @@ def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics
         settings: see `service.settings`; the device is this engine's.
         load: called on the engine's thread.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, channel, load, metrics))

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from service.web.server import exit_now
+from service.web.server import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,7 +27,8 @@ class OperatingSystem:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        self._signals = {*stop_signals(), signal.SIGCHLD, signal.SIGUSR1}
+        for number in self._signals:
             signal.signal(number, _ignore)
 
     def now(self) -> float:
@@ -39,11 +39,11 @@ class OperatingSystem:
         """Start a process that exits with the result of `main`, and return its pid; it is killed when this one dies."""
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         pid = os.fork()
         if pid == 0:
-            _live(name, main, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            _live(name, main, parent, self._signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return pid
 
     def kill(self, pid: int, number: signal.Signals) -> None:
@@ -64,16 +64,16 @@ class OperatingSystem:
         return ended
 
 
-def _live(name: str, main: Callable[[], int], parent: int) -> NoReturn:
+def _live(name: str, main: Callable[[], int], parent: int, signals: set[signal.Signals]) -> NoReturn:
     """Run the forked process, from its first moment to its end."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:  # else it died before the kernel knew
             signal.set_wakeup_fd(-1)
-            for number in _SIGNALS:
+            for number in signals:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             code = main()
     except Exception:
         logger.exception("%s failed", name)

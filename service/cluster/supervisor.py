@@ -6,7 +6,8 @@
   `_MAX_DELAY`; one that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself.
-* SIGTERM or SIGINT: the workers drain, then the engines end, exit code 0. The second one ends all at once.
+* SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
+  all at once.
 * When the supervisor itself is killed, the kernel kills its children.
 
 It is a plain loop, without threads of its own or an event loop: so it can fork at any time, and there is little in
@@ -82,6 +83,7 @@ class Supervisor:
         self._on_tick = on_tick
         self._on_drain = on_drain
         self._kill_at: float | None = None
+        self._hung_up = False
         self._exit_code = 0
 
     def run(self) -> int:
@@ -89,7 +91,7 @@ class Supervisor:
         while True:
             self._start_due()
             for received in self._system.wait_for_signals(self._seconds_to_wait()):
-                if received in (signal.SIGTERM, signal.SIGINT):
+                if received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     self._on_signal(signal.Signals(received))
             for pid, code in self._system.reap():
                 for child in self._children:
@@ -132,13 +134,15 @@ class Supervisor:
         child.delay = min(_MAX_DELAY, 2 * child.delay or 1.0)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._kill_at is not None:
+        if self._kill_at is None:
+            logger.info("%s: draining", number.name)
+            self._drain(exit_code=0)
+        elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._signal(self._children, signal.SIGKILL)
-            return
-        logger.info("%s: draining", number.name)
-        self._drain(exit_code=0)
+        # SIGHUP comes together with SIGTERM, or twice: see `service.web.server`.
+        self._hung_up = number == signal.SIGHUP
 
     def _drain(self, exit_code: int) -> None:
         self._exit_code = exit_code

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import sys
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -12,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
 from service.web.connections import Rank, make_room
+from service.web.http_head import check_head
 from service.web.middleware import BROKEN_FRAMING, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
@@ -20,6 +23,10 @@ _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
+HEARING_SECONDS = 0.5
+_HEARING_TURNS = 5
+_FIRST_LOOK_SECONDS = 0.05
+_LONGEST_LOOK_SECONDS = 1.0
 
 _TURNS = itertools.count()
 
@@ -98,6 +105,44 @@ class HttpProtocol(HttpToolsProtocol):
             # A new head has begun, and uvicorn has stopped its clock for idle connections.
             self._start_head_timer()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer the requests that came whole, then close: a caller that sends no more may still read."""
+        if self.pipeline and self.cycle.more_body:  # the last one will never be whole
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running)
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        running = self._running
+        if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
+            # A caller that is gone looks the same, until its system refuses what is sent to it: an interim answer,
+            # which every client of HTTP/1.1 skips.
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._watch_for_departure(_FIRST_LOOK_SECONDS)
+        return True
+
+    def _watch_for_departure(self, seconds: float) -> None:
+        def look() -> None:
+            if self.transport.is_closing():
+                return
+            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+            else:
+                self._watch_for_departure(min(2 * seconds, _LONGEST_LOOK_SECONDS))
+
+        self.loop.call_later(seconds, look)
+
+    def shutdown(self) -> None:
+        """Close the connection once what is on its way has been heard; the server has stopped listening."""
+        self._close_after_turns(_HEARING_TURNS)
+
+    def _close_after_turns(self, turns: int) -> None:
+        # A loop that is late runs its timers before it reads: time alone would not let it hear anything.
+        if turns == 0:
+            super().shutdown()
+        else:
+            self.loop.call_later(HEARING_SECONDS / _HEARING_TURNS, partial(self._close_after_turns, turns - 1))
+
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         rest = memoryview(data)
@@ -152,6 +197,13 @@ class HttpProtocol(HttpToolsProtocol):
         # A whole head may come in one read, and what follows it would reset the count of framing bytes.
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
             self.send_400_response(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+            return
+        version = self.parser.get_http_version()
+        self.expect_100_continue &= version != "1.0"  # whose clients know no interim answer
+        try:
+            check_head(version, self.headers)
+        except ServiceError as error:
+            self._refuse(error)
             return
         super().on_headers_complete()
 

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ BROKEN_FRAMING = "vit.broken_framing"
 """Key of the scope under which the HTTP protocol says how a body broke its framing."""
 
 _CONTEXT = "vit.context"
+
+_MAX_LOGGED_PATH = 200
+"""Characters of a request's path in its log line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ class RequestContextMiddleware:
             fields = {
                 "request_id": context.request_id,
                 "method": scope["method"],
-                "path": path,
+                "path": shortened(path, _MAX_LOGGED_PATH),
                 "status": status,
                 "duration_ms": round(1000 * seconds, 1),
             }
@@ -201,7 +204,7 @@ class RequestContextMiddleware:
                 level,
                 "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s",
                 # Paths come from outside: no line break may start a log line of their own.
-                {**fields, "path": path.encode("unicode_escape").decode("ascii")},
+                {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
                 extra={"fields": fields},
             )
 

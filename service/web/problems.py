@@ -11,6 +11,8 @@ from service.schemas import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 
+_MAX_DETAIL = 500
+"""Characters of a detail: it may repeat what the caller sent."""
 
 INTERNAL_ERROR = "internal_error"
 """Code of an error that the table does not have: a defect of ours."""
@@ -48,16 +50,19 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.TooManyImages: (413, "too_many_images"),
     errors.UnsupportedMediaType: (415, "unsupported_media_type"),
     model_errors.UnsupportedImageFormat: (415, "unsupported_media_type"),
+    errors.ExpectationFailed: (417, "expectation_failed"),
     model_errors.InvalidImage: (422, "invalid_image"),
     errors.MissingImage: (422, "invalid_image"),
     errors.InvalidParameter: (422, "invalid_parameter"),
     model_errors.InputError: (422, "invalid_parameter"),
     errors.InferenceFailed: (500, "inference_failed"),
+    errors.UnsupportedTransferCoding: (501, "not_implemented"),
     errors.QueueFull: (503, "queue_full"),
     errors.ReceivingFull: (503, "receiving_full"),
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
+    errors.HttpVersionNotSupported: (505, "http_version_not_supported"),
 }
 
 CLIENT_DISCONNECTED = 499
@@ -68,7 +73,7 @@ def problem_of(error: Exception) -> Problem:
     """Return an error's row in the table; an error without one is a defect of ours, and its message stays here."""
     for kind in type(error).__mro__:
         if kind in TABLE:
-            return Problem(*TABLE[kind], str(error), _headers(error))
+            return Problem(*TABLE[kind], _printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
@@ -81,6 +86,19 @@ def _headers(error: Exception) -> dict[str, str]:
         case errors.MethodNotAllowed():
             return {"Allow": ", ".join(error.allowed)}
     return {}
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text, or as much of its start and end as `limit` characters hold."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+def _printable(text: str) -> str:
+    """Return the text in one line: line breaks and what else does not print as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def body(problem: Problem, request_id: str) -> bytes:

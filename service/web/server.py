@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Generator
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -20,6 +21,8 @@ from starlette.types import ASGIApp
 
 from service.settings import Settings
 from service.web.connections import connection_limit
+from service.web.descriptors import DescriptorWatch
+from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
 
@@ -28,13 +31,19 @@ logger = logging.getLogger(__name__)
 # Load balancers keep idle connections for about a minute; the side that answers must keep them longer.
 _KEEP_ALIVE_SECONDS = 75
 
+_LAST_HANDSHAKES_SECONDS = 0.1
+"""Seconds in which connections that have begun are completed, before the listener is closed."""
+
+_BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted."""
+
 
 class Server(uvicorn.Server):
     """One web process.
 
-    SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
+    SIGTERM, SIGINT or SIGHUP: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
-    A second signal ends the process at once.
+    A second SIGTERM or SIGINT ends the process at once.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
@@ -49,7 +58,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=2048,
+            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
         )
@@ -57,6 +66,8 @@ class Server(uvicorn.Server):
         self._settings = settings
         self._lifecycle = lifecycle
         self._drain: asyncio.Task[None] | None = None
+        self._hung_up = False
+        self._descriptors = DescriptorWatch()
 
     @property
     def port(self) -> int:
@@ -68,13 +79,40 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Take the signals over from uvicorn."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = stop_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does, on sockets that a predecessor may have stopped listening on."""
+        await super().startup(sockets)
+        for listener in self._listeners():
+            heed_handshakes(listener)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the callers whom the kernel has accepted, then shut down as uvicorn does."""
+        listeners = self._listeners()
+        for listener in listeners:
+            ignore_handshakes(listener)
+        await asyncio.sleep(_LAST_HANDSHAKES_SECONDS)
+        for _ in range(len(listeners) * _BACKLOG):
+            if not any(has_callers(listener) for listener in listeners):
+                break
+            await asyncio.sleep(0)  # libuv accepts one caller in each turn of the loop
+        await super().shutdown(sockets)
+
+    def _listeners(self) -> list[socket.socket]:
+        return [listener for server in self.servers for listener in server.sockets]
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look for exhausted file descriptors, and do what uvicorn does ten times a second."""
+        self._descriptors.check()
+        return await super().on_tick(counter)
 
     def stop(self, exit_code: int) -> None:
         """End the process in order, without the delay for load balancers: there is nothing left to serve."""
@@ -84,11 +122,14 @@ class Server(uvicorn.Server):
         self._bound_draining()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._drain is not None:
+        if self._drain is None:
+            logger.info("%s: draining", number.name)
+            self.drain()
+        elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)
             exit_now(128 + number)
-        logger.info("%s: draining", number.name)
-        self.drain()
+        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: that is one wish to stop.
+        self._hung_up = number == signal.SIGHUP
 
     def drain(self) -> None:
         """Refuse new work, and stop when all accepted requests are answered."""
@@ -107,6 +148,12 @@ class Server(uvicorn.Server):
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
         exit_now(self._lifecycle.exit_code)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under nohup."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -185,12 +185,12 @@ def test_a_caller_that_asks_first_is_refused_before_it_sends(holding: Served, pi
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
-        b"POST /classify HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000,
+        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000,
     ],
     ids=lambda attack: repr(attack[-30:]),
 )
@@ -204,7 +204,7 @@ def test_what_is_not_http_is_400_and_harms_nobody(attack: bytes, holding: Served
 
 def test_a_declared_length_that_is_huge_is_413_before_a_byte(holding: Served) -> None:
     with holding.raw() as caller:
-        caller.send(b"POST /classify HTTP/1.1\r\nContent-Type: image/png\r\nContent-Length: 4000000000000\r\n\r\n")
+        caller.send(b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000000000\r\n\r\n")
         assert caller.problem() == (413, "upload_too_large")
 
 

@@ -116,7 +116,10 @@ async def _answer(
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(result.scores[0]))
         image_id = pipeline.image_store.put(pixels)
-    headers = {} if image_id is None else {"Content-Location": f"/attention?id={image_id}"}
+    # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
+    headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
+    if image_id is not None:
+        headers["Content-Location"] = f"/attention?id={image_id}"
     if query.format == "json":
         document = AttentionDocument(id=image_id, method=query.method, **map_fields(found))
         return Response(document.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)

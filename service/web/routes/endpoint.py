@@ -7,6 +7,7 @@ that OpenAPI shows, the function is called, and errors rise to `service.web.midd
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, get_type_hints
@@ -20,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
 
+_MAX_PARAMETERS = 64
+
 
 class Endpoint(APIRoute):
     """One method of one path, served by `function(request)` or `function(request, query)`.
@@ -32,6 +35,8 @@ class Endpoint(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         options["operation_id"] = endpoint.__name__
         super().__init__(path, endpoint, **options)
+        # Starlette's ends with `$`, which matches before a line break at the end of the path, too.
+        self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,8 +74,10 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
     Most requests have one of a few queries: what was parsed before is returned again, so models are to be frozen.
 
     Raises:
-        InvalidParameter: a parameter is missing, or is not what the model allows.
+        InvalidParameter: a parameter is missing, or is not what the model allows; or there are too many.
     """
+    if query_string.count(b"&") >= _MAX_PARAMETERS:
+        raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
     try:
         return model.model_validate(dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)))
     except ValidationError as error:

@@ -46,9 +46,9 @@ for number in (signal.SIGTERM, signal.SIGKILL):
 def test_signals_are_received_and_nothing_else_ends_the_wait() -> None:
     script = """
 assert system.wait_for_signals(0) == []
-for number in (signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     os.kill(os.getpid(), number)
-print(system.wait_for_signals(60) == [signal.SIGTERM, signal.SIGUSR1])
+print(system.wait_for_signals(60) == [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 """
     assert run(PROLOGUE + script) == "True"
 

@@ -132,7 +132,24 @@ def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs
 # Ended
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("received", "code"),
+    [
+        ([signal.SIGHUP, signal.SIGHUP], 0),
+        ([signal.SIGTERM, signal.SIGHUP], 0),
+        ([signal.SIGHUP, signal.SIGTERM], 0),
+        ([signal.SIGHUP, signal.SIGTERM, signal.SIGTERM], 143),
+    ],
+)
+def test_a_hang_up_is_never_the_second_signal(received: list[signal.Signals], code: int, service: Service) -> None:
+    service.system.stubborn = {"worker 0"}
+    for turn, number in enumerate(received):
+        service.system.signal_at(10 + turn, number)
+    service.system.end_at(18, "worker 0", 0)
+    assert service.run() == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_workers_drain_and_then_the_engines_end(number: signal.Signals, service: Service) -> None:
     service.system.stubborn = {"worker 0"}
     service.system.signal_at(10, number)

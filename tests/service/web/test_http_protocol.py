@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from service.web.http_protocol import STALL_SECONDS
+from service.web.http_protocol import LINGER_SECONDS, STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
@@ -73,14 +73,14 @@ async def test_what_is_not_http_is_400_with_a_problem_document_and_closes(head: 
 @on_a_loop
 async def test_a_refused_head_is_answered_under_the_callers_request_id() -> None:
     async with listening() as server:
-        answer = await server.ask(b"GET / HTTP/1.1\r\nX-Request-ID: mine-1\r\nContent-Length: -1\r\n\r\n")
+        answer = await server.ask(b"GET / HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine-1\r\nContent-Length: -1\r\n\r\n")
     assert (answer.code, answer.headers["x-request-id"]) == ("malformed_request", "mine-1")
 
 
 @on_a_loop
 async def test_garbage_after_an_answer_does_not_borrow_the_last_request_id() -> None:
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\nX-Request-ID: mine-1\r\n\r\n")
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine-1\r\n\r\n")
         assert (await connection.answer()).headers["x-request-id"] == "mine-1"
         await connection.send(b"\x00\x01\x02")
         answer = await connection.answer()
@@ -112,7 +112,7 @@ async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: 
 async def test_broken_framing_of_a_body_that_nobody_reads_harms_nothing() -> None:
     """The answer is out, or about to be: it stays the only one, and the connection closes."""
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         answer = await connection.answer()
         assert answer.status in (200, 400)
         assert await connection.is_closed()
@@ -137,7 +137,8 @@ async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> No
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
-        await connection.send(post(png(1)) + GET + post(png(2)) + b"GET /nope HTTP/1.1\r\n\r\n" + post(png(3)))
+        nope = GET.replace(b"/healthz", b"/nope")
+        await connection.send(post(png(1)) + GET + post(png(2)) + nope + post(png(3)))
         while server.app.engine.waiting == 0:
             await asyncio.sleep(0.001)
         server.app.engine.gate.set()
@@ -183,7 +184,7 @@ async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None
 @pytest.mark.parametrize("endless", [b"X-A: b\r\n", b"a" * 1000], ids=["headers", "one header"])
 async def test_a_head_without_end_is_refused(endless: bytes) -> None:
     async with listening() as server, server.connect() as connection:
-        await connection.send(b"GET /healthz HTTP/1.1\r\n" + (b"" if b"\r" in endless else b"X-A: "))
+        await connection.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + (b"" if b"\r" in endless else b"X-A: "))
         sent = 0
         while not connection.reader._buffer and sent < 10 << 20:  # type: ignore[attr-defined]
             await connection.send(endless * 10)
@@ -196,7 +197,7 @@ async def test_a_head_without_end_is_refused(endless: bytes) -> None:
 
 @on_a_loop
 async def test_a_large_head_below_the_bound_is_fine() -> None:
-    head = b"GET /healthz HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 900) for i in range(60)) + b"\r\n"
+    head = GET[:-2] + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 900) for i in range(60)) + b"\r\n"
     async with listening() as server, server.connect() as connection:
         for _ in range(3):
             await connection.send(head)
@@ -245,12 +246,23 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
 
     async with listening(clock) as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\n\r\n" * 5_000))
+        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000))
         await until(lambda: any(protocol._stall_timer for protocol in server.protocols))
         await until(is_let_go)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert server.app.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_refused_caller_that_never_closes_loses_its_connection() -> None:
+    clock = Clock()
+    async with listening(clock) as server, server.connect() as connection:
+        await connection.send(b"\x00\r\n")
+        assert (await connection.answer()).status == 400
+        assert len(server.protocols) == 1
+        clock.advance(LINGER_SECONDS)
+        await until(lambda: not server.protocols)
 
 
 @on_a_loop
@@ -280,7 +292,7 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(upg
             answer = await connection.answer()
             assert answer.status == 200
             assert json.loads(answer.body)["predictions"][0]["index"] == red
-        offer = b"GET /healthz HTTP/1.1\r\n" + "\r\n".join([*headers, "", ""]).encode()
+        offer = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + "\r\n".join([*headers, "", ""]).encode()
         await connection.send(offer * 3)
         for _ in range(3):
             assert (await connection.answer()).status == 200

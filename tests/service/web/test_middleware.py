@@ -280,6 +280,17 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
 
 
 @on_a_loop
+async def test_a_long_path_is_logged_in_part(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await app().get("/start" + "x" * 60_000 + "end")
+    [record] = lines(caplog)
+    for line in (record.getMessage(), JsonFormatter().format(record)):
+        assert len(line) < 1_000
+        assert "/start" in line
+        assert "end " in line
+
+
+@on_a_loop
 async def test_json_logs_are_one_object_a_line_with_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     response = await app().get("/nope\nü")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.types import Message
 
+from service.errors import MalformedRequest
 from service.web import pipeline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
@@ -183,3 +187,67 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
     assert (communicator.status, communicator.code) == (500, "internal_error")
     assert pipeline_of(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 1
+
+
+# What runs beside a request
+
+
+@on_a_loop
+async def test_a_cancelled_request_stays_cancelled_and_what_its_thread_raises_is_seen() -> None:
+    go_on = threading.Event()
+    unseen = unseen_errors()
+
+    def fail() -> None:
+        assert go_on.wait(PATIENCE)
+        raise ValueError("nobody asks for it any more")
+
+    running = asyncio.create_task(pipeline_of(app()).in_thread(fail))
+    await settle()
+    running.cancel()
+    await settle()
+    assert not running.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await unseen() == []
+
+
+@on_a_loop
+async def test_an_error_while_waiting_for_the_caller_to_leave_is_raised_and_the_work_cancelled() -> None:
+    work = asyncio.get_running_loop().create_future()
+
+    async def receive() -> Message:
+        raise MalformedRequest("broken after its end")
+
+    with pytest.raises(MalformedRequest):
+        await pipeline.unless_disconnected(receive, work)
+    assert work.cancelled()
+
+
+@on_a_loop
+async def test_cancelling_a_request_cancels_its_work_and_is_not_swallowed() -> None:
+    work = asyncio.get_running_loop().create_future()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    running = asyncio.create_task(pipeline.unless_disconnected(receive, work))
+    await settle()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert work.cancelled()
+
+
+def unseen_errors() -> Callable[[], Awaitable[list[str]]]:
+    """From now on, the errors of tasks and futures that nobody looks at."""
+    found: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context["message"]))
+
+    async def collect() -> list[str]:
+        await settle()
+        gc.collect()
+        return found
+
+    return collect

@@ -18,14 +18,17 @@ CONTRACT = {
     (413, "image_too_large"),
     (413, "too_many_images"),
     (415, "unsupported_media_type"),
+    (417, "expectation_failed"),
     (422, "invalid_image"),
     (422, "invalid_parameter"),
     (500, "inference_failed"),
+    (501, "not_implemented"),
     (503, "queue_full"),
     (503, "receiving_full"),
     (503, "engine_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),
+    (505, "http_version_not_supported"),
 }
 
 NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected}

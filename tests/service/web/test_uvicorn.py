@@ -22,6 +22,8 @@ PROTOCOL_METHODS = {
     "connection_lost": ["exc"],
     "data_received": ["data"],
     "on_header": ["name", "value"],
+    "eof_received": [],
+    "shutdown": [],
     "on_headers_complete": [],
     "on_body": ["body"],
     "on_message_complete": [],
@@ -31,17 +33,14 @@ PROTOCOL_METHODS = {
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
 }
-PROTOCOL_ATTRIBUTES = {"parser", "url", "headers", "cycle", "transport", "loop", "server_state", "connections"}
+SERVER_METHODS = {"startup": ["sockets"], "shutdown": ["sockets"], "on_tick": ["counter"]}
+PROTOCOL_ATTRIBUTES = {
+    *("parser", "url", "headers", "cycle", "transport", "loop", "server_state", "pipeline", "expect_100_continue"),
+    "connections",
+}
 CYCLE_ATTRIBUTES = {
-    "scope",
-    "disconnected",
-    "keep_alive",
-    "more_body",
-    "response_started",
-    "response_complete",
-    "chunked_encoding",
-    "expected_content_length",
-    "message_event",
+    *("scope", "disconnected", "keep_alive", "more_body", "message_event", "response_started", "response_complete"),
+    *("chunked_encoding", "expected_content_length"),
 }
 PARSER_METHODS = {"feed_data", "get_method", "get_http_version", "should_upgrade"}
 OVERRIDDEN = {HttpProtocol: HttpToolsProtocol, Server: uvicorn.Server}
@@ -53,10 +52,16 @@ def missing(owner: object, names: set[str]) -> str:
     return f"{versions}: {owner!r} no longer has {', '.join(absent)}" if absent else ""
 
 
-@pytest.mark.parametrize(("name", "parameters"), PROTOCOL_METHODS.items())
-def test_the_protocol_has_the_methods_that_are_overridden_or_called(name: str, parameters: list[str]) -> None:
-    assert not missing(HttpToolsProtocol, {name})
-    method: Callable[..., object] = getattr(HttpToolsProtocol, name)
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        *((HttpToolsProtocol, *method) for method in PROTOCOL_METHODS.items()),
+        *((uvicorn.Server, *method) for method in SERVER_METHODS.items()),
+    ],
+)
+def test_uvicorn_has_the_methods_that_are_overridden_or_called(owner: type, name: str, parameters: list[str]) -> None:
+    assert not missing(owner, {name})
+    method: Callable[..., object] = getattr(owner, name)
     found = list(inspect.signature(method).parameters)[1:]
     assert found == parameters, f"uvicorn {uvicorn.__version__}: {name} takes {found}, and not {parameters}"
 
@@ -69,7 +74,7 @@ def test_uvicorn_itself_starts_each_request_where_the_service_overrides_it() -> 
 @on_a_loop
 async def test_a_connection_has_the_attributes_that_are_read_and_set() -> None:
     async with Wire() as wire:
-        await wire.send(b"GET / HTTP/1.1\r\n\r\n")
+        await wire.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         cycle = wire.protocol.cycle
         assert isinstance(cycle, RequestResponseCycle)
         assert not missing(wire.protocol, PROTOCOL_ATTRIBUTES)

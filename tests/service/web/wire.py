@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Clock:
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """Keeps what is written; it is its own socket, on which the peer left `error`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +67,20 @@ class Transport(asyncio.Transport):
         self.closed = False
         self.paused = False
         self.unread = 0
+        self.error = 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self if name == "socket" else default
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    getpeername = getsockname
+    family = socket.AF_INET
+
+    def getsockopt(self, level: int, name: int) -> int:
+        assert (level, name) == (socket.SOL_SOCKET, socket.SO_ERROR)
+        return self.error
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self.closed:

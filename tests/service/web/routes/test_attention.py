@@ -38,6 +38,19 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize("format_", ["png", "json", "npy"])
+async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
+    service = app()
+    image_id = await kept(service)
+    for response in (
+        await service.get("/attention", f"id={image_id}&format={format_}"),
+        await service.request("POST", "/attention", query=f"format={format_}", **form(png(9))),
+    ):
+        assert response.headers["cache-control"] == "private"
+        assert response.headers["x-content-type-options"] == "nosniff"
+
+
+@on_a_loop
 async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     service = app()
     response = await service.request("POST", "/attention", query="format=json", **form(png(9)))

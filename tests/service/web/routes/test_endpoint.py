@@ -26,11 +26,11 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v2"])
+@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v2", "/healthz\n", "/\n"])
 async def test_an_unknown_path_is_404(path: str) -> None:
     response = await app().get(path)
     assert (response.status, response.code) == (404, "not_found")
-    assert path in response.json["detail"]
+    assert response.json["detail"] == path.replace("\n", "\\n") + ": no such path"
 
 
 @on_a_loop
@@ -95,3 +95,30 @@ async def test_an_answer_is_not_remembered_for_a_query_that_was_refused() -> Non
     for _ in range(2):
         assert (await service.classify(query="top_k=0")).status == 422
         assert (await service.classify(query="top_k=2")).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(("parameters", "status"), [(64, 200), (65, 422), (15_000, 422)])
+async def test_a_query_has_a_bounded_number_of_parameters(parameters: int, status: int) -> None:
+    response = await app().classify(query="&".join(f"a{number}=" for number in range(parameters)))
+    assert response.status == status
+    if status == 422:
+        assert (response.code, response.json["detail"]) == ("invalid_parameter", "more than 64 parameters")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("path", "query", "says"),
+    [
+        ("/classify", "top_k=" + "9" * 4_000, "the model has 10 classes"),
+        ("/attention", "method=" + "x" * 4_000, "this service offers"),
+        ("/attention", "layer=-" + "9" * 4_000, "the model has layers -3 ... 2"),
+        ("/" + "x" * 4_000, "", "no such path"),
+    ],
+)
+async def test_a_refusal_repeats_no_more_than_a_few_hundred_characters_of_what_was_sent(
+    path: str, query: str, says: str
+) -> None:
+    detail = (await app().classify(path=path, query=query)).json["detail"]
+    assert len(detail) <= 500
+    assert says in detail

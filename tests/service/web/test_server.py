@@ -1,0 +1,233 @@
+"""The end of a web process: whoever was accepted is heard and answered, and one signal too many does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from service.web import server as server_module
+from service.web.descriptors import DescriptorWatch
+from service.web.handshakes import heed_handshakes, ignore_handshakes
+from service.web.http_protocol import HEARING_SECONDS
+from service.web.server import Server, stop_signals
+from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.web.apps import App, Clock, app, until
+from tests.service.web.listening import GET
+from tests.service.web.wire import Wire
+
+
+@asynccontextmanager
+async def started(service: App, sockets: list[socket.socket] | None = None) -> AsyncIterator[Server]:
+    server = Server(service.asgi, service.settings, service.lifecycle)
+    running = asyncio.create_task(server.serve(sockets))
+    await until(lambda: server.started)
+    yield server
+    server.should_exit = True
+    await running
+
+
+def connect(server: Server) -> socket.socket:
+    """A connection that the kernel has accepted; the loop, which does not run meanwhile, has not."""
+    return socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+
+
+def hear(wire: Wire, seconds: float) -> None:
+    """Let time pass in many turns of the loop."""
+    for _ in range(20):
+        wire.clock.advance(seconds / 20)
+
+
+async def answer_to(caller: socket.socket) -> bytes:
+    with caller:
+        return await asyncio.to_thread(caller.recv, 1 << 16)
+
+
+@on_a_loop
+@pytest.mark.parametrize("own_socket", [False, True])
+async def test_callers_that_only_the_kernel_has_accepted_are_answered_when_it_stops(
+    own_socket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = app(port=0, drain_delay=0)
+    callers: list[socket.socket] = []
+
+    def speak(every_second: int) -> None:
+        for caller in callers[every_second::2]:
+            caller.send(GET)
+
+    def at_the_last_moment(listener: socket.socket) -> None:
+        callers.extend(connect(server) for _ in range(50))
+        speak(0)
+        asyncio.get_running_loop().call_later(HEARING_SECONDS / 2, speak, 1)  # the others only once they are accepted
+        ignore_handshakes(listener)
+
+    monkeypatch.setattr(server_module, "ignore_handshakes", at_the_last_moment)
+    sockets = [socket.create_server(("127.0.0.1", 0), backlog=100)] if own_socket else None
+    async with started(service, sockets) as server:
+        server.drain()
+    answers = await asyncio.gather(*(answer_to(caller) for caller in callers))
+    assert len(answers) == 50
+    assert all(answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer for answer in answers)
+
+
+@on_a_loop
+async def test_a_connection_that_is_silent_when_the_server_stops_is_heard_before_it_is_closed() -> None:
+    for said in (b"", GET):
+        async with Wire() as wire:
+            wire.protocol.shutdown()
+            hear(wire, HEARING_SECONDS / 2)
+            assert not wire.closing
+            await wire.send(said)
+            assert wire.answers.statuses == ([200] if said else [])
+            hear(wire, 2 * HEARING_SECONDS)
+            assert wire.closing
+
+
+@on_a_loop
+async def test_a_loop_that_is_late_reads_before_it_closes() -> None:
+    async with Wire() as wire:
+        wire.protocol.shutdown()
+        wire.clock.advance(HEARING_SECONDS)
+        assert not wire.closing
+
+
+@on_a_loop
+async def test_a_request_that_waits_when_the_server_stops_is_the_last_of_its_connection() -> None:
+    async with Wire() as wire:
+        wire.gate.clear()
+        await wire.send(GET)
+        wire.protocol.shutdown()
+        hear(wire, 2 * HEARING_SECONDS)
+        assert not wire.closing
+        wire.gate.set()
+        await wire.settle()
+        assert wire.answers.statuses == [200]
+        assert wire.closing
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sys/net"), reason="needs Linux")  # noqa: PTH110
+def test_a_listener_begins_no_connection_while_it_ignores_handshakes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address) as begun:
+            ignore_handshakes(listener)
+            with socket.socket() as late, pytest.raises(TimeoutError):
+                late.settimeout(0.05)
+                late.connect(address)
+            accepted, _ = listener.accept()
+            with accepted:
+                begun.send(b"x")
+                assert accepted.recv(1) == b"x"
+        for _ in range(2):
+            heed_handshakes(listener)
+            socket.create_connection(address, PATIENCE).close()
+
+
+@on_a_loop
+async def test_a_server_listens_on_a_socket_that_its_predecessor_had_given_up() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ignore_handshakes(listener)
+    async with started(app(), [listener]) as server:
+        connect(server).close()
+
+
+# Signals
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr(server_module, "exit_now", codes.append)
+    return codes
+
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("received", "codes"),
+    [
+        ([HUP], []),
+        ([HUP, HUP, HUP], []),
+        ([TERM, HUP], []),
+        ([HUP, TERM], []),
+        ([HUP, TERM, TERM], [143]),
+        ([TERM, TERM], [143]),
+        ([TERM, INT], [130]),
+        ([INT, HUP, TERM, INT], [130]),
+    ],
+)
+async def test_a_hang_up_drains_and_is_never_the_second_signal(
+    ended: list[int], received: list[signal.Signals], codes: list[int]
+) -> None:
+    service = app(port=0, drain_delay=600)
+    async with started(service) as server:
+        for number in received:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.001)
+        await until(lambda: service.lifecycle.draining)
+        assert server._drain is not None
+        server._drain.cancel()
+    assert ended == codes
+
+
+def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:
+    assert HUP in stop_signals()
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        assert HUP not in stop_signals()
+    finally:
+        signal.signal(HUP, before)
+
+
+# File descriptors
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_exhausted_descriptors_are_one_log_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watch = DescriptorWatch(clock)
+    watch.check()
+    assert caplog.records == []
+    with no_descriptor_left():
+        for _ in range(1_200):
+            watch.check()
+            clock.now += 0.1
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    assert "no file descriptors are left" in caplog.text
+
+
+def test_another_error_is_no_exhaustion(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOENT, "no /dev/null here")
+
+    monkeypatch.setattr("service.web.descriptors.os.open", refuse)
+    DescriptorWatch().check()
+    assert caplog.records == []
+
+
+@on_a_loop
+async def test_a_running_server_looks_at_its_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    async with started(app(port=0)):
+        with no_descriptor_left():
+            await until(lambda: "no file descriptors are left" in caplog.text)
