@@ -144,6 +144,10 @@ class Settings(BaseSettings):
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )
 
+    max_drawings: int = Field(
+        64, ge=1, le=1_000_000, description="attention maps that wait to be drawn or are being drawn, of each worker"
+    )
+
     # Who may ask.
     api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated; when set, `Authorization: Bearer` is needed"

@@ -47,7 +47,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     clock = Clock()
     service = app(clock, request_timeout=10)
     busy = threading.Event()
-    pool = pipeline_of(service).pool
+    pool = pipeline_of(service).lanes.small.pool
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
@@ -138,7 +138,7 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     service = app()
     busy = threading.Event()
-    pool = pipeline_of(service).pool
+    pool = pipeline_of(service).lanes.small.pool
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
