@@ -113,7 +113,8 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=256,
-        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
+        description="threads that decode images, of each worker; big ones have half as many beside them. Default: "
+        "all cores, at most 16, over all workers",
     )
 
     # Where it listens.
