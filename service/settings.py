@@ -113,7 +113,8 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=256,
-        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
+        description="threads that decode images, of each worker; big ones have half as many beside them. Default: "
+        "all cores, at most 16, over all workers",
     )
 
     # Where it listens.
@@ -159,6 +160,10 @@ class Settings(BaseSettings):
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
+    )
+
+    max_drawings: int = Field(
+        64, ge=1, le=1_000_000, description="attention maps that wait to be drawn or are being drawn, of each worker"
     )
 
     # Who may ask.

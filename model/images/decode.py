@@ -16,6 +16,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from model.errors import ImageTooLarge, InvalidImage, UnsupportedImageFormat
+from model.images.control import UNCONTROLLED, WorkControl
 from model.images.exif import read_orientation
 from model.images.formats import EncodedImage, MinSize, unpack
 
@@ -71,13 +72,21 @@ class DecodedImage(NamedTuple):
     orientation: int
 
 
-def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None = None) -> DecodedImage:
+def decode(
+    data: bytes | bytearray,
+    *,
+    max_pixels: int,
+    min_size: MinSize | None = None,
+    control: WorkControl = UNCONTROLLED,
+) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
 
     Args:
         data: the whole file.
         max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
         min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
+        control: is told what decoding will cost, and may end it: at any time in JPEG, PNG, GIF and BMP, before the
+            codec's only call in the others. What it raises is raised here.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
@@ -91,12 +100,17 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)
             _check_memory(encoded.name, encoded.size, encoded.opening_bytes, max_pixels)
-        image = encoded.open()
+        image = encoded.open(control)
         size = image.size
         _check_pixels(size, max_pixels)
         _check_scans(encoded, size, max_pixels)
         scale = encoded.draft(image, min_size) if min_size is not None else 1
         _check_memory(encoded.name, size, encoded.decoding_bytes(image, scale), max_pixels)
+        cost = encoded.cost(image, scale)
+        if size[0] * size[1] * cost > max_pixels * encoded.max_cost:
+            raise ImageTooLarge(f"this {encoded.name} picture of {size[0]} x {size[1]} pixels takes too long to decode")
+        control.estimated(size[0] * size[1] * cost)
+        control.check()
         image.load()
         orientation = encoded.orientation
         if orientation is None:

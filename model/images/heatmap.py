@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,10 @@ from PIL import Image
 
 from model.errors import InputError
 from model.images.colormaps import COLORMAPS, colour_table
+from model.images.control import UNCONTROLLED, WorkControl
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["COLORMAPS", "MAX_SIZE", "render_heatmap"]
 
@@ -30,6 +35,7 @@ def render_heatmap(
     colormap: str = "inferno",
     alpha: float = 0.6,
     size: int | None = None,
+    control: WorkControl = UNCONTROLLED,
 ) -> bytes:
     """Return an attention map drawn as a PNG.
 
@@ -42,6 +48,7 @@ def render_heatmap(
             alone, a square for each patch.
         alpha: 0...1, how much the map covers the picture.
         size: longer side in pixels, at most `MAX_SIZE`; None: the picture's, or 384 if that is more.
+        control: may end the work between its steps. What it raises is raised here.
 
     Returns:
         An RGB PNG with the picture's aspect ratio.
@@ -59,16 +66,30 @@ def render_heatmap(
     longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
     width, height = (max(1, round(side * longer / max(rows, columns))) for side in (columns, rows))
 
+    control.check()
     levels = Image.fromarray(_scaled(values)).resize((width, height), Image.Resampling.BICUBIC)
     # Bicubic interpolation overshoots at steep edges.
     heat = colours[np.asarray(levels).clip(0, 255).round().astype(np.uint8)]
     drawing = Image.fromarray(heat)
+    control.check()
     if picture is not None:
         seen = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         drawing = Image.blend(seen.resize((width, height), Image.Resampling.BICUBIC), drawing, alpha)
-    encoded = io.BytesIO()
+    encoded = _ControlledOutput(control)
     drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
     return encoded.getvalue()
+
+
+class _ControlledOutput(io.BytesIO):
+    """A file in memory that asks its control with every write, of which the encoder makes one for each 64 KiB."""
+
+    def __init__(self, control: WorkControl) -> None:
+        super().__init__()
+        self._control = control
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        self._control.check()
+        return super().write(data)
 
 
 def _scaled(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -19,6 +19,7 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.colour import converter
+from model.images.control import UNCONTROLLED, WorkControl
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, decode
 from model.images.formats import MinSize
 from model.images.resize import passes_rows_first, resize
@@ -54,6 +55,7 @@ def preprocess(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
+    control: WorkControl = UNCONTROLLED,
 ) -> NDArray[np.uint8]:
     """Return the picture in an uploaded file as the model sees it.
 
@@ -69,6 +71,7 @@ def preprocess(
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
             along both axes, of the size that the picture is resized to, before the crop. What follows then still
             shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
+        control: is told what decoding will cost, and may end the work between its steps. What it raises is raised here.
 
     Returns:
         uint8 [rows, columns, channels] of `config.size`, C-contiguous and writable; channels is
@@ -88,9 +91,10 @@ def preprocess(
         bytes(data) if isinstance(data, memoryview) else data,
         max_pixels=max_pixels,
         min_size=min_decoded_size(config) if scaled_decode else None,
+        control=control,
     )
     try:
-        pixels = np.asarray(_resize_and_crop(decoded, config, "RGB" if channels == 3 else "L"))
+        pixels = np.asarray(_resize_and_crop(decoded, config, "RGB" if channels == 3 else "L", control))
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
     if pixels.ndim == 2:
@@ -158,7 +162,9 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
     return _Span(even_first * source / resized, even_last * source / resized, size, skip)
 
 
-def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]) -> Image.Image:
+def _resize_and_crop(
+    decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"], control: WorkControl
+) -> Image.Image:
     """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
     resample = Image.Resampling[config.interpolation.upper()]
     swapped = decoded.orientation >= 5
@@ -180,6 +186,7 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig, mode: Lite
         resample,
         convert=converter(decoded.image, mode),
         rows_first=rows_first,
+        control=control,
     )
     if decoded.orientation in _TRANSPOSE:
         small = small.transpose(_TRANSPOSE[decoded.orientation])

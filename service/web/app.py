@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +25,7 @@ from service.web.image_store import ImageStore, MemoryImageStore
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
 from service.web.routes import attention, classify, documentation, operations
 from service.web.routes.endpoint import Endpoint, no_such_path
@@ -91,8 +89,7 @@ def create_app(
         turnover=settings.request_timeout / 2,
         clock=clock,
     )
-    threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+    lanes = Lanes.of(settings)
 
     def engine_changed() -> None:
         for replica in replicas(engine):
@@ -105,7 +102,7 @@ def create_app(
         engine.start(engine_changed)
         yield
         await engine.close()
-        pool.shutdown(wait=False, cancel_futures=True)
+        lanes.close()
 
     app = _Application(
         title="vitserve",
@@ -115,7 +112,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, image_store, lifecycle, pool, clock)
+    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, image_store, lifecycle, lanes, clock)
     app.router.routes = [route for router in _ROUTERS for route in router.routes]
     app.router.default = no_such_path
 

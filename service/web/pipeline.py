@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
     ClientDisconnected,
-    DeadlineExceeded,
     EngineUnavailable,
     MissingImage,
     RequestTimeout,
@@ -38,6 +36,7 @@ from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
 from service.web.image_store import ImageStore
+from service.web.lanes import Control, Deadline, Lane, PictureTooBig
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
@@ -47,23 +46,39 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
-    """The reading `at` of the monotonic `clock`, seconds, at which a request's time is up."""
-
-    at: float
-    clock: Callable[[], float] = time.monotonic
-
-    def remaining(self) -> float:
-        """Return the seconds left, never below zero."""
-        return max(0.0, self.at - self.clock())
-
-
-@dataclass(frozen=True, slots=True)
 class Decoded:
     """A picture as the model sees it, uint8 [H, W, C] of its input size, and the seconds that decoding took."""
 
     pixels: NDArray[np.uint8]
     seconds: float
+
+
+BIG_PICTURE = 10_000_000
+"""Cost of decoding, in pixels of an 8-bit RGB PNG, beyond which a picture is a big one: 0.2 s of a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The threads that decode small pictures and big ones, and those that draw maps."""
+
+    small: Lane
+    big: Lane
+    drawing: Lane
+
+    @classmethod
+    def of(cls, settings: Settings) -> Lanes:
+        """Return the lanes of one process; big pictures have half as many threads, beside those of the small ones."""
+        threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        return cls(
+            small=Lane("decode", threads, max_cost=BIG_PICTURE),
+            big=Lane("decode-big", max(1, threads // 2), background=True),
+            drawing=Lane("drawing", 1, capacity=settings.max_drawings, background=True),
+        )
+
+    def close(self) -> None:
+        """Drop what waits on all threads and take nothing more."""
+        for lane in (self.small, self.big, self.drawing):
+            lane.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Everything a request needs on its way: `pool` are the decode threads, `clock` gives monotonic seconds."""
+    """Everything a request needs on its way; `clock` gives monotonic seconds."""
 
     settings: Settings
     engine: Engine
@@ -85,7 +100,7 @@ class Pipeline:
     receiving: Receiving
     image_store: ImageStore
     lifecycle: Lifecycle
-    pool: ThreadPoolExecutor
+    lanes: Lanes
     clock: Callable[[], float] = time.monotonic
 
     def model(self) -> ModelInfo:
@@ -166,44 +181,25 @@ class Pipeline:
         Raises:
             ImageError: see `model.images.preprocess.preprocess`.
             MissingImage: there are no bytes.
-            DeadlineExceeded: the time was up before a decode thread was free.
+            DeadlineExceeded: the time was up before the picture was decoded.
         """
         if not data:
             raise MissingImage("the picture is empty")
-        decoded = await self.in_thread(partial(self._decode, data, self.model().preprocess, deadline))
+        work = partial(self._decode, data, self.model().preprocess)
+        try:
+            decoded = await self.lanes.small.run(work, deadline)
+        except PictureTooBig:
+            decoded = await self.lanes.big.run(work, deadline)
         self.metrics.stages["decode"].observe(decoded.seconds)
         return decoded
 
-    def _decode(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
-        if deadline.remaining() == 0.0:
-            raise DeadlineExceeded("the time was up before the image was decoded")
+    def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
         started = time.perf_counter()
         bounds = self.settings
-        pixels = preprocess(data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode)
+        pixels = preprocess(
+            data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, control=control
+        )
         return Decoded(pixels, time.perf_counter() - started)
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run CPU work beside the event loop, on the decode threads.
-
-        When the caller is cancelled, work that no thread has begun is skipped; but the call ends only after the
-        thread has let go of the picture, so that its place in the service is not given to another before.
-        """
-        abandoned = threading.Event()
-
-        def work_unless_abandoned() -> T:
-            if abandoned.is_set():
-                raise ClientDisconnected("the caller went away")
-            return work()
-
-        future = asyncio.get_running_loop().run_in_executor(self.pool, work_unless_abandoned)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            abandoned.set()
-            await asyncio.wait((future,))
-            if not future.cancelled():
-                future.exception()  # seen, though nobody asks for it any more
-            raise
 
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None

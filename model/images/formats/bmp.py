@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Self
 
+from PIL import ImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 
 from model.errors import InvalidImage
@@ -13,6 +14,9 @@ from model.images.formats.base import EncodedImage
 
 _MAX_RUN_LENGTH_BYTES = 2_097_152
 """Size of a run-length encoded BMP: Pillow decodes those in Python, run by run."""
+
+_RUN_LENGTH_COST = 30.0
+"""Pixels of an 8-bit RGB PNG that take as long to decode as a byte of run lengths."""
 
 
 class Bmp(EncodedImage):
@@ -29,3 +33,9 @@ class Bmp(EncodedImage):
         if run_length and len(data) > _MAX_RUN_LENGTH_BYTES:
             raise InvalidImage(f"a run-length encoded BMP of more than {_MAX_RUN_LENGTH_BYTES} bytes is not read")
         return cls(bytes(data), orientation=UPRIGHT)
+
+    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
+        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
+        if image.tile[0].codec_name != "bmp_rle":
+            return 0.5
+        return 0.5 + _RUN_LENGTH_COST * len(self.data) / (image.width * image.height)

@@ -6,8 +6,17 @@ import re
 import struct
 from typing import Self
 
+import numpy as np
 from PIL import ImageFile
-from PIL.TiffImagePlugin import BITSPERSAMPLE, ROWSPERSTRIP, TILELENGTH, TILEWIDTH, TiffImageFile
+from PIL.TiffImagePlugin import (
+    BITSPERSAMPLE,
+    ROWSPERSTRIP,
+    STRIPBYTECOUNTS,
+    TILEBYTECOUNTS,
+    TILELENGTH,
+    TILEWIDTH,
+    TiffImageFile,
+)
 
 from model.errors import InvalidImage
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
@@ -21,6 +30,12 @@ _PICTURE_TAGS = {
 }
 _SINGLE_VALUE_TAGS = {256, 257, 259, 266, 277, 278, 284, 322, 323}
 """Tags whose second value Pillow leaves out with a warning."""
+
+_INTEGER_TYPES = {3, 4, 16}
+"""Field types of unsigned integers of 16, 32 and 64 bits."""
+
+_LZMA_FACTOR = 4.0
+"""How many times as long as deflate LZMA takes for the same pixels."""
 
 _MAX_VALUES = 65_536
 """Values of one field, such as the places of the strips."""
@@ -38,6 +53,7 @@ class Tiff(EncodedImage):
     name = "TIFF"
     magic = re.compile(rb"II[*+]\0|II\0\*|MM\0[*+]|MM\*\0")
     reader = _TiffReader
+    max_cost = 1.4  # one call of libtiff unpacks the whole picture: 8-bit RGBA of the largest size just fits
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:
@@ -51,6 +67,9 @@ class Tiff(EncodedImage):
         fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _PICTURE_TAGS}
         if sum(field.size for field in fields.values()) > len(data):
             raise InvalidImage("the TIFF file's directory claims more data than the file has")
+        if any(_total(fields.get(tag), directory, data) > len(data) for tag in (STRIPBYTECOUNTS, TILEBYTECOUNTS)):
+            # Strips that share their bytes would be unpacked again and again.
+            raise InvalidImage("the TIFF file's strips or tiles claim more data than the file has")
         if any(field.value_size > 1 and field.value_count > _MAX_VALUES for field in fields.values()):
             raise InvalidImage(f"the TIFF file has more than {_MAX_VALUES} strips, tiles or colours")
         orientation = directory_orientation(directory)
@@ -79,6 +98,12 @@ class Tiff(EncodedImage):
         assert isinstance(image, TiffImageFile)
         return pixel + _block_bytes(image) / (image.width * image.height)
 
+    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
+        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
+        assert isinstance(image, TiffImageFile)
+        factor = _LZMA_FACTOR if image.info.get("compression") == "lzma" else 1.0
+        return factor * max(_pixel_bits(image) / 24, 0.5)
+
 
 def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes:
     """Return the entry of a field in the directory, with the first value alone where there should be one."""
@@ -100,6 +125,19 @@ def _block_bytes(image: TiffImageFile) -> float:
     if not isinstance(width, int) or not isinstance(rows, int):
         raise InvalidImage("the TIFF picture's tiles have no valid size")
     # Pixels are unpacked to at least 32 bits where libtiff converts colours.
-    sample_bits = tags.get(BITSPERSAMPLE, (8,))
-    bits = sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits
-    return width * rows * max(bits / 8, 4.0 if image.mode == "RGB" else 0.0)
+    return width * rows * max(_pixel_bits(image) / 8, 4.0 if image.mode == "RGB" else 0.0)
+
+
+def _pixel_bits(image: TiffImageFile) -> float:
+    """Return the bits of a pixel before it is packed."""
+    sample_bits = image.tag_v2.get(BITSPERSAMPLE, (8,))
+    return float(sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits)
+
+
+def _total(field: Field | None, directory: Directory, data: bytes | bytearray) -> int:
+    """Return the sum of a field's integers; 0 where there is no such field or it holds none."""
+    if field is None or field.field_type not in _INTEGER_TYPES:
+        return 0
+    values = np.frombuffer(directory.value(field, data), np.uint8)
+    whole = values[: len(values) // field.value_size * field.value_size]
+    return int(whole.view(f"{directory.byte_order}u{field.value_size}").sum(dtype=np.float64))

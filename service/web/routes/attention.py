@@ -19,8 +19,9 @@ from model.prediction import AttentionMap, MapRequest, parse_head, parse_layer
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
 from service.web.documents import map_fields
+from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
-from service.web.pipeline import Deadline, Pipeline, pipeline_of, unless_disconnected
+from service.web.pipeline import Pipeline, pipeline_of, unless_disconnected
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -125,15 +126,16 @@ async def _answer(
         return Response(document.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)
-    png = await pipeline.in_thread(partial(_png, found, pixels, query))
+    png = await pipeline.lanes.drawing.run(partial(_png, found, pixels, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
-def _png(found: AttentionMap, pixels: NDArray[np.uint8], query: AttentionQuery) -> bytes:
+def _png(found: AttentionMap, pixels: NDArray[np.uint8], query: AttentionQuery, control: Control) -> bytes:
     picture = pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
     return render_heatmap(
         found.values,
         picture=None if query.overlay is False else picture,
+        control=control,
         **query.model_dump(include={"colormap", "alpha", "size"}, exclude_none=True),
     )
 

@@ -69,11 +69,11 @@ def valid_files() -> list[bytes]:
     ]
 
 
-def answer(data: bytes, **options: bool) -> None:
+def answer(data: bytes, *, scaled_decode: bool = True) -> None:
     start = time.thread_time()
     with warnings.catch_warnings(record=True, action="always") as warned:
         try:
-            pixels = preprocess(data, config((16, 24), (20, 28)), **options)
+            pixels = preprocess(data, config((16, 24), (20, 28)), scaled_decode=scaled_decode)
         except ImageError as error:
             message = str(error)
             assert message and "\n" not in message and len(message) < 300

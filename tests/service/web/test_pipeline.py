@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.types import Message
 
 from service.errors import MalformedRequest
 from service.web import pipeline
+from service.web.lanes import Control, Deadline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
 
@@ -52,7 +54,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     clock = Clock()
     service = app(clock, request_timeout=10)
     busy = threading.Event()
-    pool = pipeline_of(service).pool
+    pool = pipeline_of(service).lanes.small.pool
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
@@ -144,7 +146,7 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     service = app()
     busy = threading.Event()
-    pool = pipeline_of(service).pool
+    pool = pipeline_of(service).lanes.small.pool
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
@@ -197,12 +199,14 @@ async def test_a_cancelled_request_stays_cancelled_and_what_its_thread_raises_is
     go_on = threading.Event()
     unseen = unseen_errors()
 
-    def fail() -> None:
+    def fail(control: Control) -> None:
+        begun.set()
         assert go_on.wait(PATIENCE)
         raise ValueError("nobody asks for it any more")
 
-    running = asyncio.create_task(pipeline_of(app()).in_thread(fail))
-    await settle()
+    begun = threading.Event()
+    running = asyncio.create_task(pipeline_of(app()).lanes.small.run(fail, Deadline(time.monotonic() + PATIENCE)))
+    await until(begun.is_set)
     running.cancel()
     await settle()
     assert not running.done()
