@@ -5,10 +5,18 @@ No torch: a worker starts fast and stays small.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp
 
 from service.cluster.balancer import Balancer
+from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedCounters, SharedLimiter
@@ -25,7 +33,25 @@ CHANGED = signal.SIGUSR1
 
 
 class WorkerServer(Server):
-    """A server that drains when its supervisor sends a signal, and ignores those that follow."""
+    """A server that drains when its supervisor sends a signal and ignores those that follow.
+
+    `keep_beating` runs beside it, from its start to the end of the event loop.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        lifecycle: Lifecycle,
+        keep_beating: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        super().__init__(app, settings, lifecycle)
+        self._keep_beating = keep_beating
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        self._beating = asyncio.create_task(self._keep_beating())
+        await super().startup(sockets)
 
     def _on_signal(self, number: signal.Signals) -> None:
         self.drain()
@@ -61,7 +87,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
             clock=lambda: int(counters.seconds[0]),
         ),
     )
-    server = WorkerServer(app, settings, lifecycle)
+    server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
     counters.worker_state[worker] = SharedCounters.LISTENING
     server.run(sockets=[shared.listeners[worker]])
     return lifecycle.exit_code

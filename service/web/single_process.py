@@ -37,6 +37,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         device=settings.device,
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
+        batch_timeout=settings.batch_timeout,
         on_batch=metrics.observe_batch,
     )
 
