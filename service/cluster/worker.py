@@ -5,15 +5,9 @@ No torch: a worker starts fast and stays small.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
-
-from starlette.types import ASGIApp
 
 from service.cluster.balancer import Balancer
 from service.cluster.heartbeat import keep_beating
@@ -33,25 +27,7 @@ CHANGED = signal.SIGUSR1
 
 
 class WorkerServer(Server):
-    """A server that drains when its supervisor sends a signal and ignores those that follow.
-
-    `keep_beating` runs beside it, from its start to the end of the event loop.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        lifecycle: Lifecycle,
-        keep_beating: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        super().__init__(app, settings, lifecycle)
-        self._keep_beating = keep_beating
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
-        self._beating = asyncio.create_task(self._keep_beating())
-        await super().startup(sockets)
+    """A server that drains when its supervisor sends a signal, and ignores those that follow."""
 
     def _on_signal(self, number: signal.Signals) -> None:
         self.drain()

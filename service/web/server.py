@@ -11,8 +11,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Generator
-from typing import NoReturn
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -33,9 +34,18 @@ class Server(uvicorn.Server):
     SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
     A second signal ends the process at once.
+
+    Args:
+        beside: started with the server and run until the event loop ends; it shows others that the loop turns.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        lifecycle: Lifecycle,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -54,6 +64,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._settings = settings
         self._lifecycle = lifecycle
+        self._beside = beside
+        self._beside_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
 
     @property
@@ -61,6 +73,12 @@ class Server(uvicorn.Server):
         """Return the port listened on, which differs from the setting when that is 0; the server has started."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start what runs beside the server, then serve."""
+        if self._beside is not None:
+            self._beside_task = asyncio.create_task(self._beside())
+        await super().startup(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
