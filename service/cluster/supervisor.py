@@ -117,7 +117,6 @@ class Supervisor:
             if child.start_at is not None and child.start_at <= now:
                 child.started, child.start_at = now, None
                 child.pid = self._system.spawn(child.name, child.main)
-                child.pulse = Pulse()
 
     def _kill_frozen(self) -> None:
         if self._kill_at is not None:  # whoever does not end in time is killed anyway

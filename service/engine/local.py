@@ -163,7 +163,6 @@ class LocalEngine:
         logger.critical("engine %s: %s", self.status.device, reason)
         self._hung = True
         self._streams.stop()
-        self._streams.close()
         self._deliver([(entry, EngineUnavailable(reason)) for entry in self._futures])
         self._change("failed", reason)
 

@@ -23,8 +23,8 @@ class FakeSystem(OperatingSystem):
         spawned: (seconds, name) of each start.
         sent: (seconds, name, signal) of each signal that was sent.
         stubborn: names of the processes that only SIGKILL ends.
-        silent: names of the processes whose event loop does not beat.
-        idle: names of the processes that use no processor time.
+        silent: names of the processes whose event loop does not beat, and since when.
+        idle: names of the processes that use no processor time, and since when.
         turns: how often the supervisor has waited.
     """
 
@@ -33,8 +33,8 @@ class FakeSystem(OperatingSystem):
     spawned: list[tuple[float, str]] = field(default_factory=list)
     sent: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
     stubborn: set[str] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)
-    idle: set[str] = field(default_factory=set)
+    silent: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     _events: list[tuple[float, Callable[[], list[int]]]] = field(default_factory=list)
     _ended: list[tuple[int, int]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class FakeSystem(OperatingSystem):
         """An event: a process goes on, but its event loop does not."""
 
         def event() -> list[int]:
-            self.silent.add(name)
+            self.silent[name] = self.time
             return []
 
         return event
@@ -62,7 +62,7 @@ class FakeSystem(OperatingSystem):
         """An event: a process stops, as SIGSTOP does; its successor is well."""
 
         def event() -> list[int]:
-            self.idle.add(name)
+            self.idle[name] = self.time
             return self.falls_silent(name)()
 
         return event
@@ -71,8 +71,8 @@ class FakeSystem(OperatingSystem):
         """An event: a process goes on again."""
 
         def event() -> list[int]:
-            self.silent.discard(name)
-            self.idle.discard(name)
+            self.silent.pop(name, None)
+            self.idle.pop(name, None)
             return []
 
         return event
@@ -83,8 +83,8 @@ class FakeSystem(OperatingSystem):
     def _end(self, name: str, code: int) -> list[int]:
         [pid] = [pid for pid, other in self.alive.items() if other == name]
         del self.alive[pid]
-        self.silent.discard(name)
-        self.idle.discard(name)
+        self.silent.pop(name, None)
+        self.idle.pop(name, None)
         self._ended.append((pid, code))
         return [signal.SIGCHLD]
 
@@ -109,10 +109,10 @@ class FakeSystem(OperatingSystem):
             self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
 
     def cpu_seconds(self, pid: int) -> float:
-        return 0.0 if self.alive[pid] in self.idle else self.time
+        return self.idle.get(self.alive[pid], self.time)
 
     def beats_of(self, name: str) -> int:
-        return 0 if name in self.silent else int(2 * self.time)
+        return int(2 * self.silent.get(name, self.time))
 
     def wait_for_signals(self, seconds: float) -> list[int]:
         assert 0 <= seconds <= 1

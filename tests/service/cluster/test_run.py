@@ -82,6 +82,14 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     assert counters.seconds[0] == 5
 
 
+def test_each_child_is_watched_by_its_own_heartbeat(settings: Settings, shared: SharedResources) -> None:
+    shared.counters.worker_beats[:] = 1, 2
+    shared.counters.engine_beats[:] = 3, 4
+    workers = [worker_child(settings, shared, index) for index in (0, 1)]
+    engines = [engine_child(settings, shared, index, lambda _: (FakePredictor(), model_info())) for index in (0, 1)]
+    assert [child.beats() for child in (*workers, *engines)] == [1, 2, 3, 4]
+
+
 def test_the_address_is_logged_once_when_all_are_ready(
     settings: Settings, shared: SharedResources, caplog: pytest.LogCaptureFixture
 ) -> None:

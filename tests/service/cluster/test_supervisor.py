@@ -165,7 +165,7 @@ def test_an_event_loop_that_never_gets_its_turn_is_killed(service: Service) -> N
 
 
 def test_an_idle_child_that_beats_is_left_alone(service: Service) -> None:
-    service.system.idle = {"engine", "worker 0", "worker 1"}
+    service.system.idle = dict.fromkeys(("engine", "worker 0", "worker 1"), 0.0)
     service.system.signal_at(200, signal.SIGTERM)
     assert service.run() == 0
     assert len(service.system.spawned) == 3
@@ -174,7 +174,7 @@ def test_an_idle_child_that_beats_is_left_alone(service: Service) -> None:
 def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
     """It maps large libraries, with the interpreter's lock held, from a slow disk."""
     service.running.remove("engine")
-    service.system.silent, service.system.idle = {"engine"}, {"engine"}
+    service.system.freezes("engine")()
     service.system.at(50, service.system.thaws("engine"))
     service.system.signal_at(60, signal.SIGTERM)
     assert service.run() == 0
@@ -193,8 +193,9 @@ def test_time_for_which_the_supervisor_stood_still_too_does_not_count(service: S
     """As when the machine was suspended: the children have not beaten, as they could not."""
 
     def suspend() -> list[int]:
+        signals = service.system.freezes("engine")()
         service.system.time += 3600
-        return service.system.freezes("engine")()
+        return signals
 
     service.system.at(10, suspend)
     service.system.at(3611, service.system.thaws("engine"))
