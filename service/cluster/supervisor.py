@@ -127,7 +127,7 @@ class Supervisor:
                 continue
             starting = not child.is_running()
             if child.pulse.is_frozen(now, child.beats(), self._system.cpu_seconds(child.pid), starting=starting):
-                logger.error("%s is frozen: no sign of life for %g s", child.name, child.pulse.silent_seconds)
+                logger.error("%s is frozen: no sign of life for %.0f s", child.name, child.pulse.silent_seconds)
                 child.pulse = Pulse()
                 self._system.kill(child.pid, signal.SIGKILL)
 
