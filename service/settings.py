@@ -136,6 +136,10 @@ class Settings(BaseSettings):
         10, description="seconds from the request's head within which its image must be launched"
     )
 
+    batch_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
+    )
+
     # What may be sent.
     max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
     max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="per request body")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import secrets
 import socket
 import struct
@@ -39,6 +40,7 @@ class EngineChannel:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
             workers that connect while there is none wait for the next. Other users are not listened to.
         key: what tells this service's workers from any other process of this user that finds the address.
+        device: what the settings name.
         pixels: memory for images, sized by the engine when it knows their size.
     """
 
@@ -49,10 +51,20 @@ class EngineChannel:
         self.slots = slots
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
+        self._device_name = mmap.mmap(-1, 64)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("")  # the kernel finds a free abstract address
         # Twice the workers: the connections of some that died may still wait beside their successors'.
         self.listener.listen(max(128, 2 * len(counters.worker_state)))
+
+    @property
+    def device_name(self) -> str:
+        """Return the device's name from when an engine was first ready, `cpu` where the settings say `auto`."""
+        return self._device_name[:].rstrip(b"\0").decode() or self.device
+
+    @device_name.setter
+    def device_name(self, name: str) -> None:
+        self._device_name[: len(name)] = name.encode()
 
     def connect(self) -> socket.socket:
         """Return a non-blocking connection, accepted or waiting to be.

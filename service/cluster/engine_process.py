@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
+from service.cluster.heartbeat import keep_beating
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
@@ -47,22 +48,25 @@ async def _serve(settings: Settings, channel: EngineChannel, load: Loader, metri
         device=channel.device,
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
+        batch_timeout=settings.batch_timeout,
         on_batch=metrics.observe_batch,
         on_queue=queue_changed,
     )
 
     def engine_changed() -> None:
         if engine.status.state == "ready":
-            counters.engine_was_ready[index] = 1
+            counters.engine_ready[index] = 1
         elif engine.status.state == "failed":
             over.set()
 
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
     server = EngineServer(engine, channel, workers=settings.workers)
+    beating = asyncio.create_task(keep_beating(counters.engine_beats, index))
     await server.start(engine_changed)
     await over.wait()
     failed = engine.status.state == "failed"
     await server.close()
+    beating.cancel()
     return int(failed)
 
 

@@ -42,6 +42,7 @@ class EngineServer:
         def engine_changed() -> None:
             if self.engine.info is not None:
                 self.channel.grow_pixels(self.workers, self.engine.info)
+                self.channel.device_name = self.engine.info.device
             self._publish_status()
             on_change()
 

@@ -10,6 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from service.web.server import exit_now, stop_signals
@@ -49,6 +50,12 @@ class OperatingSystem:
     def kill(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process."""
         os.kill(pid, number)
+
+    def cpu_seconds(self, pid: int) -> float:
+        """Return the processor time that all threads of a child process have used."""
+        # The name in brackets may hold anything; user and system ticks are fields 14 and 15.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait_for_signals(self, seconds: float) -> list[int]:
         """Return the signals that arrived, as soon as there are any, at the latest after `seconds`."""

@@ -42,7 +42,9 @@ class RemoteEngine:
         """Return the engine's current status."""
         index, counters = self._channel.index, self._channel.counters
         depth = int(counters.queue_depth[index]) if self.ready else 0
-        return replace(self._status, queue_depth=depth, restarts=int(counters.restarts[index]))
+        # Whatever becomes of an engine, its metrics keep their labels.
+        device, restarts = self._channel.device_name, int(counters.restarts[index])
+        return replace(self._status, device=device, queue_depth=depth, restarts=restarts)
 
     @property
     def ready(self) -> bool:

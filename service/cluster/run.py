@@ -47,6 +47,7 @@ def worker_child(settings: Settings, shared: SharedResources, index: int) -> Chi
         partial(_be_worker, settings, shared, index),
         signal.SIGTERM,
         is_running=lambda: bool(counters.worker_state[index]),
+        beats=lambda: int(counters.worker_beats[index]),
         on_death=partial(counters.forget_worker, index),
     )
 
@@ -58,7 +59,8 @@ def engine_child(settings: Settings, shared: SharedResources, index: int, load: 
         f"engine {shared.channels[index].device}",
         partial(_be_engine, settings, shared, index, load),
         STOP,
-        is_running=lambda: bool(counters.engine_was_ready[index]),
+        is_running=lambda: bool(counters.engine_ready[index]),
+        beats=lambda: int(counters.engine_beats[index]),
         on_death=partial(counters.forget_engine, index),
         on_restart=partial(counters.count_restart, index),
     )

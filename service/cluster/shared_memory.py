@@ -126,7 +126,9 @@ class SharedCounters:
         received_bytes: [workers], of bodies whose requests are not answered yet; written by the worker.
         outstanding: [workers, engines], images without an outcome yet; written by the worker.
         worker_state: [workers], see `LISTENING` and `SERVING`; written by the worker.
-        engine_was_ready: [engines]; written by the engine, once.
+        worker_beats: [workers], see `service.cluster.heartbeat`; written by the worker.
+        engine_ready: [engines], 1 from when it is warm; written by the engine.
+        engine_beats: [engines], as `worker_beats`; written by the engine.
         queue_depth: [engines]; written by the engine.
         restarts: [engines]; written by the supervisor.
         seconds: [1], of the service's life: the one clock that all can read; written by the supervisor.
@@ -138,17 +140,18 @@ class SharedCounters:
     def __init__(self, *, workers: int, engines: int, capacity: int) -> None:
         self.capacity = capacity
         self.lock = SharedFile("counters")
-        self.permits_taken, self.worker_state, self.received_bytes = _shared_zeros(3, workers)
+        self.permits_taken, self.worker_state, self.received_bytes, self.worker_beats = _shared_zeros(4, workers)
         self.outstanding = _shared_zeros(workers, engines)
-        self.engine_was_ready, self.queue_depth, self.restarts = _shared_zeros(3, engines)
+        self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = _shared_zeros(4, engines)
         self.seconds = _shared_zeros(1)
 
     def all_ready(self) -> bool:
         """Return whether all engines are loaded and all workers know of it."""
-        return bool(self.engine_was_ready.all() and (self.worker_state == self.SERVING).all())
+        return bool(self.engine_ready.all() and (self.worker_state == self.SERVING).all())
 
     def forget_engine(self, engine: int) -> None:
-        """Clear the cells of an engine that ended; that it was ready once stays."""
+        """Clear the cells of an engine that ended, but for the count of its starts."""
+        self.engine_ready[engine] = 0
         self.queue_depth[engine] = 0
 
     def count_restart(self, engine: int) -> None:

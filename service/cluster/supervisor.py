@@ -5,6 +5,7 @@
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
   `_MAX_DELAY`; one that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
+* A child that is frozen (`service.cluster.heartbeat`) is killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
   all at once.
@@ -19,8 +20,9 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from service.cluster.heartbeat import Pulse
 from service.cluster.processes import OperatingSystem
 
 logger = logging.getLogger("vitserve")
@@ -39,6 +41,7 @@ class Child:
         main: what the process does; its result is the exit code.
         stop: the signal that ends it in order.
         is_running: whether the process does its work, by what it has written.
+        beats: how often its event loop has said that it lives.
         on_death: what to do about what the process left behind.
         start_at: when it is to be started; None while it runs or is not to be started any more.
     """
@@ -47,6 +50,7 @@ class Child:
     main: Callable[[], int]
     stop: signal.Signals
     is_running: Callable[[], bool]
+    beats: Callable[[], int]
     on_death: Callable[[], None] = lambda: None
     on_restart: Callable[[], None] = lambda: None
     ever_ran: bool = False
@@ -54,6 +58,7 @@ class Child:
     started: float = 0.0
     delay: float = 0.0
     start_at: float | None = 0.0
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 class Supervisor:
@@ -97,6 +102,7 @@ class Supervisor:
                 for child in self._children:
                     if child.pid == pid:
                         self._on_end(child, code)
+            self._kill_frozen()
             self._on_tick()
             if self._kill_at is not None and self._has_ended():
                 return self._exit_code
@@ -113,6 +119,19 @@ class Supervisor:
             if child.start_at is not None and child.start_at <= now:
                 child.started, child.start_at = now, None
                 child.pid = self._system.spawn(child.name, child.main)
+
+    def _kill_frozen(self) -> None:
+        if self._kill_at is not None:  # whoever does not end in time is killed anyway
+            return
+        now = self._system.now()
+        for child in self._children:
+            if child.pid is None:
+                continue
+            starting = not child.is_running()
+            if child.pulse.is_frozen(now, child.beats(), self._system.cpu_seconds(child.pid), starting=starting):
+                logger.error("%s is frozen: no sign of life for %.0f s", child.name, child.pulse.silent_seconds)
+                child.pulse = Pulse()
+                self._system.kill(child.pid, signal.SIGKILL)
 
     def _on_end(self, child: Child, code: int) -> None:
         child.ever_ran |= child.is_running()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 from service.cluster.balancer import Balancer
+from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedLimiter
@@ -62,7 +64,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         ),
         SharedByteBudget(counters, worker, settings.max_receiving_bytes),
     )
-    server = WorkerServer(app, settings, lifecycle)
+    server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
     counters.worker_state[worker] = SharedCounters.LISTENING
     server.run(sockets=[shared.listeners[worker]])
     return lifecycle.exit_code

@@ -7,13 +7,15 @@
        +------ one call_soon_threadsafe a batch ------+
 
 Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. Its deadline
-is a timer of the event loop, which answers however busy the threads are; the queue launches nothing later.
+is a timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch
+that computes longer than `batch_timeout` fails the engine, though its thread never comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +47,7 @@ class LocalEngine:
     Args:
         load: builds the runner and says what was loaded; called on the engine's thread.
         device: what the status says until the runner is there.
+        batch_timeout: seconds that one batch may compute.
         on_batch: called with the report of every launch, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
     """
@@ -57,6 +60,7 @@ class LocalEngine:
         queue_size: int,
         max_delay: float,
         on_batch: Callable[[BatchReport], None],
+        batch_timeout: float = math.inf,
         on_queue: Callable[[int], None] = lambda depth: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,6 +68,8 @@ class LocalEngine:
         self._load = load
         self._device = device
         self._on_batch = on_batch
+        self._batch_timeout = batch_timeout
+        self._hung = False
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
@@ -101,6 +107,7 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._on_change = on_change
         self._thread.start()
+        self._look_at_batches()
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
@@ -122,7 +129,7 @@ class LocalEngine:
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`."""
         self._streams.stop()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._hung:
             await asyncio.to_thread(self._thread.join)
 
     # The event loop's side.
@@ -145,7 +152,23 @@ class LocalEngine:
         if report is not None:
             self._on_batch(report)
 
+    def _look_at_batches(self) -> None:
+        """Fail the engine if a batch has computed for too long; else look again soon."""
+        if self._state in ("failed", "closed"):
+            return
+        if self._streams.computing_seconds() <= self._batch_timeout:
+            self._loop.call_later(min(1.0, self._batch_timeout / 4), self._look_at_batches)
+            return
+        reason = f"a batch computed for more than {self._batch_timeout:g} s: the device hangs"
+        logger.critical("engine %s: %s", self.status.device, reason)
+        self._hung = True
+        self._streams.stop()
+        self._deliver([(entry, EngineUnavailable(reason)) for entry in self._futures])
+        self._change("failed", reason)
+
     def _change(self, state: EngineState, reason: str, info: ModelInfo | None = None) -> None:
+        if self._state == "failed":  # a batch that hung came back after all
+            return
         self._state, self._reason, self.info = state, reason, info or self.info
         self._on_change()
 

@@ -43,6 +43,7 @@ class Streams:
         self._clock = clock
         self._wake = threading.Condition()
         self._stopping = False
+        self._launched_at: dict[int, float] = {}
         self._failures: list[BaseException] = []
 
     def __len__(self) -> int:
@@ -62,6 +63,11 @@ class Streams:
         with self._wake:
             self._queue.cancel(entry)
             self._on_queue(len(self._queue))
+
+    def computing_seconds(self) -> float:
+        """Return how long the oldest batch that is computed has been; 0 when there is none."""
+        with self._wake:
+            return self._clock() - min(self._launched_at.values()) if self._launched_at else 0.0
 
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`, on this thread and one more for each further stream of the runner.
@@ -110,11 +116,14 @@ class Streams:
 
     def _next(self, max_batch: int) -> Poll[InferenceRequest] | None:
         """Return the next batch as soon as there is one, or None when the stream is to end."""
+        stream = threading.get_ident()
         with self._wake:
+            self._launched_at.pop(stream, None)
             while not self._stopping:
                 poll = self._queue.poll(max_batch)
                 self._on_queue(len(self._queue))
                 if poll.batch:
+                    self._launched_at[stream] = self._clock()
                     return poll
                 self._wake.wait(poll.wait)
         return None

@@ -66,6 +66,7 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     linger: LingerLimits | None = None,
+    hold_seconds: float = 0.5,
 ) -> ASGIApp:
     """Return the ASGI application around an engine.
 
@@ -78,6 +79,7 @@ def create_app(
         image_store: one that other processes keep pictures in too; by default this application's own.
         byte_budget: one that other processes take bytes from too; by default this application's own.
         clock: monotonic seconds, for requests' deadlines and durations.
+        hold_seconds: after which a request that finds no engine is refused, see `ProblemMiddleware`.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
@@ -122,7 +124,7 @@ def create_app(
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]
     app.state.keys_required = bool(keys)
-    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, keys, public), metrics)
+    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, keys, public), metrics, hold_seconds=hold_seconds)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, MalformedRequest, Unauthorized
+from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of, shortened
@@ -212,12 +212,14 @@ class RequestContextMiddleware:
 class ProblemMiddleware:
     """Answers what its layers raise with a problem document, and counts it.
 
-    A defect of ours is raised again after its answer, so that it is logged.
+    A defect of ours is raised again after its answer, so that it is logged. `EngineUnavailable` is answered after
+    `hold_seconds`: callers that try again at once would take the processors from the engine that is starting.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, hold_seconds: float) -> None:
         self._app = app
         self._metrics = metrics
+        self._hold_seconds = hold_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -232,6 +234,8 @@ class ProblemMiddleware:
             # A probe that is told to wait is no refusal; one without a key is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
+                if isinstance(error, EngineUnavailable):
+                    await asyncio.sleep(self._hold_seconds)
             content = body(problem, request_context(scope).request_id)
             await Response(content, problem.status, problem.headers, MEDIA_TYPE)(scope, receive, send)
             if problem.code == INTERNAL_ERROR:

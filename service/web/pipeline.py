@@ -27,6 +27,7 @@ from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
     ClientDisconnected,
+    DeadlineExceeded,
     EngineUnavailable,
     MissingImage,
     RequestTimeout,
@@ -43,6 +44,9 @@ from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files
 
 T = TypeVar("T")
+
+_LATE_SECONDS = 0.5
+"""Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +208,17 @@ class Pipeline:
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
     ) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`."""
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
+
+        A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
+        """
         request = InferenceRequest(pixels, top_k, map_request)
-        result = await self.engine.infer(request, timeout=deadline.remaining())
+        remaining = deadline.remaining()
+        try:
+            async with asyncio.timeout(remaining + _LATE_SECONDS):
+                result = await self.engine.infer(request, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the model did not answer in time") from None
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
         return result

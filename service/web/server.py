@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -44,9 +44,18 @@ class Server(uvicorn.Server):
     SIGTERM, SIGINT or SIGHUP: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
     A second SIGTERM or SIGINT ends the process at once.
+
+    Args:
+        beside: started with the server and run until the event loop ends; it shows others that the loop turns.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        lifecycle: Lifecycle,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -65,6 +74,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._settings = settings
         self._lifecycle = lifecycle
+        self._beside = beside
+        self._beside_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._hung_up = False
         self._descriptors = DescriptorWatch()
@@ -89,7 +100,9 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, on sockets that a predecessor may have stopped listening on."""
+        """Start as uvicorn does, on sockets that a predecessor may have stopped listening on, and what runs beside it."""
+        if self._beside is not None:
+            self._beside_task = asyncio.create_task(self._beside())
         await super().startup(sockets)
         for listener in self._listeners():
             heed_handshakes(listener)

@@ -15,6 +15,7 @@ from service.settings import Settings
 from service.web.app import create_app, log_model
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
+from service.web.watchdog import Watchdog
 
 logger = logging.getLogger("vitserve")
 
@@ -37,6 +38,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         device=settings.device,
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
+        batch_timeout=settings.batch_timeout,
         on_batch=metrics.observe_batch,
     )
 
@@ -47,7 +49,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
             _announce(engine, settings, server)
 
     app = create_app(settings, engine, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle)
+    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch)
     server.run()
     return lifecycle.exit_code
 

@@ -291,6 +291,25 @@ def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(servic
     until(service.idle)
 
 
+def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictures: Pictures) -> None:
+    processes = Processes(service)
+    victims = {processes.engine, min(processes.workers)}
+    for victim in victims:
+        os.kill(victim, signal.SIGSTOP)
+    with connection(service) as own:
+        try:
+            refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+            assert problem(refused) == (503, "engine_unavailable")
+        except httpx.TransportError:  # the frozen worker had accepted it
+            pass
+    until(lambda: not victims & processes.all and len(processes.all) == WORKERS + 1)
+    assert service.log.count("is frozen: no sign of life") == len(victims)
+    until(lambda: {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {200})
+    with connection(service) as own:
+        answer = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+    pictures.check(1, answer.json())
+
+
 # Ended
 
 

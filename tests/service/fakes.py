@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -206,6 +207,7 @@ async def running(
     load: Callable[[], tuple[FakePredictor, ModelInfo]] | None = None,
     queue_size: int = 100,
     max_delay: float = 0.0,
+    batch_timeout: float = math.inf,
     ready: bool = True,
     remote: bool = False,
 ) -> AsyncIterator[Rig]:
@@ -226,6 +228,7 @@ async def running(
             device="auto",
             queue_size=queue_size,
             max_delay=max_delay,
+            batch_timeout=batch_timeout,
             on_batch=on_batch,
             on_queue=lambda depth: counters.queue_depth.__setitem__(0, depth),
         )

@@ -22,6 +22,7 @@ from model.prediction import MapRequest
 from model.runtime import openvino as openvino_backend
 from model.runtime.openvino import unsupported_reason
 from model.runtime.predictor import Predictor
+from model.runtime.torch_cpu import TorchCpu
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 CPU = torch.device("cpu")
@@ -53,6 +54,16 @@ def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: n
         assert ours is not None
         assert theirs is not None
         np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
+
+
+def test_warm_up_runs_torch_for_one_image_only(
+    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch computes rare maps alone, and an engine that starts again is waited for."""
+    sizes: list[object] = []
+    monkeypatch.setattr(TorchCpu, "exercise", lambda _, exercised: sizes.append(exercised))
+    both[1].warm_up()
+    assert sizes == [(1,)]
 
 
 def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:

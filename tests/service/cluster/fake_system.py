@@ -23,6 +23,8 @@ class FakeSystem(OperatingSystem):
         spawned: (seconds, name) of each start.
         sent: (seconds, name, signal) of each signal that was sent.
         stubborn: names of the processes that only SIGKILL ends.
+        silent: names of the processes whose event loop does not beat, and since when.
+        idle: names of the processes that use no processor time, and since when.
         turns: how often the supervisor has waited.
     """
 
@@ -31,6 +33,8 @@ class FakeSystem(OperatingSystem):
     spawned: list[tuple[float, str]] = field(default_factory=list)
     sent: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
     stubborn: set[str] = field(default_factory=set)
+    silent: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     _events: list[tuple[float, Callable[[], list[int]]]] = field(default_factory=list)
     _ended: list[tuple[int, int]] = field(default_factory=list)
@@ -45,12 +49,42 @@ class FakeSystem(OperatingSystem):
     def signal_at(self, seconds: float, number: signal.Signals) -> None:
         self.at(seconds, lambda: [number])
 
+    def falls_silent(self, name: str) -> Callable[[], list[int]]:
+        """An event: a process goes on, but its event loop does not."""
+
+        def event() -> list[int]:
+            self.silent[name] = self.time
+            return []
+
+        return event
+
+    def freezes(self, name: str) -> Callable[[], list[int]]:
+        """An event: a process stops, as SIGSTOP does; its successor is well."""
+
+        def event() -> list[int]:
+            self.idle[name] = self.time
+            return self.falls_silent(name)()
+
+        return event
+
+    def thaws(self, name: str) -> Callable[[], list[int]]:
+        """An event: a process goes on again."""
+
+        def event() -> list[int]:
+            self.silent.pop(name, None)
+            self.idle.pop(name, None)
+            return []
+
+        return event
+
     def end_at(self, seconds: float, name: str, code: int = 1) -> None:
         self.at(seconds, lambda: self._end(name, code))
 
     def _end(self, name: str, code: int) -> list[int]:
         [pid] = [pid for pid, other in self.alive.items() if other == name]
         del self.alive[pid]
+        self.silent.pop(name, None)
+        self.idle.pop(name, None)
         self._ended.append((pid, code))
         return [signal.SIGCHLD]
 
@@ -73,6 +107,12 @@ class FakeSystem(OperatingSystem):
             self._events.insert(0, (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []))
         elif name not in self.stubborn:
             self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
+
+    def cpu_seconds(self, pid: int) -> float:
+        return self.idle.get(self.alive[pid], self.time)
+
+    def beats_of(self, name: str) -> int:
+        return int(2 * self.silent.get(name, self.time))
 
     def wait_for_signals(self, seconds: float) -> list[int]:
         assert 0 <= seconds <= 1

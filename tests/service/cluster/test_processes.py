@@ -53,6 +53,25 @@ print(system.wait_for_signals(60) == [signal.SIGTERM, signal.SIGUSR1, signal.SIG
     assert run(PROLOGUE + script) == "True"
 
 
+def test_a_process_uses_processor_time_unless_it_is_stopped() -> None:
+    script = """
+def spin():
+    while True:
+        pass
+
+pid = system.spawn("child (with) brackets", spin)
+while system.cpu_seconds(pid) < 0.05:
+    pass
+system.kill(pid, signal.SIGSTOP)
+os.waitpid(pid, os.WUNTRACED)
+stopped = system.cpu_seconds(pid)
+print(all(system.cpu_seconds(pid) == stopped for _ in range(100)))
+system.kill(pid, signal.SIGKILL)
+until_ended()
+"""
+    assert run(PROLOGUE + script) == "True"
+
+
 def test_no_process_outlives_the_one_that_started_it() -> None:
     script = """
 read_end, write_end = os.pipe()

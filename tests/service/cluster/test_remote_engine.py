@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from model.prediction import MapRequest
-from service.cluster.protocol import Frame
-from service.engine.messages import InferenceRequest
+from service.cluster.protocol import Frame, StatusChanged
+from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels
@@ -167,3 +167,17 @@ async def test_an_error_that_no_frame_can_carry_still_answers_its_image(
         with pytest.raises(InferenceFailed):
             async with asyncio.timeout(PATIENCE):
                 await ask(worker, 1)
+
+
+@on_a_loop
+async def test_an_engine_keeps_its_name_while_it_is_started_again() -> None:
+    """Metrics carry it as a label: `auto` would be another series."""
+    async with service() as running:
+        await running.start_engine()
+        one = await running.ready_worker(0)
+        running.lose_connections(running.servers[0])
+        await until(lambda: one.status.state == "failed")
+        new = await running.worker(1)  # it has never met an engine
+        assert [worker.status.device for worker in (one, new)] == ["cuda:0", "cuda:0"]
+        one._on_status(StatusChanged(EngineStatus("cuda", "loading", "the model is loading", "", None, 0)))
+        assert (one.status.device, one.status.state) == ("cuda:0", "loading")

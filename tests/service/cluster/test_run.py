@@ -35,7 +35,7 @@ def shared(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def be_ready(counters: SharedCounters) -> None:
     counters.worker_state[:] = SharedCounters.SERVING
-    counters.engine_was_ready[:] = 1
+    counters.engine_ready[:] = 1
 
 
 def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
@@ -49,8 +49,9 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     seen: list[list[list[int]]] = []
 
     def look() -> list[int]:
-        cells = (counters.permits_taken, counters.worker_state, counters.queue_depth, counters.restarts)
-        seen.append([cell.tolist() for cell in (*cells, counters.outstanding.sum(axis=1))])
+        workers = (counters.permits_taken, counters.worker_state, counters.outstanding.sum(axis=1))
+        engines = (counters.queue_depth, counters.engine_ready, counters.restarts)
+        seen.append([cell.tolist() for cell in workers + engines])
         return []
 
     system.end_at(1, "worker 1", -9)
@@ -68,8 +69,8 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     )
     assert supervisor.run() == 0
     assert seen == [
-        [[3, 0], [SharedCounters.SERVING, 0], [4, 4], [0, 0], [4, 0]],
-        [[3, 0], [SharedCounters.SERVING, 0], [0, 4], [1, 0], [4, 0]],
+        [[3, 0], [SharedCounters.SERVING, 0], [4, 0], [4, 4], [1, 1], [0, 0]],
+        [[3, 0], [SharedCounters.SERVING, 0], [4, 0], [0, 4], [0, 1], [1, 0]],
     ]
     assert {name: number for _, name, number in system.sent} == {
         "worker 0": signal.SIGTERM,
@@ -81,6 +82,14 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     assert counters.seconds[0] == 5
 
 
+def test_each_child_is_watched_by_its_own_heartbeat(settings: Settings, shared: SharedResources) -> None:
+    shared.counters.worker_beats[:] = 1, 2
+    shared.counters.engine_beats[:] = 3, 4
+    workers = [worker_child(settings, shared, index) for index in (0, 1)]
+    engines = [engine_child(settings, shared, index, lambda _: (FakePredictor(), model_info())) for index in (0, 1)]
+    assert [child.beats() for child in (*workers, *engines)] == [1, 2, 3, 4]
+
+
 def test_the_address_is_logged_once_when_all_are_ready(
     settings: Settings, shared: SharedResources, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,7 +97,7 @@ def test_the_address_is_logged_once_when_all_are_ready(
     now = 50.0
     tick = Ticker(settings, shared, lambda: now)
     tick()
-    shared.counters.engine_was_ready[:] = 1
+    shared.counters.engine_ready[:] = 1
     tick()
     assert caplog.messages == []
     be_ready(shared.counters)

@@ -34,6 +34,7 @@ class Service:
             main=lambda: 0,
             stop=stop,
             is_running=lambda: name in self.running,
+            beats=lambda: self.system.beats_of(name),
             on_death=lambda: self.told.append(f"{name} died"),
             on_restart=lambda: self.told.append(f"{name} restarts"),
         )
@@ -127,6 +128,89 @@ def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.starts_of(service.engine) == [0, 3, 6]
+
+
+# Frozen
+
+
+@pytest.mark.parametrize("name", ["engine", "worker 1"])
+def test_a_child_that_is_stopped_is_killed_and_started_again_within_five_seconds(
+    name: str, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.system.at(10.2, service.system.freezes(name))
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    [(killed, number), _] = service.system.sent_to(name)
+    assert number == signal.SIGKILL
+    assert 12 <= killed <= 15
+    assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [(killed, name)]
+    assert caplog.text.count(f"{name} is frozen") == 1
+
+
+def test_an_event_loop_that_waits_for_its_turn_on_a_busy_machine_is_left_alone(service: Service) -> None:
+    """Its process uses the processor, and after a while the loop beats again."""
+    service.system.at(10, service.system.falls_silent("worker 0"))
+    service.system.at(35, service.system.thaws("worker 0"))
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    assert len(service.system.spawned) == 3
+
+
+def test_an_event_loop_that_never_gets_its_turn_is_killed(service: Service) -> None:
+    service.system.at(10, service.system.falls_silent("worker 0"))
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    [_, restarted] = service.system.starts_of(service.workers[0])
+    assert 39 <= restarted <= 42
+
+
+def test_an_idle_child_that_beats_is_left_alone(service: Service) -> None:
+    service.system.idle = dict.fromkeys(("engine", "worker 0", "worker 1"), 0.0)
+    service.system.signal_at(200, signal.SIGTERM)
+    assert service.run() == 0
+    assert len(service.system.spawned) == 3
+
+
+def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
+    """It maps large libraries, with the interpreter's lock held, from a slow disk."""
+    service.running.remove("engine")
+    service.system.freezes("engine")()
+    service.system.at(50, service.system.thaws("engine"))
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    assert len(service.system.spawned) == 3
+
+
+def test_a_child_that_never_begins_to_start_ends_the_service(service: Service) -> None:
+    service.running.remove("engine")
+    service.system.at(0, service.system.freezes("engine"))
+    assert service.run() == 1
+    [(killed, _)] = service.system.sent_to("engine")
+    assert 59 <= killed <= 62
+
+
+def test_time_for_which_the_supervisor_stood_still_too_does_not_count(service: Service) -> None:
+    """As when the machine was suspended: the children have not beaten, as they could not."""
+
+    def suspend() -> list[int]:
+        service.system.time += 3600
+        return []
+
+    service.system.at(9.9, service.system.freezes("engine"))
+    service.system.at(10, suspend)
+    service.system.at(3611, service.system.thaws("engine"))
+    service.system.signal_at(3700, signal.SIGTERM)
+    assert service.run() == 0
+    assert len(service.system.spawned) == 3
+
+
+def test_a_child_that_is_frozen_while_the_service_drains_has_the_time_of_draining(service: Service) -> None:
+    service.system.stubborn = {"worker 0"}
+    service.system.signal_at(10, signal.SIGTERM)
+    service.system.at(11, service.system.freezes("worker 0"))
+    assert service.run() == 0
+    [_, (killed, _)] = service.system.sent_to("worker 0")
+    assert killed >= 10 + DRAIN_TIMEOUT + GRACE
 
 
 # Ended

@@ -12,6 +12,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
+from tests.service.fakes import running as running_engine
 
 
 @on_a_loop
@@ -127,3 +128,34 @@ async def test_the_status_names_the_device_once_it_is_known(running: Running) ->
         assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
         assert rig.engine.info is not None
     assert rig.engine.status.state == "closed"
+
+
+@on_a_loop
+async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waiting(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(batch_timeout=0.02) as rig:
+        tasks = [await rig.keep_busy(0), rig.ask_soon(1)]
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
+        await rig.until_state("failed")
+        reason = "a batch computed for more than 0.02 s: the device hangs"
+        assert rig.engine.status.reason == reason
+        with pytest.raises(EngineUnavailable, match="hangs"):
+            await rig.ask(2)
+        await rig.close()  # though the thread is still in the batch
+        rig.predictor.gate.set()
+    assert rig.states[:2] == ["ready", "failed"]
+    assert [record.levelname for record in caplog.records if reason in record.message] == ["CRITICAL"]
+
+
+@on_a_loop
+async def test_an_engine_that_hung_stays_failed_when_its_batch_ends_after_all() -> None:
+    async with running_engine(batch_timeout=0.02) as rig:
+        await asyncio.gather(await rig.keep_busy(0), return_exceptions=True)
+        rig.predictor.gate.set()
+        thread = rig.engine._thread  # type: ignore[attr-defined]
+        await asyncio.to_thread(thread.join, PATIENCE)
+        await asyncio.sleep(0)
+        assert rig.engine.status.state == "failed"
+        assert rig.states == ["ready", "failed"]

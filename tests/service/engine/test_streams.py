@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
+from service.engine.messages import InferenceRequest
+from service.engine.streams import Streams
 from service.errors import EngineUnavailable
+from tests.launcher import until
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
+from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, on_a_loop, pixels, running
 
 
 @on_a_loop
@@ -85,3 +89,22 @@ async def test_a_defect_in_one_stream_ends_those_that_are_idle(running: Running)
         await rig.until_state("failed")
         with pytest.raises(EngineUnavailable):
             await rig.ask(3)
+
+
+def test_the_oldest_batch_under_way_is_timed_until_it_ends() -> None:
+    now = 50.0
+    streams = Streams(queue_size=9, max_delay=0, deliver=lambda *_: None, on_queue=lambda _: None, clock=lambda: now)
+    predictor = FakePredictor(streams=2)
+    predictor.gate.clear()
+    thread = threading.Thread(target=streams.run, args=(predictor,))
+    thread.start()
+    assert streams.computing_seconds() == 0
+    for red in (1, 2):
+        streams.put(InferenceRequest(pixels(red), 3), timeout=3600)
+        assert predictor.entered.acquire(timeout=PATIENCE)
+        now += 10
+    assert streams.computing_seconds() == 20
+    predictor.gate.set()
+    until(lambda: streams.computing_seconds() == 0)
+    streams.stop()
+    thread.join(PATIENCE)

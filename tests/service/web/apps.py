@@ -41,11 +41,18 @@ class App:
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
+    hold_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         linger = LingerLimits(idle_seconds=0.3)
         self.asgi = create_app(
-            self.settings, self.engine, self.metrics, self.lifecycle, clock=self.clock, linger=linger
+            self.settings,
+            self.engine,
+            self.metrics,
+            self.lifecycle,
+            clock=self.clock,
+            linger=linger,
+            hold_seconds=self.hold_seconds,
         )
 
     def communicator(self, method: str, path: str, **options: Any) -> HttpCommunicator:

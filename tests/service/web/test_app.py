@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from service.settings import load_settings
 from tests.service.fakes import SIZE, on_a_loop, png
-from tests.service.web.apps import app, form, kept, pipeline_of, until
+from tests.service.web.apps import App, app, form, kept, pipeline_of, settle, until
 
 
 @on_a_loop
@@ -31,6 +32,28 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
     for path in ("/healthz", "/metrics", "/model"):
         response = await service.get(path)
         assert (response.status, response.headers["connection"]) == (200, "close")
+
+
+@on_a_loop
+@pytest.mark.parametrize("hold_seconds", [0.0, 3600.0])
+async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other_refusals_are_not(
+    hold_seconds: float,
+) -> None:
+    """Callers that try again at once would take the processors from the engine that starts."""
+    service = App(load_settings({"decode_threads": 1}), hold_seconds=hold_seconds)
+    assert (await service.classify(b"no picture")).status == 415
+    service.engine.state, service.engine.reason = "loading", "the model is loading"
+    assert (await service.get("/readyz")).status == 503
+    assert (await service.get("/healthz")).status == 200
+    refused = asyncio.create_task(service.classify())
+    if hold_seconds:
+        await settle()
+        assert not refused.done()
+        refused.cancel()
+    else:
+        assert (await refused).code == "engine_unavailable"
+    service.engine.state, service.lifecycle.draining = "ready", True
+    assert (await service.classify()).code == "draining"
 
 
 @on_a_loop

@@ -16,7 +16,7 @@ from starlette.types import Message
 from service.errors import MalformedRequest
 from service.web import pipeline
 from service.web.lanes import Control, Deadline
-from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
+from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
 
 
@@ -67,6 +67,30 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     blocker.result()
     assert (communicator.status, communicator.code) == (504, "deadline_exceeded")
     assert decoded == []
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/attention"])
+async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_LATE_SECONDS", 0.0)
+    service = app(request_timeout=0.05)
+    service.engine.gate.clear()
+    answer = await service.classify(path=path)
+    assert (answer.status, answer.code) == (504, "deadline_exceeded")
+    assert service.engine.cancelled == 1
+    assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> None:
+    service = app()
+    inner, gate = pipeline_of(service), service.engine.gate
+    gate.clear()
+    time_is_up = Deadline(inner.clock(), inner.clock)
+    waiting = asyncio.ensure_future(inner.infer(pixels(1), time_is_up, top_k=1, map_request=None))
+    await settle()
+    gate.set()
+    assert (await waiting).batch_size == 1
 
 
 @on_a_loop

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from service.settings import load_settings
-from service.web.single_process import log_address
+from service.web.single_process import log_address, run_single_process
+from tests.launcher import free_port, until
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
 
 
 @pytest.fixture
@@ -38,3 +42,27 @@ def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     assert "127.0.0.1" not in hint.text
     log_address(load_settings({"host": "10.0.0.7"}), 8000, container_marks=[str(mark)])
     assert "ready: http://10.0.0.7:8000" in hint.text
+
+
+def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    predictor, port = FakePredictor(), free_port()
+    predictor.gate.clear()
+    settings = load_settings({"port": port, "batch_timeout": 0.2, "drain_delay": 600, "drain_timeout": 600})
+
+    def ask() -> httpx.Response:
+        until(lambda: "ready:" in caplog.text)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE, verify=False) as own:
+            assert own.get("/readyz").status_code == 200
+            return own.post("/classify", content=png(1))
+
+    caplog.set_level(logging.INFO, "vitserve")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        assert run_single_process(settings, lambda _: (predictor, model_info())) == 1
+        refused = answer.result(PATIENCE)
+    predictor.gate.set()
+    assert refused.status_code == 503
+    assert refused.json()["detail"] == "a batch computed for more than 0.2 s: the device hangs"
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.ERROR] == ["CRITICAL"]
