@@ -9,13 +9,15 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format bench bench-peers clean
+.PHONY: help run test mutants check format bench bench-peers clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
 	@echo "             on Linux without a GPU, a far smaller installation:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
+	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
@@ -54,6 +56,14 @@ run: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/pytest
+
+# How many mutants are drawn, from which seed, and of which modules; none named: the core.
+SAMPLE ?= 60
+SEED ?= 0
+FILES ?=
+
+mutants: $(VENV)/.test
+	@$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) $(FILES)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -107,7 +108,11 @@ def test_formats_that_need_more_memory_a_pixel_have_a_lower_limit():
         preprocess(data, config(), max_pixels=1_100_000)
 
 
-WEBP = {"VP8 ": {"quality": 50}, "VP8L": {"lossless": True}, "VP8X": {"quality": 50, "exif": b"Exif\0\0MM\0*"}}
+WEBP: dict[str, dict[str, Any]] = {
+    "VP8 ": {"quality": 50},
+    "VP8L": {"lossless": True},
+    "VP8X": {"quality": 50, "exif": b"Exif\0\0MM\0*"},
+}
 
 
 @pytest.mark.parametrize("size", [(1, 1), (16_383, 3), (3, 16_383), (300, 257), (256, 512)])
