@@ -304,6 +304,7 @@ def test_pixels_are_those_of_timms_transforms(case: str) -> None:
 
 @pytest.mark.shared
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [*PROCESSORS, *CROPS])
 def test_pixels_on_real_pictures(case: str, shared: Path, tmp_path: Path) -> None:
     config, reference = huggingface_case(case, tmp_path) if case in PROCESSORS else timm_case(case)

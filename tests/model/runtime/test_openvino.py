@@ -23,7 +23,10 @@ from model.runtime import openvino as openvino_backend
 from model.runtime.openvino import unsupported_reason
 from model.runtime.predictor import Predictor
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
+    pytest.mark.timeout(120),  # models are compiled
+]
 CPU = torch.device("cpu")
 
 
