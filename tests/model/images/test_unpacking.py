@@ -10,10 +10,14 @@ import pytest
 from PIL import Image, TiffTags
 
 from model.errors import InvalidImage
+from model.images.colour import converter
 from model.images.exif import read_directory
 from model.images.formats import unpack
+from model.images.formats.heif import Heif
 from model.images.formats.jpeg import Jpeg
-from tests.model.images.pictures import encode, noise, scene, seen
+from model.images.preprocess import preprocess
+from model.images.resize import _margin
+from tests.model.images.pictures import config, encode, insert_after_soi, noise, scene, seen
 
 
 def box(kind: bytes, body: bytes = b"") -> bytes:
@@ -211,3 +215,56 @@ def test_the_header_of_a_webp_is_read_from_the_bytes_that_it_has(data, needed):
 def test_a_webp_without_a_valid_header_is_refused(data):
     with pytest.raises(InvalidImage, match="corrupt"):
         unpack(data)
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])
+def test_a_heic_of_more_than_8_bits_takes_planes_and_a_frame_of_16(depth, expected):
+    image = unpack(encode(scene(), "PNG")).open()
+    image.info = {} if depth is None else {"bit_depth": depth}
+
+    assert Heif(b"").decoding_bytes(image, 1) == expected
+
+
+@pytest.mark.parametrize("marker", [0x01, 0xD0, 0xD7, 0xD8, 0xD9, 0xC8, 0xF0, 0xFD])
+def test_markers_without_a_length_stay_where_they_are(marker):
+    plain = encode(noise(64, 48), "JPEG")
+
+    assert unpack(insert_after_soi(plain, bytes([0xFF, marker]))).data == insert_after_soi(plain, bytes([0xFF, marker]))
+
+
+def test_a_sequential_jpeg_is_buffered_where_its_first_scan_lacks_a_component():
+    whole = encode(noise(64, 48), "JPEG")
+    scan = whole.index(b"\xff\xda\0\x0c\3")
+    parts = whole[: scan + 4] + b"\1" + whole[scan + 5 :]
+
+    for data, buffered in ((whole, False), (parts, True)):
+        picture = unpack(data)
+        assert isinstance(picture, Jpeg)
+        assert picture.buffered is buffered
+
+
+def test_the_sender_is_told_the_decoders_reason_in_one_line():
+    with pytest.raises(InvalidImage, match=r"^the JPEG picture does not decode: image file is truncated[^\n]*$"):
+        preprocess(encode(noise(64, 48), "JPEG")[:800], config())
+
+
+def test_the_range_of_a_row_of_more_than_a_million_numbers_is_measured():
+    row = Image.new("I", (1_000_001, 1), 70_000)
+
+    convert = converter(row, "L")
+
+    assert convert is not None
+    assert convert(row.crop((0, 0, 1, 1))).getpixel((0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("resample", "source", "target", "expected"),
+    [
+        (Image.Resampling.BICUBIC, 100.0, 10, 21),
+        (Image.Resampling.BICUBIC, 10.0, 100, 3),
+        (Image.Resampling.LANCZOS, 95.0, 10, 30),
+        (Image.Resampling.BOX, 30.0, 10, 3),
+    ],
+)
+def test_a_filter_looks_at_its_radius_beyond_a_part(resample, source, target, expected):
+    assert _margin(source, target, resample) == expected
