@@ -104,11 +104,13 @@ def selected(tests: dict[str, Entered], path: str, function: str, killers: Count
     """Return the tests that may notice a change of a function: those that noticed others first, then the quickest.
 
     Those are the tests that enter it; where none does, as with what is outside of functions, those that enter its
-    module; and last those that enter nothing, because they work through processes of their own.
+    module, or else all; and last those that enter nothing, because they work through processes of their own.
     """
     tests = {name: test for name, test in tests.items() if not test.failed}
     entering = [name for name, test in tests.items() if (path, function) in test.functions]
     entering = entering or [name for name, test in tests.items() if any(file == path for file, _ in test.functions)]
+    # A module of constants or protocols alone is entered by nobody.
+    entering = entering or [name for name, test in tests.items() if test.functions]
     outside = [name for name, test in tests.items() if not test.functions]
     return [
         *sorted(entering, key=lambda name: (-killers[name], tests[name].seconds)),

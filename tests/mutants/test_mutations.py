@@ -85,6 +85,7 @@ def test_tests_that_enter_the_function_are_run_and_the_likeliest_first():
     }
     assert selected(tests, "a.py", "f", Counter(killer=1)) == ["killer", "quick", "slow", "process"]
     assert selected(tests, "a.py", "<module>", Counter()) == ["module", "quick", "slow", "killer", "process"]
+    assert len(selected(tests, "constants.py", "<module>", Counter())) == len(tests) - 1
 
 
 def test_equivalent_mutants_exist_and_each_has_its_reason():
