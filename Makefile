@@ -17,6 +17,8 @@ help:
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again"
+	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
+	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
@@ -59,11 +61,15 @@ run: $(VENV)/.run
 test: $(VENV)/.test
 	$(BIN)/pytest
 
-MINUTES ?= 3
-SEED ?=
-
 fuzz: $(VENV)/.test
-	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED))
+
+# How many mutants are drawn, from which seed, and of which modules; none named: the core.
+SAMPLE ?= 60
+FILES ?=
+
+mutants: $(VENV)/.test
+	@$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(or $(SEED),0) $(FILES)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
@@ -77,7 +83,6 @@ format: $(VENV)/.check
 
 # Seeds A:B, A to B-1, one process a core; a seed that fails is printed with the command that replays it.
 SEEDS ?= 0:100000
-SEED ?=
 
 simulate: $(VENV)/.test
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -8,6 +8,8 @@ import pytest
 
 from tests.launcher import ServerProcess, VitserveProcess, forget_ended, recent_logs, run_vitserve
 
+pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
+
 
 def test_the_log_of_a_process_is_shown_until_it_has_ended_and_is_forgotten(tmp_path: Path) -> None:
     forget_ended()

@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, on sockets that a predecessor may have stopped listening on, and what runs beside it."""
+        """Start what runs beside the server, and serve, on sockets that a predecessor may have stopped listening on."""
         if self._beside is not None:
             self._beside_task = asyncio.create_task(self._beside())
         await super().startup(sockets)

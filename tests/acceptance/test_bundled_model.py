@@ -21,6 +21,8 @@ from model.runtime.predictor import Predictor
 from service.schemas import Classification
 from tests.launcher import ServerProcess
 
+pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+
 COUNT = 1000
 CONCURRENCY = 32
 

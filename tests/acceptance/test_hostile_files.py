@@ -17,6 +17,8 @@ from PIL import Image, ImageOps
 from model.images.formats import SUPPORTED_FORMATS
 from tests.launcher import ServerProcess
 
+pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+
 SIDE = 32
 """Pixels at which pictures are compared: no more than any model here sees."""
 

@@ -23,6 +23,8 @@ from service.client import Client
 from tests.launcher import ServerProcess
 from tests.timm_reference import timm
 
+pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+
 CLASSES = 1000
 
 

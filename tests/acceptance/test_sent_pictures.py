@@ -15,6 +15,8 @@ from model.evaluation.evaluate import predict_uploads
 from model.evaluation.evaluation_set import EvaluationSet, open_evaluation_set
 from model.runtime.predictor import Predictor
 
+pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+
 COUNT = 1000
 PROMISED = 0.015
 """Accuracy that enlarging, compressing and turning may cost, on all test images."""

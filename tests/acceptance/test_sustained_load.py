@@ -21,6 +21,8 @@ from model.runtime.predictor import Predictor
 from tests.e2e.serving import Pictures, client, problem
 from tests.launcher import ServerProcess
 
+pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+
 logger = logging.getLogger(__name__)
 
 SECONDS = float(os.environ.get("VIT_SOAK_SECONDS", "10"))

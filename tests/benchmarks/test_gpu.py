@@ -50,6 +50,7 @@ def test_an_unknown_stage_is_refused_with_those_there_are(capsys: pytest.Capture
     assert "htpp: stages are sweep, engine, http, latency, start" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(120)
 def test_a_stage_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
     record = Record(tmp_path / "record.json", dtype="float32", about={})
     ran = []
@@ -65,6 +66,7 @@ def test_a_stage_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path) ->
     assert json.loads(record.path.read_text())["errors"] == {}
 
 
+@pytest.mark.timeout(180)
 def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(cache: Path) -> None:
     found = smoke(cache / "out", "sweep,engine")
     sweep, engine = found["sweep"], found["engine"]
@@ -97,6 +99,7 @@ def test_servers_are_measured_against_decoding_and_the_engine(cache: Path) -> No
     assert found["marks"]["seconds to ready, warm compile cache"]["found"] == found["start"]["warm_seconds"]
 
 
+@pytest.mark.timeout(120)
 def test_the_plain_reference_is_the_same_function_as_our_model(cache: Path) -> None:
     checkpoints.SHAPES.setdefault(gpu_stages.SMOKE.name, gpu_stages.SMOKE)
     checkpoint = load_checkpoint(str(checkpoints.ensure(gpu_stages.SMOKE.name)[0]))
@@ -108,6 +111,7 @@ def test_the_plain_reference_is_the_same_function_as_our_model(cache: Path) -> N
     assert np.ptp(gpu_engine.random_pictures(checkpoint, 1)) > 200
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("open_loop", [False, True])
 def test_the_load_of_several_processes_is_added_up(open_loop: bool) -> None:
     seen: list[bytes] = []

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(60)  # processes start
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ from service.__main__ import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
 from vitserve.client import Classification, Client, FailedItem, ProblemError
 
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
 
 @pytest.fixture(scope="module")
 def server(serve_module: Serve) -> Served:

@@ -14,6 +14,8 @@ from PIL import Image
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem
 from tests.launcher import until
 
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
 Files = list[tuple[str, tuple[str, bytes]]]
 
 

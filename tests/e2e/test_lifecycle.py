@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.serving import LOG_LINE, Pictures, Raw, Serve, Served, client, problem
 from tests.launcher import PATIENCE, free_port, run_vitserve, until
 
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
 
 def end(server: Served, number: signal.Signals = signal.SIGTERM) -> None:
     server.process.process.send_signal(number)

@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together
 from tests.launcher import until
 
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
 PLACES = 4
 MAX_BATCH = 3
 

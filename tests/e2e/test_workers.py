@@ -19,6 +19,8 @@ import pytest
 from tests.e2e.serving import LABELS, Pictures, Serve, Served, client, problem, together
 from tests.launcher import PATIENCE, free_port, until
 
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
 WORKERS = 2
 PLACES = 48
 

@@ -13,6 +13,8 @@ import vitserve
 import vitserve.client
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.timeout(60)  # processes start
+
 SERVER_ONLY = {"fastapi", "model", "numpy", "python_multipart", "starlette", "torch", "uvicorn"}
 
 

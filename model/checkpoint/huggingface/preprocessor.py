@@ -7,7 +7,6 @@ filter) must be in the file.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple
 
 from model.checkpoint.files import Files
@@ -85,7 +84,8 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     if not _flag(json, "do_rescale", True, where):
         raise CheckpointError(f"{where}: do_rescale is false: pixels are always scaled to 0...1")
     factor = json.get("rescale_factor", 1 / 255)
-    if not _number(factor) or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
+    # Not `math.isclose`: JSON's integers may be too large for a float.
+    if not _number(factor) or not abs(factor * 255 - 1) <= 1e-6:
         raise CheckpointError(f"{where}: rescale_factor {factor!r:.100}: expected 1/255")
     for step in ("do_pad", "use_square_size"):
         if _flag(json, step, False, where):

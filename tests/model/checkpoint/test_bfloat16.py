@@ -11,6 +11,8 @@ import torch
 from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
 
+pytestmark = pytest.mark.timeout(120)  # a checkpoint answers real pictures twice
+
 
 @pytest.mark.shared
 def test_bfloat16_gives_float32s_top_1_wherever_the_margin_is_above_two_percent(shared: Path) -> None:

@@ -16,6 +16,8 @@ from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 from tests.model.checkpoint.folders import FOLDERS, native_folder
 
+pytestmark = pytest.mark.timeout(120)  # hundreds of checkpoints are loaded
+
 JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -12,6 +12,8 @@ import pytest
 
 from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load, write_native
 
+pytestmark = pytest.mark.timeout(120)  # a process that loads a checkpoint starts
+
 pytest.importorskip("huggingface_hub", reason="the extra 'hub' is not installed")
 
 SCRIPT = """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm
 
@@ -131,3 +132,18 @@ def test_a_released_jax_file_gets_its_published_preset_and_says_so(tmp_path: Pat
     assert checkpoint.preprocess == PREPROCESS_PRESETS["google-224"]
     assert checkpoint.labels[0] == "tench, Tinca tinca"
     assert len(checkpoint.notes) == 2
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_the_positions_of_a_jax_file_are_those_of_a_square_behind_the_class_token(tokens: int, tmp_path: Path) -> None:
+    model = timm().create_model("vit_tiny_patch16_224", img_size=16, depth=1, embed_dim=48, num_classes=2)
+    arrays = jax_arrays(model)
+    arrays["Transformer/posembed_input/pos_embedding"] = np.zeros((1, tokens, 48), np.float32)
+    file = tmp_path / "model.npz"
+    np.savez(file, **arrays)
+    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 16, 16), "labels": "numbers"}
+    if tokens == 2:
+        assert load_checkpoint(str(file), **options).config.grid == (1, 1)
+    else:
+        with pytest.raises(CheckpointError, match=rf"pos_embedding has shape \[1, {tokens}, 48\]: no square grid"):
+            load_checkpoint(str(file), **options)

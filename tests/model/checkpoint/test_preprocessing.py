@@ -205,6 +205,41 @@ def test_every_way_of_naming_a_class_or_step_counts(open_file: dict[str, Any], t
     assert_read_as_by_transformers(file, BY_CLASS["ViTForImageClassification"], tmp_path)
 
 
+def read(file: dict[str, Any], folder: Path, family: str = "ViTForImageClassification") -> PreprocessConfig:
+    return read_preprocessor(file, BY_CLASS[family], Folder(folder, str(folder)), "here")
+
+
+def test_without_normalisation_pixels_stay_from_0_to_1(tmp_path: Path) -> None:
+    without = {"size": 96, "resample": 3, "do_normalize": False}
+    for file in (without, NUMBERS | without):
+        config = read(file, tmp_path)
+        assert (config.mean, config.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize"])
+def test_a_step_that_a_file_leaves_out_or_calls_null_is_taken(step: str, tmp_path: Path) -> None:
+    file = NUMBERS | {"size": 96}
+    taken = read(file | {step: True}, tmp_path)
+    assert taken == read(file, tmp_path) == read(file | {step: None}, tmp_path)
+    assert taken.mean == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("name", ["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"])
+def test_every_filter_of_pillow_is_read_by_its_number(name: str, tmp_path: Path) -> None:
+    config = read(NUMBERS | {"size": 96, "resample": int(Image.Resampling[name.upper()])}, tmp_path)
+    assert config.interpolation == name
+
+
+@pytest.mark.parametrize(
+    "factor",
+    ["1/255", "0.00392156862745098", None, True, [1 / 255], {}, 10**400, float("nan")],
+    ids=lambda factor: f"{factor!r:.20}",
+)
+def test_a_rescale_factor_that_is_not_1_255th_is_refused(factor: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rescale_factor .*: expected 1/255"):
+        read(NUMBERS | {"size": 96, "rescale_factor": factor}, tmp_path)
+
+
 def test_a_class_may_be_named_in_the_models_config(tmp_path: Path) -> None:
     family = BY_CLASS["ViTForImageClassification"]
     file = NUMBERS | {"size": 96}
@@ -212,11 +247,10 @@ def test_a_class_may_be_named_in_the_models_config(tmp_path: Path) -> None:
 
 
 def test_feature_extractors_that_transformers_5_no_longer_has_are_their_image_processors(tmp_path: Path) -> None:
-    def read(name: str) -> PreprocessConfig:
-        file = NUMBERS | {"size": 96, "image_processor_type": name}
-        return read_preprocessor(file, BY_CLASS["ViTForImageClassification"], Folder(tmp_path, str(tmp_path)), "here")
+    def named(name: str) -> PreprocessConfig:
+        return read(NUMBERS | {"size": 96, "image_processor_type": name}, tmp_path)
 
-    assert read("CLIPFeatureExtractor") == read("CLIPImageProcessor") != read("ViTImageProcessor")
+    assert named("CLIPFeatureExtractor") == named("CLIPImageProcessor") != named("ViTImageProcessor")
 
 
 def test_a_crop_without_height_and_width_is_refused_as_by_transformers(tmp_path: Path) -> None:
@@ -270,6 +304,7 @@ def test_pixels_are_those_of_timms_transforms(case: str) -> None:
 
 @pytest.mark.shared
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [*PROCESSORS, *CROPS])
 def test_pixels_on_real_pictures(case: str, shared: Path, tmp_path: Path) -> None:
     config, reference = huggingface_case(case, tmp_path) if case in PROCESSORS else timm_case(case)

@@ -157,6 +157,50 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     assert_same_logits(checkpoint, model, "state dict dinov2 registers swiglu")
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pos_embed": (1, 1, 4)}, r"pos_embed has shape \[1, 1, 4\]: expected \[1, tokens, width\]"),
+        ({"pos_embed": (5, 4)}, r"pos_embed has shape \[5, 4\]: expected \[1, tokens, width\]"),
+        ({"cls_token": (1, 4)}, "expected"),
+        ({"register_tokens": (2, 4)}, "expected"),
+        ({"register_tokens": (2, 2, 4)}, r"register_tokens has shape \[2, 2, 4\], expected \[1, 2, 4\]"),
+        ({"register_tokens": (1, 2, 3)}, r"register_tokens has shape \[1, 2, 3\], expected \[1, 2, 4\]"),
+        ({"cls_token": (1, 2, 4)}, r"cls_token has shape \[1, 2, 4\], expected \[1, 1, 4\]"),
+        ({"pos_embed": (1, 5, 3)}, r"pos_embed has shape \[1, 5, 3\], expected \[1, 5, 4\]"),
+        ({"cls_token": None}, "missing key 'cls_token'"),
+        ({"pos_embed": None}, "missing key 'pos_embed'"),
+    ],
+)
+def test_a_file_with_registers_whose_tokens_do_not_fit_is_refused(
+    changed: dict[str, tuple[int, ...] | None], message: str, tmp_path: Path
+) -> None:
+    shapes = SMALL_VIT | {"register_tokens": (1, 2, 4), "cls_token": (1, 1, 4), "pos_embed": (1, 5, 4)} | changed
+    file = tmp_path / "dinov2.pth"
+    torch.save({name: torch.zeros(shape) for name, shape in shapes.items() if shape is not None}, file)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(
+            str(file),
+            architecture="vit_giant_patch14_reg4_dinov2,embed_dim=4,depth=1",
+            preprocess=preprocess_file(tmp_path, 28, 28),
+            labels="numbers",
+        )
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_positions_of_a_class_token_alone_are_no_grid(tokens: int, tiny: Path, tmp_path: Path) -> None:
+    state = torch.load(tiny, weights_only=True)
+    file = tmp_path / "weights.pth"
+    torch.save(state | {"pos_embed": state["pos_embed"][:, :tokens]}, file)
+    with pytest.raises(CheckpointError, match=rf"pos_embed has shape \[1, {tokens}, 192\]: .* no square grid"):
+        load_checkpoint(
+            str(file),
+            architecture="vit_tiny_patch16_224",
+            preprocess=preprocess_file(tmp_path, 48, 48),
+            labels="numbers",
+        )
+
+
 @pytest.mark.parametrize("patch", [1, 2, 3, 4])
 def test_small_patches_as_models_trained_on_cifar_have_them(patch: int, tmp_path: Path) -> None:
     edge = 8 * patch

@@ -43,6 +43,7 @@ def test_torchvision_logits(patch: int, size: int, small_torchvision: Callable[.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
     with torch.device("meta"):
         empty = torchvision().models.vit_b_32(image_size=64, num_classes=7)

@@ -24,6 +24,7 @@ def config(
     resize: str = "shortest_edge",
     interpolation: str = "bicubic",
     channels: int = 3,
+    mean: tuple[float, ...] | None = None,
 ) -> PreprocessConfig:
     return PreprocessConfig.model_validate(
         {
@@ -31,7 +32,7 @@ def config(
             "resize": resize,
             "resize_size": resize_size or size,
             "interpolation": interpolation,
-            "mean": (0.5,) * channels,
+            "mean": mean or (0.5,) * channels,
             "std": (0.5,) * channels,
         }
     )

@@ -79,6 +79,28 @@ def test_cmyk_jpegs_are_inverted_as_pillow_does(adobe):
     assert np.array_equal(seen(data, image), expected)
 
 
+def renumbered(jpeg: bytes) -> bytes:
+    """The components R, G and B under the numbers 1, 2 and 3, from which a decoder concludes nothing."""
+    return jpeg.replace(b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0").replace(b"R\0G\0B\0", b"\1\0\2\0\3\0")
+
+
+@pytest.mark.parametrize(("mode", "transform"), [("RGB", 0), ("CMYK", 2)], ids=["RGB", "YCCK"])
+def test_the_adobe_marker_alone_says_which_colours_a_jpeg_has(mode, transform):
+    image = scene().convert(mode)
+    data = renumbered(encode(image, "JPEG", quality=100, **({"keep_rgb": True} if mode == "RGB" else {})))
+    marker = data.index(b"\xff\xee\0\x0eAdobe")
+    data = data[: marker + 15] + bytes([transform]) + data[marker + 16 :]
+    without = data[:marker] + data[marker + 16 :]
+
+    pixels = seen(data, image)
+
+    expected, other = (np.asarray(Image.open(io.BytesIO(each)).convert("RGB")) for each in (data, without))
+    assert np.array_equal(pixels, expected)
+    assert difference(expected, other) > 100
+    if mode == "RGB":
+        assert difference(pixels, np.asarray(image)) <= 3
+
+
 @pytest.mark.parametrize("name", ["PNG", "TIFF"])
 @pytest.mark.parametrize("order", ["<", ">"])
 def test_16_bits_are_scaled_and_not_clipped(name, order):

@@ -16,6 +16,8 @@ from model.errors import ImageTooLarge, InvalidImage
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import as_is, config, encode, noise, scene, seen
 
+pytestmark = pytest.mark.timeout(60)  # processes start
+
 IMPORT = """
 import importlib, logging, pkgutil, warnings
 import numpy

@@ -17,7 +17,7 @@ from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import config
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.timeout(180)]  # all files are decoded four times
 
 MAX_SECONDS = 2
 MAX_MEGABYTES = 500

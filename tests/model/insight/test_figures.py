@@ -14,6 +14,8 @@ from PIL import Image
 from model.errors import FigureError
 from model.insight import figures
 
+pytestmark = pytest.mark.timeout(90)  # matplotlib draws
+
 
 @dataclass
 class Row:

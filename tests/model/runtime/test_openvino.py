@@ -24,7 +24,10 @@ from model.runtime.openvino import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
+    pytest.mark.timeout(120),  # models are compiled
+]
 CPU = torch.device("cpu")
 
 

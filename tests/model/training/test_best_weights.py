@@ -23,6 +23,8 @@ from tests.model.training.runs import (
     trained,
 )
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 OLD_FIELDS = {
     "recipe": "name seed epochs minutes batch_size validation evaluate_every label_smoothing drop_path precision"
     " compile threads architecture initialisation optimiser augmentation patch_dropout",

@@ -18,6 +18,8 @@ from model.training.run_record import RunRecord
 from model.training.train import default_recipe, run
 from tests.model.data.picture_folders import write_folder
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 BUNDLED = Path(model.__file__).parent / "weights" / "cifar10"
 SMALL = {
     "epochs": 1,

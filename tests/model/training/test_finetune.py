@@ -24,6 +24,8 @@ from model.training.start import start_from
 from model.training.train import run
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 

@@ -11,6 +11,8 @@ from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 from tests.model.training.runs import interrupted_after, make_trainer, same_tensors, trained
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 
 @pytest.fixture
 def initial(recipe: Recipe, data: TrainingData, tmp_path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 from tests.model.training.runs import EVERYTHING, make_trainer, resumed, same, trained
 
+pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("run_to_be_killed.py")
 STEPS = 8

@@ -22,6 +22,8 @@ from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 from tests.model.training.runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -5,6 +5,8 @@ import torch
 
 from model.training.mixed_precision import update_average, warmed_up_decay
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 
 def test_the_average_is_the_formula_applied_at_each_step() -> None:
     average, expected = [torch.tensor([1.0, 2.0])], torch.tensor([1.0, 2.0])

@@ -11,6 +11,8 @@ from model.errors import TrainingError
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
 
+pytestmark = pytest.mark.timeout(60)  # processes start
+
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = """
 name = "x"

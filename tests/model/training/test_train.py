@@ -21,6 +21,8 @@ from model.training.run_record import RunRecord
 from model.training.train import run
 from tests.model.training.synthetic import LABELS
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 
 @pytest.fixture
 def finished(cifar: Path, tmp_path: Path, recipe: Recipe) -> tuple[Path, RunRecord]:

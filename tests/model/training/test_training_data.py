@@ -15,6 +15,8 @@ from model.training.recipe import Recipe
 from model.training.training_data import TrainingData, read_ahead
 from tests.model.training.runs import make_trainer, same, trained
 
+pytestmark = pytest.mark.timeout(120)  # models are trained
+
 
 def enlarged(pixels: Tensor) -> Tensor:
     """Twice the rows, three times the columns."""

@@ -17,6 +17,8 @@ from PIL import Image
 
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

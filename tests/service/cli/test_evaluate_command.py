@@ -11,6 +11,8 @@ from PIL import Image
 
 from tests.service.cli.command_line import run, write_checkpoint
 
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
 LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
 
 def write(folder: Path, **changes: object) -> Path:
     return write_checkpoint(folder, "ab", resize="squash", image_size=(16, 24), depth=3, **changes)

@@ -14,6 +14,8 @@ import service.cli
 from service.__main__ import COMMANDS, main
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
+
 HEAVY = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "numpy", "PIL", "torch", "prometheus_client"}
 
 LIST_MODULES = """

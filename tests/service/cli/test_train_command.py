@@ -17,6 +17,8 @@ from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
 from tests.service.cli.command_line import write_checkpoint
 
+pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
+
 COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
 
 

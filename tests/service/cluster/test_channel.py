@@ -87,13 +87,11 @@ def fill(channel: EngineChannel, connections: ExitStack) -> int:
     raise AssertionError("it never fills")
 
 
-@pytest.mark.timeout(30)
 def test_more_connections_than_can_wait_are_refused_and_block_nobody(channel: EngineChannel) -> None:
     with ExitStack() as connections:
         assert fill(channel, connections) >= 128
 
 
-@pytest.mark.timeout(30)
 def test_every_worker_can_wait_for_the_engine() -> None:
     workers = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     with (

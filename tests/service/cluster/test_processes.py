@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.service.cluster.scripts import run
+
+pytestmark = pytest.mark.timeout(60)  # processes start
 
 PROLOGUE = """
 import os, signal

@@ -48,7 +48,7 @@ async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running)
 
 
 @on_a_loop
-async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> None:
+async def test_a_failed_load_is_a_state_with_its_reason(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     def load() -> tuple[FakePredictor, ModelInfo]:
         raise CheckpointError("weights.bin: no such file")
 
@@ -59,6 +59,8 @@ async def test_a_failed_load_is_a_state_with_its_reason(running: Running) -> Non
         with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
             await rig.ask(1)
     assert rig.states == ["failed"]
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+    assert "weights.bin: no such file" in caplog.text
 
 
 @on_a_loop

@@ -61,7 +61,7 @@ async def test_closing_waits_for_what_every_stream_computes() -> None:
 
 @on_a_loop
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() -> None:
+async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
     async with running(FakePredictor(streams=2, error=ZeroDivisionError)) as rig:
         tasks = [await rig.keep_busy(BAD)]
         tasks.append(rig.ask_soon(BAD))
@@ -72,6 +72,7 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() 
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await rig.until_state("failed")
     assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
+    assert caplog.text.count("another stream failed too") == 1
 
 
 @on_a_loop

@@ -1,0 +1,270 @@
+"""What each format hands to its decoder, byte for byte, and what it says that decoding will take."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, TiffTags
+
+from model.errors import InvalidImage
+from model.images.colour import converter
+from model.images.exif import read_directory
+from model.images.formats import unpack
+from model.images.formats.heif import Heif
+from model.images.formats.jpeg import Jpeg
+from model.images.preprocess import preprocess
+from model.images.resize import _margin
+from tests.model.images.pictures import config, encode, insert_after_soi, noise, scene, seen
+
+
+def box(kind: bytes, body: bytes = b"") -> bytes:
+    return struct.pack(">L", 8 + len(body)) + kind + body
+
+
+FILE_TYPE = box(b"ftyp", b"avif\0\0\0\0avif")
+XMP = b"application/rdf+xml\0"
+
+
+def item(version: int, kind: bytes, identifier: bytes) -> bytes:
+    """An item information entry: version, flags, identifier, protection, type."""
+    return box(b"infe", bytes([version, 0, 0, 0]) + identifier + b"\0\0" + kind + b"\0")
+
+
+@pytest.mark.parametrize("more", [box(b"free"), b"\0\0\0\1free" + struct.pack(">Q", 16), b"\0\0\0\0free", b""])
+def test_boxes_that_fill_an_avif_file_change_nothing(more):
+    image = scene()
+    plain = encode(image, "AVIF")
+
+    assert np.array_equal(seen(plain + more, image), seen(plain, image))
+
+
+@pytest.mark.parametrize(
+    "more", [b"\0\0\0\x09free", b"\0\0\0\7free", b"\0\0\0\1free" + struct.pack(">Q", 17), b"\0\0\0\0fre", b"\0"]
+)
+def test_boxes_that_do_not_fill_an_avif_file_are_refused(more):
+    with pytest.raises(InvalidImage, match="boxes are corrupt"):
+        unpack(encode(scene(), "AVIF") + more)
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([item(2, b"Exif", b"\0\1")], [item(2, b"skip", b"\0\1")]),
+        ([item(3, b"Exif", b"\0\0\0\1")], [item(3, b"skip", b"\0\0\0\1")]),
+        ([item(2, b"Exif", b"\0\1")] * 2, [item(2, b"skip", b"\0\1")] * 2),
+        ([item(2, b"Exif", b"\0\1"), XMP], [item(2, b"skip", b"\0\1"), b"application/ignored\0"]),
+        ([XMP], [XMP]),
+        ([item(1, b"Exif", b"\0\1")], [item(1, b"Exif", b"\0\1")]),
+        ([item(2, b"Exif", b"\0\0\0\1")], [item(2, b"Exif", b"\0\0\0\1")]),
+        ([item(3, b"Exif", b"\0\1")], [item(3, b"Exif", b"\0\1")]),
+        ([b"Exif"], [b"Exif"]),
+    ],
+)
+def test_exif_items_of_an_avif_file_are_hidden_and_xmp_with_them(items, expected):
+    data, wanted = (FILE_TYPE + box(b"meta", b"".join(each)) for each in (items, expected))
+
+    assert unpack(data).data == wanted
+
+
+@pytest.mark.parametrize("marker", range(0xC0, 0xD0))
+def test_the_frames_marker_says_how_a_jpeg_is_decoded(marker):
+    data = bytearray(encode(noise(64, 48), "JPEG"))
+    data[data.index(b"\xff\xc0") + 1] = marker
+
+    picture = unpack(data)
+
+    assert isinstance(picture, Jpeg)
+    assert picture.scalable == (marker in {0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
+    assert picture.buffered == (marker in {0xC2, 0xCA})
+    assert (picture.first_scan is not None) == (marker == 0xC2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "options", "scale", "expected"),
+    [
+        ("RGB", "JPEG", {}, 1, 4),
+        ("RGB", "JPEG", {}, 2, 1),
+        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:4:4"}, 1, 4 + 6),
+        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:4:4"}, 4, 0.25 + 6),
+        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:2:0"}, 1, 4 + 3),
+        ("L", "JPEG", {"progressive": True}, 1, 1 + 2),
+        ("CMYK", "JPEG", {"progressive": True}, 1, 4 + 8),
+        ("RGB", "PNG", {}, 1, 4),
+        ("RGBA", "AVIF", {}, 1, 4 + 14),
+        ("RGB", "AVIF", {}, 1, 4 + 10),
+        ("RGB", "WEBP", {}, 1, 4 + 12),
+        ("RGB", "TIFF", {}, 1, 4),
+        ("RGB", "TIFF", {"compression": "tiff_lzw"}, 1, 4 + 4),
+        ("L", "TIFF", {"compression": "tiff_lzw"}, 1, 1 + 1),
+        ("1", "TIFF", {"compression": "tiff_lzw"}, 1, 1 + 1 / 8),
+        ("CMYK", "TIFF", {"compression": "tiff_lzw"}, 1, 4 + 4),
+        ("I;16", "TIFF", {"compression": "tiff_lzw"}, 1, 2 + 2),
+        ("RGB", "TIFF", {"compression": "tiff_lzw", "tiffinfo": {278: 12}}, 1, 4 + 4 / 4),
+    ],
+)
+def test_the_bytes_that_decoding_takes_for_a_pixel(
+    mode: str, name: str, options: dict[str, Any], scale: int, expected: float
+) -> None:
+    picture = unpack(encode(Image.new(mode, (64, 48)), name, **options))
+
+    assert picture.decoding_bytes(picture.open(), scale) == expected
+
+
+@pytest.mark.parametrize("scale", [4, 8])
+def test_a_progressive_jpeg_without_its_fine_scans_ends_with_the_end_of_the_picture(scale):
+    data = encode(noise(64, 48), "JPEG", progressive=True, subsampling="4:4:4")
+    plain, followed = unpack(data), unpack(data + b"more")
+    assert isinstance(plain, Jpeg)
+    assert isinstance(followed, Jpeg)
+
+    shorter = plain.without_fine_scans(scale, {1, 2, 3})
+
+    assert shorter is not None
+    assert len(shorter) < len(data)
+    assert shorter.endswith(b"\xff\xd9")
+    assert followed.without_fine_scans(scale, {1, 2, 3}) == shorter
+    assert plain.without_fine_scans(2, {1, 2, 3}) is None
+    assert plain.without_fine_scans(scale, set()) is None
+
+
+def tiff(*fields: tuple[int, int, int, bytes], more: bytes = b"") -> bytes:
+    """A TIFF file of a directory alone: tag, field type, count and the 4 bytes of its value or offset."""
+    entries = b"".join(struct.pack("<HHL4s", *field) for field in fields)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + b"\0" * 4 + more
+
+
+DECODED_FIELDS = """
+ImageWidth ImageLength BitsPerSample Compression PhotometricInterpretation FillOrder StripOffsets SamplesPerPixel
+RowsPerStrip StripByteCounts PlanarConfiguration T4Options T6Options Predictor ColorMap TileWidth TileLength TileOffsets
+TileByteCounts InkSet ExtraSamples SampleFormat JPEGTables JPEGProc JPEGInterchangeFormat JPEGInterchangeFormatLength
+JPEGRestartInterval JPEGLosslessPredictors JPEGPointTransforms JPEGQTables JPEGDCTables JPEGACTables YCbCrCoefficients
+YCbCrSubSampling YCbCrPositioning ReferenceBlackWhite
+"""
+
+
+def test_the_decoder_of_a_tiff_sees_the_fields_of_the_picture_alone():
+    data = tiff(*((tag, 3, 1, b"\1\0\0\0") for tag in range(200, 800)))
+
+    directory = read_directory(unpack(data).data)
+
+    assert directory is not None
+    assert {TiffTags.lookup(field.tag).name for field in directory.fields} == set(DECODED_FIELDS.split())
+
+
+@pytest.mark.parametrize(("field_type", "code"), [(3, "H"), (4, "L")])
+@pytest.mark.parametrize("tag", [256, 257, 259, 266, 277, 278, 284, 322, 323])
+def test_a_tiff_field_of_one_value_keeps_the_first_of_several(tag, field_type, code):
+    size = struct.calcsize(f"<{code}")
+    values, place = struct.pack(f"<3{code}", 7, 8, 9), struct.pack("<L", 38)
+    data = tiff((tag, field_type, 3, place), (258, field_type, 3, place), more=values)
+
+    directory = read_directory(unpack(data).data)
+
+    assert directory is not None
+    kept = {field.tag: (field.value_count, directory.inline(field)) for field in directory.fields}
+    assert kept[tag][0] == 1
+    assert kept[tag][1][:size] == values[:size]
+    assert kept[258] == (3, place)  # each sample has its own width
+
+
+def test_a_first_value_that_is_longer_than_an_entry_stays_where_it_is():
+    place = struct.pack("<L", 26)
+
+    directory = read_directory(unpack(tiff((278, 5, 2, place), more=bytes(16))).data)
+
+    assert directory is not None
+    assert [(field.value_count, directory.inline(field)) for field in directory.fields] == [(1, place)]
+
+
+@pytest.mark.parametrize("values", [65_536, 65_537])
+def test_the_number_of_values_of_a_tiff_field_is_bounded(values):
+    data = tiff((320, 3, values, struct.pack("<L", 26)), more=bytes(2 * values))
+
+    if values == 65_536:
+        unpack(data)
+    else:
+        with pytest.raises(InvalidImage, match="more than 65536"):
+            unpack(data)
+
+
+LOSSY, LOSSLESS = (encode(Image.new("RGB", (300, 257)), "WEBP", lossless=lossless) for lossless in (False, True))
+EXTENDED = encode(Image.new("RGB", (300, 257)), "WEBP", exif=b"Exif\0\0MM\0*")
+
+
+@pytest.mark.parametrize(("data", "needed"), [(LOSSY, 30), (LOSSLESS, 25), (EXTENDED, 30)])
+def test_the_header_of_a_webp_is_read_from_the_bytes_that_it_has(data, needed):
+    assert unpack(data[:needed]).size == (300, 257)
+    with pytest.raises(InvalidImage, match="header is cut off"):
+        unpack(data[: needed - 1])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LOSSY[:12] + b"ALPH" + LOSSY[16:],
+        LOSSY[:23] + b"\x9d\x01\x2b" + LOSSY[26:],
+        LOSSLESS[:12] + b"VP8 " + LOSSLESS[16:],
+        LOSSLESS[:20] + b"\x2e" + LOSSLESS[21:],
+        EXTENDED[:12] + b"VP8Y" + EXTENDED[16:],
+    ],
+    ids=["other chunk", "no start code", "no lossy header", "no signature", "unknown chunk"],
+)
+def test_a_webp_without_a_valid_header_is_refused(data):
+    with pytest.raises(InvalidImage, match="corrupt"):
+        unpack(data)
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])
+def test_a_heic_of_more_than_8_bits_takes_planes_and_a_frame_of_16(depth, expected):
+    image = unpack(encode(scene(), "PNG")).open()
+    image.info = {} if depth is None else {"bit_depth": depth}
+
+    assert Heif(b"").decoding_bytes(image, 1) == expected
+
+
+@pytest.mark.parametrize("marker", [0x01, 0xD0, 0xD7, 0xD8, 0xD9, 0xC8, 0xF0, 0xFD])
+def test_markers_without_a_length_stay_where_they_are(marker):
+    plain = encode(noise(64, 48), "JPEG")
+
+    assert unpack(insert_after_soi(plain, bytes([0xFF, marker]))).data == insert_after_soi(plain, bytes([0xFF, marker]))
+
+
+def test_a_sequential_jpeg_is_buffered_where_its_first_scan_lacks_a_component():
+    whole = encode(noise(64, 48), "JPEG")
+    scan = whole.index(b"\xff\xda\0\x0c\3")
+    parts = whole[: scan + 4] + b"\1" + whole[scan + 5 :]
+
+    for data, buffered in ((whole, False), (parts, True)):
+        picture = unpack(data)
+        assert isinstance(picture, Jpeg)
+        assert picture.buffered is buffered
+
+
+def test_the_sender_is_told_the_decoders_reason_in_one_line():
+    with pytest.raises(InvalidImage, match=r"^the JPEG picture does not decode: image file is truncated[^\n]*$"):
+        preprocess(encode(noise(64, 48), "JPEG")[:800], config())
+
+
+def test_the_range_of_a_row_of_more_than_a_million_numbers_is_measured():
+    row = Image.new("I", (1_000_001, 1), 70_000)
+
+    convert = converter(row, "L")
+
+    assert convert is not None
+    assert convert(row.crop((0, 0, 1, 1))).getpixel((0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("resample", "source", "target", "expected"),
+    [
+        (Image.Resampling.BICUBIC, 100.0, 10, 21),
+        (Image.Resampling.BICUBIC, 10.0, 100, 3),
+        (Image.Resampling.LANCZOS, 95.0, 10, 30),
+        (Image.Resampling.BOX, 30.0, 10, 3),
+    ],
+)
+def test_a_filter_looks_at_its_radius_beyond_a_part(resample, source, target, expected):
+    assert _margin(source, target, resample) == expected

@@ -1,0 +1,118 @@
+"""Plugins of pytest: one records the functions that each test enters, one runs those tests alone that enter one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Entered:
+    """What one test did on the unchanged code.
+
+    Attributes:
+        functions: (file relative to the repository, qualified name) of each function that was called, in any thread.
+        seconds: from the test's first fixture to its end.
+        failed: it fails on the unchanged code, at least while it is watched, and judges nothing.
+    """
+
+    functions: set[tuple[str, str]] = field(default_factory=set)
+    seconds: float = 0.0
+    failed: bool = False
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Entered:
+        """Return what `Recorder.json` wrote of one test."""
+        return cls({(path, name) for path, name in value["functions"]}, value["seconds"], value["failed"])
+
+
+class Recorder:
+    """Records what each test enters among the files of a repository's packages."""
+
+    def __init__(self, root: Path, packages: Sequence[str]) -> None:
+        self.tests: dict[str, Entered] = {}
+        self._root = f"{root}/"
+        self._prefixes = tuple(f"{root}/{package}/" for package in packages)
+        self._current: Entered | None = None
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> None:
+        code, current = frame.f_code, self._current
+        if current is not None and event == "call" and code.co_filename.startswith(self._prefixes):
+            parts = (part for part in code.co_qualname.split(".") if not part.startswith("<"))
+            current.functions.add((code.co_filename.removeprefix(self._root), ".".join(parts)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """Watch calls in all threads that start from now on."""
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Credit the calls to this test."""
+        self._current = self.tests.setdefault(item.nodeid, Entered())
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add up the time of set-up, call and tear-down."""
+        self.tests[report.nodeid].seconds += report.duration
+        self.tests[report.nodeid].failed |= report.failed
+
+    def json(self) -> str:
+        """Return what each test did, by its name."""
+        return json.dumps({name: asdict(each) for name, each in self.tests.items()}, default=sorted)
+
+
+@dataclass
+class Selection:
+    """Runs given tests alone, in their order, and names the one that fails."""
+
+    wanted: list[str]
+    failed: list[str] = field(default_factory=list)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the wanted tests."""
+        place = {name: number for number, name in enumerate(self.wanted)}
+        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember a failure."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def json(self) -> str:
+        """Return the names of the tests that failed."""
+        return json.dumps(self.failed)
+
+
+def selected(tests: dict[str, Entered], path: str, function: str, killers: Counter[str]) -> list[str]:
+    """Return the tests that may notice a change of a function: those that noticed others first, then the quickest.
+
+    Those are the tests that enter it; where none does, as with what is outside of functions, those that enter its
+    module, or else all; and last those that enter nothing, because they work through processes of their own.
+    """
+    tests = {name: test for name, test in tests.items() if not test.failed}
+    entering = [name for name, test in tests.items() if (path, function) in test.functions]
+    entering = entering or [name for name, test in tests.items() if any(file == path for file, _ in test.functions)]
+    # A module of constants or protocols alone is entered by nobody.
+    entering = entering or [name for name, test in tests.items() if test.functions]
+    outside = [name for name, test in tests.items() if not test.functions]
+    return [
+        *sorted(entering, key=lambda name: (-killers[name], tests[name].seconds)),
+        *sorted(outside, key=lambda name: tests[name].seconds),
+    ]
