@@ -11,6 +11,7 @@ from PIL import Image, TiffTags
 
 from model.errors import InvalidImage
 from model.images.colour import converter
+from model.images.control import UNCONTROLLED
 from model.images.exif import read_directory
 from model.images.formats import unpack
 from model.images.formats.heif import Heif
@@ -110,7 +111,7 @@ def test_the_bytes_that_decoding_takes_for_a_pixel(
 ) -> None:
     picture = unpack(encode(Image.new(mode, (64, 48)), name, **options))
 
-    assert picture.decoding_bytes(picture.open(), scale) == expected
+    assert picture.decoding_bytes(picture.open(UNCONTROLLED), scale) == expected
 
 
 @pytest.mark.parametrize("scale", [4, 8])
@@ -219,7 +220,7 @@ def test_a_webp_without_a_valid_header_is_refused(data):
 
 @pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])
 def test_a_heic_of_more_than_8_bits_takes_planes_and_a_frame_of_16(depth, expected):
-    image = unpack(encode(scene(), "PNG")).open()
+    image = unpack(encode(scene(), "PNG")).open(UNCONTROLLED)
     image.info = {} if depth is None else {"bit_depth": depth}
 
     assert Heif(b"").decoding_bytes(image, 1) == expected
