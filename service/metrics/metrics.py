@@ -9,6 +9,7 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -82,6 +83,7 @@ class Metrics:
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
+            self._state.counts_tasks = True
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
         self.request_duration = histogram(
@@ -146,6 +148,7 @@ class _StateCollector(Collector):
     def __init__(self) -> None:
         self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
         self.usage: Callable[[], tuple[int, int]] | None = None
+        self.counts_tasks = False
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -167,7 +170,18 @@ class _StateCollector(Collector):
         for labels in self.models.values():
             model.add_metric(labels, 1)
         yield from (up, depth, restarts, model)
+        if self.counts_tasks:
+            tasks = _tasks()
+            yield GaugeMetricFamily("vit_event_loop_tasks", "Tasks of the event loop that is scraped", value=tasks)
         if self.usage is not None:
             pictures, size = self.usage()
             yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
             yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
+
+
+def _tasks() -> int:
+    """Return how many tasks the event loop of this thread has."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no loop runs
+        return 0
