@@ -39,13 +39,17 @@ class Watchdog:
         self._seen = 0
         self._looked_at = clock()
         self._silent_seconds = 0.0
+        self._ended = threading.Event()
 
     async def watch(self) -> None:
         """Start the thread, and count the turns of the running event loop until cancelled."""
         threading.Thread(target=self._look_again_and_again, name="watchdog", daemon=True).start()
-        while True:
-            self.turn()
-            await asyncio.sleep(_TURN_SECONDS)
+        try:
+            while True:
+                self.turn()
+                await asyncio.sleep(_TURN_SECONDS)
+        finally:
+            self._ended.set()  # a loop that has ended turns no more, and is not to end its process
 
     def turn(self) -> None:
         """Count a turn."""
@@ -65,5 +69,5 @@ class Watchdog:
         return True
 
     def _look_again_and_again(self) -> None:
-        while not self.look():
-            time.sleep(_LOOK_SECONDS)
+        while not self._ended.wait(_LOOK_SECONDS) and not self.look():
+            pass

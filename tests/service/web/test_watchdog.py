@@ -54,3 +54,19 @@ async def test_it_looks_from_a_thread_of_its_own_while_the_loop_is_blocked() -> 
     await asyncio.sleep(0)
     assert ended.wait(PATIENCE)  # blocks this loop
     watching.cancel()
+
+
+def test_a_loop_that_has_ended_ends_no_process() -> None:
+    def watchdogs() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "watchdog"}
+
+    async def run() -> set[threading.Thread]:
+        watching = asyncio.create_task(Watchdog(3600).watch())
+        await asyncio.sleep(0)
+        assert not watching.done()
+        return watchdogs() - before
+
+    before = watchdogs()
+    [thread] = asyncio.run(run())
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
