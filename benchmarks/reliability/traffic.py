@@ -152,10 +152,10 @@ class Traffic:
             case Kind.BATCH:
                 return await self._batch()
             case Kind.BAD:
-                answer = await self._caller.ask(_post("/classify", self._damaged()))
+                answer = await self._caller.ask(post("/classify", self._damaged()))
                 return self._status(answer.status, 400, 413, 415, 422)
             case Kind.LEAVE:
-                request = _post("/classify", self._random.choice(self._pictures).data)
+                request = post("/classify", self._random.choice(self._pictures).data)
                 whole = self._random.random() < 0.5
                 cut = len(request) if whole else self._random.randrange(1, len(request))
                 await self._caller.leave(request[:cut], self._random.uniform(0, 0.1))
@@ -165,7 +165,7 @@ class Traffic:
 
     async def _classify(self, *, with_map: bool) -> Outcome:
         picture = self._random.choice(self._pictures)
-        answer = await self._caller.ask(_post(f"/classify?attention={str(with_map).lower()}", picture.data))
+        answer = await self._caller.ask(post(f"/classify?attention={str(with_map).lower()}", picture.data))
         if answer.status != 200:
             return self._status(answer.status)
         document = json.loads(answer.body)
@@ -221,7 +221,7 @@ async def learn(caller: HttpCaller, files: Sequence[bytes]) -> list[Picture]:
     """
     found: list[Picture] = []
     for data in files:
-        answer = await caller.ask(_post("/classify", data))
+        answer = await caller.ask(post("/classify", data))
         picture = Picture(data, _scores(json.loads(answer.body)))
         if all(other.distance(picture.scores) >= _APART for other in found):
             found.append(picture)
@@ -239,7 +239,7 @@ async def capacity(caller: HttpCaller, pictures: Sequence[Picture], seconds: flo
         nonlocal answered
         while time.monotonic() < end:
             index += 1
-            answer = await caller.ask(_post("/classify", pictures[index % len(pictures)].data))
+            answer = await caller.ask(post("/classify", pictures[index % len(pictures)].data))
             answered += answer.status == 200
 
     await asyncio.gather(*(one(index) for index in range(connections)))
@@ -259,7 +259,8 @@ def _get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: vitserve\r\n\r\n".encode()
 
 
-def _post(path: str, body: bytes, content_type: str = "image/jpeg") -> bytes:
+def post(path: str, body: bytes, content_type: str = "image/jpeg") -> bytes:
+    """Return a whole POST request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: vitserve\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
@@ -269,4 +270,4 @@ def _post(path: str, body: bytes, content_type: str = "image/jpeg") -> bytes:
 def _form(path: str, files: Sequence[bytes]) -> bytes:
     part = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.jpg"\r\n\r\n'.encode()
     body = b"".join(part + data + b"\r\n" for data in files) + f"--{_BOUNDARY}--\r\n".encode()
-    return _post(path, body, f"multipart/form-data; boundary={_BOUNDARY}")
+    return post(path, body, f"multipart/form-data; boundary={_BOUNDARY}")
