@@ -81,6 +81,13 @@ class Worker:
         slots = 2 * self._world.scenario.queue_size
         return self.limiter.in_use > 0 or any(len(connection._free) != slots for connection in connections)
 
+    def check(self) -> None:
+        """Check that nobody waits for an engine whose connection has ended."""
+        for remote in self.remotes:
+            connection = remote._connection
+            if connection is not None and connection.lost.is_set() and connection._pending:
+                self._world.scheduler.violate(f"{self.process.name} waits for an engine that is gone")
+
     def kill(self) -> None:
         """Kill the process; the supervisor clears its cells and starts another."""
         if not self.process.alive:

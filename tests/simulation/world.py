@@ -157,6 +157,9 @@ class World:
         for engine in self.watched.values():
             if engine.process.alive:
                 engine.check()
+        for worker in self.workers:
+            if worker.process.alive:
+                worker.check()
 
     # Processes.
 

@@ -12,6 +12,7 @@ PROLOGUE = """
 import os, signal
 from service.cluster.processes import OperatingSystem
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 system = OperatingSystem()
 
 def until_ended():

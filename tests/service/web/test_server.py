@@ -143,10 +143,12 @@ async def test_a_server_listens_on_a_socket_that_its_predecessor_had_given_up() 
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     codes: list[int] = []
     monkeypatch.setattr(server_module, "exit_now", codes.append)
-    return codes
+    yield codes
+    signal.signal(signal.SIGHUP, before)
 
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -181,9 +183,10 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
 
 
 def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:
-    assert HUP in stop_signals()
-    before = signal.signal(HUP, signal.SIG_IGN)
+    before = signal.signal(HUP, signal.SIG_DFL)
     try:
+        assert HUP in stop_signals()
+        signal.signal(HUP, signal.SIG_IGN)
         assert HUP not in stop_signals()
     finally:
         signal.signal(HUP, before)
