@@ -53,13 +53,17 @@ async def soak(arguments: argparse.Namespace, files: list[bytes]) -> dict[str, A
             traffic = Traffic(caller, known, seed=arguments.seed)
             sending = asyncio.create_task(traffic.run(rate, 60 * arguments.minutes))
             samples: list[Sample] = []
+            missed = 0
             began = time.monotonic()
             while not sending.done():
                 sample = {
                     "seconds": round(time.monotonic() - began, 1),
                     "requests": float(sum(traffic.counts.values())),
                 }
-                samples.append(sample | await asyncio.to_thread(_look, service))
+                try:
+                    samples.append(sample | await asyncio.to_thread(_look, service))
+                except httpx.HTTPError:
+                    missed += 1
                 await asyncio.sleep(_EVERY)
             await sending
         finally:
@@ -80,6 +84,7 @@ async def soak(arguments: argparse.Namespace, files: list[bytes]) -> dict[str, A
         "p50_ms": round(1000 * statistics.median(latencies), 1),
         "p99_ms": round(1000 * latencies[int(0.99 * len(latencies))], 1),
         "exit_code": exit_code,
+        "missed_samples": missed,
         "samples": samples,
     }
 
