@@ -91,8 +91,10 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
-    key = api_key_for(arguments.url, arguments.api_key)
-    with asking(arguments.url), Client(arguments.url, api_key=key) as client:
+    with (
+        asking(arguments.url),
+        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
+    ):
         top_k = _top_k(arguments.top_k, client.model().classes)
         for file in files:
             try:

@@ -40,7 +40,7 @@ def asking(url: str) -> Iterator[None]:
         hint = ""
         if isinstance(error, ProblemError) and error.problem.status == 401:
             hint = ": give one of the server's keys with --api-key or VIT_API_KEY"
-        elif isinstance(error, httpx.TransportError):
+        elif isinstance(error, httpx.NetworkError | httpx.TimeoutException):
             hint = ": is the server running?"
         raise InputError("url", f"{url}: {error}{hint}") from None
 

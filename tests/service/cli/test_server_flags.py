@@ -59,6 +59,7 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
             httpx.ConnectError("[Errno 111] Connection refused"),
             "u: [Errno 111] Connection refused: is the server running?",
         ),
+        (httpx.UnsupportedProtocol("no 'http://'"), "u: no 'http://'"),
         (httpx.InvalidURL("Invalid port: 'abc'"), "u: Invalid port: 'abc'"),
         (ClientError("not as vitserve does"), "u: not as vitserve does"),
     ],
