@@ -13,8 +13,9 @@ from typing import Final, Protocol
 
 from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, torchvision
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import CONFIG_FILE, Files, Folder, SingleFile
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
+from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.config import Size
 from model.errors import CheckpointError
@@ -74,7 +75,7 @@ def load_checkpoint(
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:
-        raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}")
+        raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")
     raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
 
 
@@ -91,6 +92,17 @@ def _open(source: str) -> Files:
     if similar and is_hub_id(source):
         hint += f" (the hub's repository of this name is {source}@main)"
     raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _instead(files: Files) -> str:
+    """Return what to give instead of a place without a config: a folder within it, or what it should hold."""
+    if isinstance(files, Folder):
+        found = [config.parent for config in files.folder.glob(f"*/{CONFIG_FILE}")]
+        if found:
+            found.sort(key=lambda folder: (len(folder.name), folder.name), reverse=True)  # checkpoint-1000 first
+            more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+            return f"did you mean {' or '.join(str(folder) for folder in found[:3])}{more}?"
+    return f"expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them"
 
 
 def _similar(path: Path) -> Path | None:

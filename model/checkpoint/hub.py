@@ -29,7 +29,7 @@ _TIMEOUT: Final = 10.0
 """Seconds to wait for a file's metadata."""
 _CONNECT_TIMEOUT: Final = 2.0
 """Seconds within which the hub's name is resolved and a connection to it opens, else only the cache is read."""
-_OFFLINE: Final = "not in the cache, and offline mode (HF_HUB_OFFLINE) is on"
+_OFFLINE: Final = "on the hub: not in the cache, and offline mode (HF_HUB_OFFLINE) is on"
 
 
 def is_hub_id(source: str) -> bool:
@@ -93,22 +93,21 @@ class Repository(Files):
         except errors.RevisionNotFoundError:
             raise CheckpointError(f"{self.source}: the repository has no revision {self.wanted!r}") from None
         except errors.RepositoryNotFoundError:
-            raise CheckpointError(
-                f"{self.source}: no such folder here and no such repository on the hub, "
-                "or a private one that this token (HF_TOKEN) may not read"
+            raise self._not_here(
+                "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"
             ) from None
         except errors.LocalEntryNotFoundError as error:
             return self._not_cached(name, error)
         except errors.EntryNotFoundError:
             return None
         except errors.OfflineModeIsEnabled:
-            raise CheckpointError(f"{self.source}: {_OFFLINE}") from None
+            raise self._not_here(_OFFLINE) from None
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", "no status")
-            raise CheckpointError(f"{self.source}: the hub answered {status} for {name}: {first_line(error)}") from None
+            raise self._not_here(f"the hub answered {status} for {name}: {first_line(error)}") from None
         except (OSError, ValueError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
             # The bases are those of the HTTP client's errors, whichever client this version is built on.
-            raise CheckpointError(f"{self.source}: {name} could not be fetched: {first_line(error)}") from None
+            raise self._not_here(f"on the hub: {name} could not be fetched: {first_line(error)}") from None
         if self.revision is None:
             self._pin(path)
         return path
@@ -119,18 +118,24 @@ class Repository(Files):
         if (offline or self._unreachable) and self._found.get(CONFIG_FILE) is not None:
             return None
         if offline:
-            raise CheckpointError(f"{self.source}: {_OFFLINE}") from None
+            raise self._not_here(_OFFLINE) from None
         cause = self._unreachable or first_line(error.__cause__ or error)
-        raise CheckpointError(
-            f"{self.source}: no such folder here; on the hub: {name} is not in the cache "
-            f"and the hub cannot be reached: {cause}"
-        ) from None
+        raise self._not_here(f"on the hub: {name} is not in the cache and the hub cannot be reached: {cause}") from None
+
+    def _not_here(self, failure: str) -> CheckpointError:
+        """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
+        place = f"{self.source}: " if self.revision else _no_folder(self.source)
+        return CheckpointError(f"{place}{failure}")
 
     def _pin(self, path: Path) -> None:
         """Remember the commit, so that all files are of the same one."""
         for part in path.parts:
             if _COMMIT.fullmatch(part):
                 self.revision = part
+
+
+def _no_folder(source: str) -> str:
+    return f"no folder {source} here (write ./ before a folder's name); "
 
 
 def unreachable(endpoint: str, timeout: float) -> str:
@@ -167,6 +172,6 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub.errors  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
-            f"{source}: no such folder or file; a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"
+            f"{_no_folder(source)}a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"
         ) from None
     return huggingface_hub

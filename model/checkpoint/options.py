@@ -49,8 +49,20 @@ class CheckpointOptions:
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
 
-    def preprocess_or(self, default: PreprocessConfig | None, where: str) -> PreprocessConfig:
+    def preprocess_or(
+        self,
+        default: PreprocessConfig | None,
+        where: str,
+        missing: str = "carries no preprocessing:",
+        size: Size | None = None,
+    ) -> PreprocessConfig:
         """Return the operator's preprocessing, else `default`.
+
+        Args:
+            default: what the checkpoint carries.
+            where: what messages call the checkpoint.
+            missing: what the message says before it advises VIT_PREPROCESS.
+            size: (rows, columns) of the only input that the model takes: presets of others are not offered.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read.
@@ -58,10 +70,9 @@ class CheckpointOptions:
         if self.preprocess is not None:
             return read_preprocess(self.preprocess)
         if default is None:
-            raise CheckpointError(
-                f"{where}: carries no preprocessing: set VIT_PREPROCESS to a JSON file "
-                f"or to one of {', '.join(PREPROCESS_PRESETS)}"
-            )
+            fitting = [name for name, preset in PREPROCESS_PRESETS.items() if size in (None, preset.size)]
+            presets = f" or to one of {', '.join(fitting)}" if fitting else ""
+            raise CheckpointError(f"{where}: {missing} set VIT_PREPROCESS to a JSON file{presets}")
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:

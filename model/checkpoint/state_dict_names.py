@@ -11,7 +11,7 @@ from torch import Tensor
 from model.errors import CheckpointError
 
 _TRANSFORMERS: Final = ("vit.", "deit.", "dinov2", "beit.", "vision_model.")
-_EXPECTED: Final = "timm's (cls_token, patch_embed.proj.weight, blocks.0.norm1.weight, …)"
+_EXPECTED: Final = "timm's names (cls_token, patch_embed.proj.weight, blocks.0.norm1.weight, …)"
 _FIRST_BLOCK: Final = re.compile(r"((?:\w+\.)*?)blocks\.0\.")
 _SHOWN: Final = 4
 
@@ -26,7 +26,7 @@ def check_names(tensors: Mapping[str, Tensor], where: str) -> None:
         raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
     prefix = _prefix(tensors)
     if prefix is None:
-        raise CheckpointError(f"{where}: {_description(tensors)}: not a ViT that is read, whose names are {_EXPECTED}")
+        raise CheckpointError(f"{where}: {_description(tensors)}; this version reads {_EXPECTED}")
     if prefix:
         others = [name for name in tensors if not name.startswith(prefix)]
         which = (
@@ -49,5 +49,8 @@ def _description(tensors: Mapping[str, Tensor]) -> str:
     first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
     shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:_SHOWN])
     convolutions = sum(tensor.ndim == 4 for tensor in tensors.values())
-    kind = f"a convolutional network's names, with {convolutions} convolutions" if convolutions > 1 else "names"
-    return f"{kind} such as {shown}"
+    if convolutions > 1:
+        return (
+            f"not a Vision Transformer but a convolutional network: {convolutions} convolutions, names such as {shown}"
+        )
+    return f"not a Vision Transformer that is read: names such as {shown}"

@@ -34,6 +34,10 @@ _ADVICE: Final = (
     "no code from a file is run here: where it was made, save the weights alone with "
     "torch.save(model.state_dict(), FILE), or convert them to .safetensors"
 )
+_TRANSFORMERS_ADVICE: Final = (
+    "no code from a file is run here: where it was made, save the model as a folder with "
+    "model.save_pretrained(FOLDER) and processor.save_pretrained(FOLDER), and give that folder"
+)
 
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
@@ -86,16 +90,19 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
             text = str(error)
             if isinstance(error, RuntimeError) and "weights_only" not in text:
                 raise
-            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}; {_ADVICE}") from None
+            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}") from None
     return _state_dict(value, where)
 
 
 def _found(text: str) -> str:
-    """Return what a file holds instead of plain tensors, from torch's message, whose advice is to run its code."""
+    """Return what a file holds instead of plain tensors, from torch's message, and advice that is not torch's."""
     if "TorchScript" in text:
-        return "a TorchScript archive, which holds code"
+        return f"a TorchScript archive, which holds code; {_ADVICE}"
     named = re.search(r"GLOBAL ([\w.]{1,200})", text)
-    return f"it holds the Python object {named[1]}" if named else "damaged, or of a program other than torch"
+    if named is None:
+        return f"damaged, or of a program other than torch; {_ADVICE}"
+    advice = _TRANSFORMERS_ADVICE if named[1].startswith("transformers.") else _ADVICE
+    return f"it holds the Python object {named[1]}; {advice}"
 
 
 def _state_dict(value: Any, where: str) -> dict[str, Tensor]:

@@ -133,7 +133,10 @@ def architecture_arguments(name: str, where: str) -> dict[str, Any]:
         CheckpointError: no architecture of this name that is read here.
     """
     if name not in architectures():
-        raise CheckpointError(f"{where}: architecture {name!r} is not one this version reads")
+        kinds = ", ".join(sorted({f"{known.partition('_')[0]}_*" for known in architectures()}))
+        raise CheckpointError(
+            f"{where}: {name!r:.100} is not a Vision Transformer that is read; this version reads timm's {kinds}"
+        )
     return dict(architectures()[name])
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from model.errors import InputError
 from service.cli.image_files import EXAMPLE_IMAGE, find_images
-from service.cli.server_flags import add_api_key_flag, api_key_for, local_url
+from service.cli.server_flags import add_api_key_flag, api_key_for, asking, local_url
+from service.client import AsyncClient
 from service.schemas import Classification, ModelDescription
 
 
@@ -54,14 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.concurrency < 1 or arguments.seconds <= 0:
         raise InputError("concurrency", "--concurrency and --seconds must be above zero")
     images = [file.read_bytes() for file in find_images(arguments.pictures)] or [EXAMPLE_IMAGE.read_bytes()]
-    try:
+    with asking(arguments.url):
         model, measurement = asyncio.run(_measure(arguments, images))
-    except httpx.HTTPStatusError as error:
-        raise InputError("url", f"{arguments.url}: {error.response.status_code}: {error.response.text}") from None
-    except httpx.InvalidURL as error:
-        raise InputError("url", f"{arguments.url}: {error}") from None
-    except httpx.TransportError as error:
-        raise InputError("url", f"{arguments.url}: {error}: is the server running?") from None
     _print(arguments, model, len(images), measurement)
     return int(not measurement.latencies)
 
@@ -71,8 +66,9 @@ async def _measure(arguments: argparse.Namespace, images: list[bytes]) -> tuple[
     key = api_key_for(arguments.url, arguments.api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=arguments.concurrency)
+    async with AsyncClient(arguments.url, api_key=key, timeout=60) as client:
+        model = await client.model()
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, limits=limits, timeout=60) as http:
-        model = ModelDescription.model_validate_json((await http.get("/model")).raise_for_status().content)
         turn = itertools.cycle(images)
         for seconds in (1.0, arguments.seconds):
             measurement = LoadMeasurement()

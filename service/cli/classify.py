@@ -14,18 +14,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
-from service.cli.server_flags import add_api_key_flag, api_key_for
+from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 from service.schemas import Prediction
 from service.web.documents import ranked_predictions
+
+_DEFAULT_TOP_K = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ClassifiedFile:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve classify`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
-    parser.add_argument("--top-k", type=int, default=5, metavar="N", help="classes of each picture (default: 5)")
+    parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {_DEFAULT_TOP_K})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV: file, rank, label, index, score, error")
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Classify everything that is named, and return 1 if any file has no answer; the others have theirs."""
-    if arguments.top_k < 1:
+    if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
     answers = _ask_server(files, arguments) if arguments.url else _ask_model(files, arguments)
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
     predictor, info, settings = predictor_from(arguments)
-    top_k = min(arguments.top_k, info.config.num_classes)
+    top_k = _top_k(arguments.top_k, info.config.num_classes)
 
     def decode(file: Path) -> NDArray[np.uint8] | str:
         try:
@@ -90,16 +91,23 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
-    try:
-        with Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client:
-            top_k = min(arguments.top_k, client.model().classes)
-            for file in files:
-                try:
-                    yield ClassifiedFile(file, client.classify(file, top_k=top_k).predictions)
-                except (ClientError, OSError) as error:
-                    yield ClassifiedFile(file, [], str(error))
-    except (httpx.TransportError, ClientError) as error:
-        raise InputError("url", f"{arguments.url}: {error}") from None
+    with (
+        asking(arguments.url),
+        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
+    ):
+        top_k = _top_k(arguments.top_k, client.model().classes)
+        for file in files:
+            try:
+                yield ClassifiedFile(file, client.classify(file, top_k=top_k).predictions)
+            except (ClientError, OSError) as error:
+                yield ClassifiedFile(file, [], str(error))
+
+
+def _top_k(wanted: int | None, classes: int) -> int:
+    """Return how many classes an answer has, and say so where the model has fewer than are asked for."""
+    if wanted is not None and wanted > classes:
+        print(f"vitserve: --top-k {wanted}: the model has {classes} classes", file=sys.stderr)  # noqa: T201
+    return min(wanted or _DEFAULT_TOP_K, classes)
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
-from service.cli.server_flags import add_api_key_flag, api_key_for
+from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
 
@@ -91,32 +90,30 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
 def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     from model.evaluation.evaluate import measure  # noqa: PLC0415
 
-    try:
-        with (
-            Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-            ThreadPoolExecutor(arguments.concurrency) as pool,
-        ):
-            labels = tuple(client.labels())
+    with (
+        asking(arguments.url),
+        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
+        ThreadPoolExecutor(arguments.concurrency) as pool,
+    ):
+        labels = tuple(client.labels())
 
-            def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
-                try:
-                    predictions = client.classify(upload(number), top_k=len(labels)).predictions
-                except ClientError as error:
-                    raise InputError("url", f"{arguments.url}: {pictures.name(number)}: {error}") from error
-                by_index = {found.index: found.score for found in predictions}
-                return [by_index[index] for index in range(len(labels))]
+        def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
+            try:
+                predictions = client.classify(upload(number), top_k=len(labels)).predictions
+            except ClientError as error:
+                raise InputError("url", f"{arguments.url}: {pictures.name(number)}: {error}") from error
+            by_index = {found.index: found.score for found in predictions}
+            return [by_index[index] for index in range(len(labels))]
 
-            def score(count: int, upload: Callable[[int], bytes]) -> NDArray[np.float32]:
-                answers = pool.map(partial(ask, upload), range(count))
-                return np.array(list(tqdm(answers, total=count, desc="evaluate", unit="img")), np.float32)
+        def score(count: int, upload: Callable[[int], bytes]) -> NDArray[np.float32]:
+            answers = pool.map(partial(ask, upload), range(count))
+            return np.array(list(tqdm(answers, total=count, desc="evaluate", unit="img")), np.float32)
 
-            truth = pictures.truth(labels, arguments.url)
-            found = measure(score(len(pictures), pictures.upload), truth, labels)
-            _print(f"the server at {arguments.url}", pictures, found)
-            if arguments.robustness:
-                _robustness(arguments.card, pictures.variants, score, truth)
-    except (httpx.TransportError, ClientError) as error:
-        raise InputError("url", f"{arguments.url}: {error}") from None
+        truth = pictures.truth(labels, arguments.url)
+        found = measure(score(len(pictures), pictures.upload), truth, labels)
+        _print(f"the server at {arguments.url}", pictures, found)
+        if arguments.robustness:
+            _robustness(arguments.card, pictures.variants, score, truth)
 
 
 def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import socket
 import sys
@@ -46,4 +47,5 @@ def _check_address(settings: Settings) -> None:
         try:
             probe.bind((settings.host, settings.port))
         except OSError as error:
-            sys.exit(f"vitserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
+            other = "; --port (VIT_PORT) chooses another" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            sys.exit(f"vitserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}{other}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import httpx
 
+from model.errors import InputError
+from service.client import ClientError, ProblemError
 from service.settings import Settings
 
 
@@ -26,6 +29,20 @@ def api_key_for(url: str, given: str | None) -> str | None:
     if httpx.URL(url).host in ("127.0.0.1", "localhost", "::1"):
         candidates += os.environ.get("VIT_API_KEYS", "").split(",")
     return next((key.strip() for key in candidates if key.strip()), None)
+
+
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Turn the errors of asking a server into an InputError, one line that says what to do about it."""
+    try:
+        yield
+    except (httpx.InvalidURL, httpx.TransportError, ClientError) as error:
+        hint = ""
+        if isinstance(error, ProblemError) and error.problem.status == 401:
+            hint = ": give one of the server's keys with --api-key or VIT_API_KEY"
+        elif isinstance(error, httpx.NetworkError | httpx.TimeoutException):
+            hint = ": is the server running?"
+        raise InputError("url", f"{url}: {error}{hint}") from None
 
 
 def local_url(environment: Mapping[str, str] = os.environ) -> str:

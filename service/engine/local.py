@@ -176,10 +176,11 @@ class LocalEngine:
 
     def _run(self) -> None:
         state: EngineState = "failed"
-        reason = "the engine stopped"
+        reason, started = "the engine stopped", False
         try:
             self._runner, info = self._load()
             self._runner.warm_up()
+            started = True
             self._call_loop(self._change, "ready", "", info)
             self._streams.run(self._runner)
             state, reason = "closed", "the engine is closed"
@@ -191,7 +192,9 @@ class LocalEngine:
             raise
         finally:
             if state == "failed":
-                logger.critical("engine %s: %s", self._device, reason)
+                named = "" if self._device in ("auto", "cpu") else f" on {self._device}"
+                what = f"engine {self.status.device}" if started else f"cannot start{named}"
+                logger.critical("%s: %s", what, reason)
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)

@@ -93,7 +93,10 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         line = complaint(port=str(port))
-    assert line == f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert (
+        line
+        == f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; --port (VIT_PORT) chooses another"
+    )
 
 
 @pytest.mark.parametrize("broken", ["folder", "config", "weights"])
@@ -111,7 +114,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
         (folder / "model.safetensors").write_bytes(b"\x00" * 100)
     line = complaint(checkpoint=str(folder), port="0")
     assert LOG_LINE.match(line)
-    assert "CRITICAL" in line
+    assert "CRITICAL cannot start: " in line
     assert "\n" not in line
     assert str(folder) in line
     if broken == "config":

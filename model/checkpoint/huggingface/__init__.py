@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.files import CONFIG_FILE, Files, Folder
 from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
@@ -53,9 +53,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     multi_label = _multi_label(config, where)
     with validating(where):
         # Everything that needs no weights is checked before they are fetched.
-        family.vit_config(config, 1)
+        size = family.vit_config(config, 1).image_size
     carried = None if options.preprocess else carried_preprocess(files, family)
-    preprocess = options.preprocess_or(carried, f"{files.place}: neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}")
+    preprocess = options.preprocess_or(carried, files.place, _missing(files), None if family.resizes else size)
 
     unused = re.compile(family.unused).fullmatch
     stored = TensorSource(family.hub_names(files.tensors()), files.place, unused)
@@ -84,6 +84,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
+def _missing(files: Files) -> str:
+    missing = f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
+    if isinstance(files, Folder):
+        return f"{missing} save the processor into this folder: processor.save_pretrained(FOLDER), or"
+    return missing
+
+
 def _family(config: dict[str, Any], where: str) -> Family:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
@@ -96,7 +103,11 @@ def _family(config: dict[str, Any], where: str) -> Family:
             raise CheckpointError(
                 f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
             )
-        raise CheckpointError(f"{where}: architecture {name!r:.100} is not one of {', '.join(_BY_CLASS)}")
+        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS))
+        raise CheckpointError(
+            f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
+            f"this version reads the ForImageClassification of {kinds}"
+        )
     family = _BY_CLASS[name]
     if config.get("model_type") != family.model_type:
         raise CheckpointError(f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}")

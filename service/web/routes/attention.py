@@ -69,7 +69,7 @@ class KeptPictureQuery(AttentionQuery):
 async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(request, query, pipeline.model().config)
+    map_request = _map_request(query, pipeline.model().config)
     pixels = pipeline.image_store.get(query.id)
     if pixels is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
@@ -87,7 +87,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(request, query, pipeline.model().config)
+    map_request = _map_request(query, pipeline.model().config)
     with pipeline.admit_upload() as upload:
         file = await pipeline.read_one(request, upload)
         answer = _decode_and_answer(pipeline, query, map_request, file, pipeline.deadline(request))
@@ -146,12 +146,10 @@ def _npy(found: AttentionMap) -> bytes:
     return buffer.getvalue()
 
 
-def _map_request(request: Request, query: AttentionQuery, config: ViTConfig) -> MapRequest:
+def _map_request(query: AttentionQuery, config: ViTConfig) -> MapRequest:
     """Return the map that is asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
     if query.method not in METHODS:
         raise InvalidParameter(f"method {query.method!r}: this service offers {', '.join(METHODS)}")
-    if "class" in request.query_params:
-        raise InvalidParameter(f"class does not apply to method {query.method!r}")
     if query.format != "png":
         for name in ("overlay", "alpha", "colormap", "size"):
             if getattr(query, name) is not None:

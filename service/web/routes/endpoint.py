@@ -7,8 +7,9 @@ that OpenAPI shows, the function is called, and errors rise to `service.web.midd
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
@@ -69,18 +70,36 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 @lru_cache(maxsize=64)
 def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
-    """Return a request's query as `model`. The last of repeated parameters counts; unknown ones are ignored.
+    """Return a request's query as `model`. The last of repeated parameters counts.
 
     Most requests have one of a few queries: what was parsed before is returned again, so models are to be frozen.
 
     Raises:
-        InvalidParameter: a parameter is missing, or is not what the model allows; or there are too many.
+        InvalidParameter: a parameter is missing, unknown, or not what the model allows; or there are too many.
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
+    query = dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    unknown = next((name for name in query if name not in known), None)
+    if unknown is not None:
+        raise InvalidParameter(
+            f"{unknown:.50}: no such parameter; there are {', '.join(_closest_first(unknown, known))}"
+        )
     try:
-        return model.model_validate(dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)))
+        return model.model_validate(query)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = str(first["msg"])
         raise InvalidParameter(f"{first['loc'][0]}: {message[:1].lower()}{message[1:]}") from None
+
+
+def _closest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names, those first that are written most like `name`."""
+    matcher = difflib.SequenceMatcher(b=name[:50].lower())
+
+    def likeness(other: str) -> float:
+        matcher.set_seq1(other)
+        return matcher.ratio()
+
+    return sorted(sorted(known), key=likeness, reverse=True)

@@ -81,6 +81,15 @@ def test_a_file_of_more_than_tensors_is_told_to_save_the_weights_alone(
     assert not re.search("weights_only|safe_globals|trust", message)
 
 
+def test_a_pickled_model_of_transformers_is_told_to_save_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"\x80\x02ctransformers.models.vit.modeling_vit\nViTForImageClassification\n)\x81.")
+    message = refusal(file)
+    assert "it holds the Python object transformers.models.vit.modeling_vit.ViTForImageClassification" in message
+    assert "model.save_pretrained(FOLDER)" in message
+    assert "state_dict" not in message
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"abc", b"PK\x03\x04" + b"\0" * 50, b"\x80\x02}q\0.", b"\x80\x05" + b"\xff" * 30]
 )

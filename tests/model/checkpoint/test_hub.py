@@ -113,7 +113,18 @@ def test_no_network_is_said(load: Load) -> None:
 
 
 def test_no_such_repository_is_said(hub: Hub, load: Load) -> None:
-    assert "no such repository" in load("owner/nothing", hub)["error"]
+    error = load("owner/nothing", hub)["error"]
+    assert error.startswith(
+        "no folder owner/nothing here (write ./ before a folder's name); on the hub: no such repository, or a private"
+    )
+
+
+def test_what_fails_after_the_config_was_found_is_not_said_of_a_folder(hub: Hub, load: Load, tmp_path: Path) -> None:
+    load("owner/name", hub)
+    for weights in (tmp_path / "cache").rglob("model.safetensors"):
+        weights.unlink()
+    hub.broken.add("owner/name")
+    assert load("owner/name", hub)["error"].startswith("owner/name: on the hub: model.safetensors ")
 
 
 def test_no_such_revision_is_said(hub: Hub, load: Load) -> None:
@@ -150,7 +161,7 @@ def test_a_repository_without_a_config_is_said(hub: Hub, load: Load, tmp_path: P
     folder = tmp_path / "empty"
     folder.mkdir()
     hub.repositories["owner/empty"] = {MAIN: folder}
-    assert load("owner/empty", hub)["error"] == "owner/empty: has no config.json"
+    assert load("owner/empty", hub)["error"].startswith("owner/empty: has no config.json: expected config.json, ")
 
 
 def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_without_a_network_the_client_neither_retries_nor_writes(
     request.addfinalizer(lambda: client.removeHandler(caplog.handler))
     waits: list[float] = []
     error = load("owner/name", None, wait=waits.append)["error"]
-    assert error.startswith("owner/name: no such folder here")
+    assert error.startswith("no folder owner/name here (write ./ before a folder's name); on the hub: ")
     assert waits == []
     assert caplog.messages == []
 

@@ -118,8 +118,20 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
 @pytest.mark.parametrize(
     ("kind", "file", "key", "value", "message"),
     [
-        ("timm", "config.json", "architecture", "resnet50", "'resnet50' is not one"),
-        ("timm", "config.json", "architecture", "vit_base_patch16_rope_224", "is not one this version reads"),
+        (
+            "timm",
+            "config.json",
+            "architecture",
+            "resnet50",
+            "'resnet50' is not a Vision Transformer .* reads timm's deit3_",
+        ),
+        (
+            "timm",
+            "config.json",
+            "architecture",
+            "vit_base_patch16_rope_224",
+            "is not a Vision Transformer that is read",
+        ),
         ("timm", "config.json", "num_classes", 0, "without a classification head"),
         ("timm", "config.json", "num_classes", 4, "labels for 4 classes|has shape"),
         ("timm", "config.json", "global_pool", "prr", "global_pool"),
@@ -145,9 +157,9 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ),
         (
             *("huggingface", "config.json", "architectures", ["ViTHybridForImageClassification"]),
-            "is not one of ViTForImageClassification",
+            "is not a Vision Transformer that is read; this version reads the ForImageClassification of ViT, DeiT, ",
         ),
-        ("huggingface", "config.json", "architectures", ["BertModel"], "'BertModel' is not one of"),
+        ("huggingface", "config.json", "architectures", ["BertModel"], "'BertModel' is not a Vision Transformer"),
         ("huggingface", "config.json", "model_type", "swin", "model_type"),
         ("huggingface", "config.json", "hidden_act", "mish", "activation 'mish'"),
         ("huggingface", "config.json", "problem_type", "regression", "not classification"),
@@ -222,7 +234,29 @@ def test_a_config_that_is_no_json_object_is_refused(kind: str, text: str, tmp_pa
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path}: has no config.json"
+    expected = "expected config.json, model.safetensors and preprocessor_config.json, as save_pretrained writes them"
+    assert refusal(tmp_path) == f"{tmp_path}: has no config.json: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "named"),
+    [((500,), "{0}/checkpoint-500"), ((500, 1000), "{0}/checkpoint-1000 or {0}/checkpoint-500")],
+)
+def test_a_trainers_output_is_told_by_the_folders_in_it(
+    checkpoints: tuple[int, ...], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for step in checkpoints:
+        huggingface_folder(tmp_path / f"checkpoint-{step}")
+    assert refusal(tmp_path) == f"{tmp_path}: has no config.json: did you mean {named.format(tmp_path)}?"
+
+
+def test_of_many_folders_the_last_three_are_named(tmp_path: Path) -> None:
+    for step in range(5):
+        huggingface_folder(tmp_path / f"checkpoint-{step}")
+    message = refusal(tmp_path)
+    assert message.endswith("checkpoint-2 (and 2 more)?")
+    assert "checkpoint-4 or" in message
 
 
 def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tmp_path: Path) -> None:
@@ -230,7 +264,25 @@ def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tm
     (folder / "preprocessor_config.json").unlink()
     message = refusal(folder)
     assert "neither preprocessor_config.json nor processor_config.json" in message
-    assert "VIT_PREPROCESS" in message
+    first, advice = message.split("save the processor into this folder: processor.save_pretrained(FOLDER), or ")
+    assert "VIT_PREPROCESS" not in first
+    assert advice == "set VIT_PREPROCESS to a JSON file"  # no preset is for the 16 pixels of this model
+
+
+def test_only_presets_of_the_models_input_size_are_offered(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    edit(folder / "config.json", lambda config: config.update(image_size=384))
+    assert refusal(folder).endswith("VIT_PREPROCESS to a JSON file or to one of torchvision-swag-384, google-384")
+
+
+def test_a_model_of_any_input_size_is_offered_every_preset(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    dinov2 = {"architectures": ["Dinov2ForImageClassification"], "model_type": "dinov2"}
+    fields = {"mlp_ratio": 2, "layerscale_value": 1.0, "use_swiglu_ffn": False, "drop_path_rate": 0.0}
+    edit(folder / "config.json", lambda config: config.update(dinov2 | fields))
+    message = refusal(folder)
     assert all(preset in message for preset in PREPROCESS_PRESETS)
 
 

@@ -108,17 +108,17 @@ SMALL_VIT = {
         ),
         (
             {"conv1.weight": (4, 3, 7, 7), "bn1.weight": (4,), "layer1.0.conv1.weight": (4, 4, 3, 3)},
-            "a convolutional network's names, with 2 convolutions such as 'conv1.weight', 'bn1.weight', "
-            "'layer1.0.conv1.weight': not a ViT that is read",
+            "weights.pth: not a Vision Transformer but a convolutional network: 2 convolutions, names such as "
+            "'conv1.weight', 'bn1.weight', 'layer1.0.conv1.weight'; this version reads timm's names",
         ),
         (
             {"pos_embedding": (1, 5, 4), "cls_token": (1, 1, 4), "to_patch_embedding.1.weight": (12,)}
             | {"transformer.layers.0.0.norm.weight": (4,), "mlp_head.weight": (2, 4)},
-            "names such as 'pos_embedding', 'cls_token', 'to_patch_embedding.1.weight', .*: not a ViT that is read",
+            "weights.pth: not a Vision Transformer that is read: names such as 'pos_embedding', 'cls_token', ",
         ),
         (
             {"patch_embed.proj.weight": (4, 3, 2, 2), "layers.0.blocks.0.norm1.weight": (4,), "head.weight": (2, 4)},
-            "not a ViT that is read, whose names are timm's",
+            "not a Vision Transformer that is read: names such as .*; this version reads timm's names",
         ),
         ({n: s for n, s in SMALL_VIT.items() if n != "head.weight"}, "without a classification head"),
     ],
@@ -238,7 +238,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
     ("architecture", "message"),
     [
         (None, "VIT_ARCHITECTURE"),
-        ("vit_nothing", "not one this version reads"),
+        ("vit_nothing", "'vit_nothing' is not a Vision Transformer that is read"),
         ("vit_small_patch16_224", "is 192 wide, vit_small_patch16_224 is 384"),
         ("vit_tiny_patch16_224,depth=11", "has 12 blocks, vit_tiny_patch16_224 has 11"),
         ("vit_tiny_patch16_224,patch_size=8", "has patches of 8x8"),

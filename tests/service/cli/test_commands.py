@@ -35,8 +35,9 @@ def pictures(tmp_path: Path) -> Path:
 def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json", "--top-k", "99")
+    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json", "--top-k", "99")
     assert code == 0
+    assert "vitserve: --top-k 99: the model has 3 classes\n" in err
     answers = [json.loads(line) for line in out.splitlines()]
     assert [Path(answer["file"]).name for answer in answers] == ["a.jpg", "b.png", "c.webp"]
     for answer in answers:
@@ -87,6 +88,8 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["bench", "--url", "http://127.0.0.1:1", "--seconds", "1", "examples"], "is the server running"),
+        (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
+        (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(

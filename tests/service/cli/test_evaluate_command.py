@@ -97,7 +97,7 @@ def test_a_bad_picture_in_a_folder_is_one_line(
     [
         (["--card", "absent.md"], "--card needs --robustness"),
         (["--robustness", "--card", "absent.md"], "absent.md: no such file"),
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+        (["--url", "http://127.0.0.1:1"], "is the server running?"),
     ],
 )
 def test_flags_that_do_not_work_are_one_line(

@@ -3,11 +3,71 @@
 from __future__ import annotations
 
 import argparse
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 
 from model.errors import InputError
 from service.cli import bench, classify, evaluate, server_flags
+from service.client import ClientError
+from tests.service.cli.command_line import run
+
+UNAUTHORIZED = (
+    b'{"type": "about:blank", "title": "Unauthorized", "status": 401, "detail": "no key", "code": "unauthorized", '
+    b'"request_id": "r"}'
+)
+
+
+class _AsksForAKey(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(UNAUTHORIZED)))
+        self.end_headers()
+        self.wfile.write(UNAUTHORIZED)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server_with_keys() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _AsksForAKey) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("command", [["bench"], ["classify", "examples/dog.jpg"]], ids=["bench", "classify"])
+def test_a_missing_key_is_one_line_that_names_where_to_give_it(
+    command: list[str], server_with_keys: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    code, out, err = run(capsys, *command, "--url", server_with_keys)
+    told = "401 unauthorized: no key: give one of the server's keys with --api-key or VIT_API_KEY"
+    assert (code, out, err) == (1, "", f"vitserve: {server_with_keys}: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            httpx.ConnectError("[Errno 111] Connection refused"),
+            "u: [Errno 111] Connection refused: is the server running?",
+        ),
+        (httpx.UnsupportedProtocol("no 'http://'"), "u: no 'http://'"),
+        (httpx.InvalidURL("Invalid port: 'abc'"), "u: Invalid port: 'abc'"),
+        (ClientError("not as vitserve does"), "u: not as vitserve does"),
+    ],
+)
+def test_why_a_server_could_not_be_asked_is_one_line(error: Exception, message: str) -> None:
+    with pytest.raises(InputError) as caught, server_flags.asking("u"):
+        raise error
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

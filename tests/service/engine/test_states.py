@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from model.errors import CheckpointError, DeviceError
+from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from tests.service.engine.conftest import Running
@@ -16,7 +17,9 @@ from tests.service.fakes import running as running_engine
 
 
 @on_a_loop
-async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: Running) -> None:
+async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running() as rig:
         tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 10))]
         await rig.until_queued(9)
@@ -29,6 +32,7 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(running: 
         with pytest.raises(EngineUnavailable, match="the device failed"):
             await rig.ask(11)
     assert rig.states == ["ready", "failed"]
+    assert any(line.startswith("engine cpu: the device failed: cpu") for line in caplog.messages)
 
 
 @on_a_loop
@@ -59,8 +63,28 @@ async def test_a_failed_load_is_a_state_with_its_reason(running: Running, caplog
         with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
             await rig.ask(1)
     assert rig.states == ["failed"]
-    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
-    assert "weights.bin: no such file" in caplog.text
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("CRITICAL", "cannot start: weights.bin: no such file")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [("auto", "cannot start: no"), ("cpu", "cannot start: no"), ("cuda:1", "cannot start on cuda:1: no")],
+)
+@on_a_loop
+async def test_a_failed_load_names_the_device_where_there_may_be_several(
+    device: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        raise CheckpointError("no")
+
+    engine = LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
+    failed = asyncio.Event()
+    engine.start(failed.set)
+    await failed.wait()
+    await engine.close()
+    assert [record.message for record in caplog.records] == [line]
 
 
 @on_a_loop

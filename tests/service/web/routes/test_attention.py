@@ -91,7 +91,7 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
         ("head=-1", "head"),
         ("head=%C2%B2", "head"),
         ("head=median", "head"),
-        ("class=3", "class does not apply"),
+        ("class=3", "class: no such parameter"),
         ("format=gif", "format"),
         ("format=json&overlay=false", "overlay does not apply"),
         ("format=json&alpha=0.5", "alpha does not apply"),

@@ -47,7 +47,6 @@ async def test_an_unknown_path_is_404(path: str) -> None:
         ("top_k=3&top_k=4", 4, False),
         ("attention=true&attention=no", 5, False),
         ("top_k=x&top_k=3", 3, False),
-        ("unknown=1&top_k=2&TOP_K=x", 2, False),
         ("&&top_k=2&", 2, False),
     ],
 )
@@ -72,12 +71,33 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
         ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=true\n", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
+        ("topk=2", "topk: no such parameter; there are top_k, attention"),
+        ("top_k=2&ATENTION=true", "ATENTION: no such parameter; there are attention, top_k"),
+        ("top_k=2&TOP_K=3", "TOP_K: no such parameter; there are top_k, attention"),
+        (f"{'x' * 9000}=", f"{'x' * 50}: no such parameter; there are attention, top_k"),
+        ("a%0Ab=1", "a\\nb: no such parameter; there are attention, top_k"),
     ],
 )
 async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:
     response = await app().classify(query=query, path=path)
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == detail
+
+
+@on_a_loop
+@pytest.mark.parametrize(("method", "query"), [("POST", "colourmap=magma"), ("GET", "id=x&colourmap=magma")])
+async def test_the_parameter_that_is_written_most_alike_is_named_first(method: str, query: str) -> None:
+    response = await app().request(method, "/attention", query=query)
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert response.json["detail"].startswith("colourmap: no such parameter; there are colormap, ")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "path", ["/", "/model", "/labels", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"]
+)
+async def test_paths_without_parameters_take_any_as_probes_and_browsers_add_some(path: str) -> None:
+    assert (await app().request("GET", path, query="topk=2&_=1")).status == 200
 
 
 @on_a_loop
@@ -100,7 +120,7 @@ async def test_an_answer_is_not_remembered_for_a_query_that_was_refused() -> Non
 @on_a_loop
 @pytest.mark.parametrize(("parameters", "status"), [(64, 200), (65, 422), (15_000, 422)])
 async def test_a_query_has_a_bounded_number_of_parameters(parameters: int, status: int) -> None:
-    response = await app().classify(query="&".join(f"a{number}=" for number in range(parameters)))
+    response = await app().classify(query="&".join(["top_k=1"] * parameters))
     assert response.status == status
     if status == 422:
         assert (response.code, response.json["detail"]) == ("invalid_parameter", "more than 64 parameters")
