@@ -14,6 +14,8 @@ from tests.e2e.serving import Pictures, Serve, Served
 from tests.fuzz.openapi import schemathesis
 from tests.launcher import PATIENCE
 
+pytestmark = pytest.mark.timeout(240)  # a server and a generator start
+
 KEY = "one-of-the-keys"
 CALL = """
 import io, json, sys
