@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -162,9 +163,10 @@ def _png(
 
     The photo is decoded here, a second time, so that none is in memory while its map is computed.
     """
-    look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
+    shown: NDArray[np.uint8] | None = None if query.overlay is False else picture.pixels
+    region = None
     if file is not None:
-        photo, region = upright_photo(
+        shown, region = upright_photo(
             file,
             picture.region,
             query.size,
@@ -172,9 +174,8 @@ def _png(
             scaled_decode=bounds.scaled_decode,
             control=control,
         )
-        return render_heatmap(found.values, picture=photo, region=region, control=control, **look)
-    shown = None if query.overlay is False else picture.pixels
-    return render_heatmap(found.values, picture=shown, control=control, **look)
+    look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
+    return render_heatmap(found.values, picture=shown, region=region, control=control, **look)
 
 
 def _npy(found: AttentionMap) -> bytes:
