@@ -24,6 +24,18 @@ class Prediction(BaseModel):
     score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
 
 
+class RegionDocument(BaseModel):
+    """The rectangle of the upright original that a map covers: what the model saw of it, in its pixels.
+
+    It lies within the photo, unless the model's preprocessing adds a border.
+    """
+
+    x: Annotated[float, Field(description="left edge")]
+    y: Annotated[float, Field(description="upper edge")]
+    width: float
+    height: float
+
+
 class Attention(BaseModel):
     """The attention map of a picture."""
 
@@ -33,6 +45,7 @@ class Attention(BaseModel):
     head: int | Literal["mean", "max"]
     values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
+    region: RegionDocument
 
 
 class Timings(BaseModel):
@@ -88,6 +101,7 @@ class AttentionDocument(BaseModel):
     grid: RowsColumns
     values: list[list[float]]
     kept_mass: float
+    region: RegionDocument
 
 
 class Labels(BaseModel):

@@ -1,22 +1,25 @@
-"""Heat maps: an attention map in colour over the model's input picture. PIL and numpy, never torch."""
+"""Heat maps: a map of where the model looked, in colour over a picture. PIL and numpy, never torch."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from model.errors import InputError
+from model.images.colorbar import with_colorbar
 from model.images.colormaps import COLORMAPS, colour_table
 from model.images.control import UNCONTROLLED, WorkControl
+from model.images.interpolation import monotone_cubic, nearest
+from model.images.region import Region
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["COLORMAPS", "MAX_SIZE", "render_heatmap"]
+__all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png", "render_heatmap"]
 
 MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
@@ -24,34 +27,73 @@ MAX_SIZE = 2048
 _MIN_DEFAULT_SIZE = 384
 """Longer side in pixels, at least, where no size is asked for: patches stay visible on small pictures."""
 
+_MIN_FULL_SCALE = 4.0
+"""Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
+
+_DIMMED = 0.35
+"""Brightness of the part of a photo that the model did not see."""
+
+_STRIP_ROWS = 256
+"""Rows drawn between two checks of the control."""
+
 _COMPRESS_LEVEL = 4
 """One of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+
+
+class Look(TypedDict, total=False):
+    """Arguments of `draw_heatmap` that a caller may choose freely."""
+
+    colormap: str
+    alpha: float
+    size: int | None
+    smooth: bool
+    colorbar: bool
 
 
 def render_heatmap(
     values: NDArray[np.float32],
     *,
     picture: NDArray[np.uint8] | None,
-    colormap: str = "inferno",
-    alpha: float = 0.6,
-    size: int | None = None,
+    region: Region | None = None,
     control: WorkControl = UNCONTROLLED,
+    **look: Unpack[Look],
 ) -> bytes:
-    """Return an attention map drawn as a PNG.
+    """Return what `draw_heatmap` draws as a PNG; raises as it does."""
+    return encode_png(draw_heatmap(values, picture=picture, region=region, control=control, **look), control)
 
-    The map is scaled from its own minimum and maximum to the whole colour table (a constant map gets the lowest
-    colour) and enlarged by bicubic interpolation; each value stands in the middle of its patch.
+
+def draw_heatmap(
+    values: NDArray[np.float32],
+    *,
+    picture: NDArray[np.uint8] | None,
+    region: Region | None = None,
+    colormap: str = "turbo",
+    alpha: float = 0.7,
+    size: int | None = None,
+    smooth: bool = True,
+    colorbar: bool = False,
+    control: WorkControl = UNCONTROLLED,
+) -> Image.Image:
+    """Return a map drawn over a picture.
+
+    With r a patch's share over the even share, 1 / (rows * columns), the colour is that at
+    log(r) / log(max(4, the largest r)) of the table, and the map's opacity is `alpha` times the same number. Patches
+    with the even share or less leave the picture as it is, so that an even map changes nothing.
 
     Args:
-        values: float [grid rows, grid columns]; any range. What is not finite counts as the minimum.
-        picture: uint8 [H, W, 3], or [H, W, 1] for grey: what the model saw, drawn under the map. None: the map
-            alone, a square for each patch.
-        alpha: 0...1, how much the map covers the picture.
+        values: float [grid rows, grid columns]; only ratios count. What is negative or not finite counts as 0.
+        picture: uint8 [H, W, 3], or [H, W, 1] for grey, drawn under the map. None: the map alone, each patch as
+            high as wide.
+        region: the part of `picture` that the map covers, in its pixels; the rest is dimmed. None: the whole.
+        alpha: 0...1, how much the last colour covers the picture.
         size: longer side in pixels, at most `MAX_SIZE`; None: the picture's, or 384 if that is more.
+        smooth: run from patch to patch without steps, and never beyond the values of neighbours; otherwise each patch
+            is one square.
+        colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
         control: may end the work between its steps. What it raises is raised here.
 
     Returns:
-        An RGB PNG with the picture's aspect ratio.
+        An RGB image with the picture's aspect ratio.
 
     Raises:
         InputError: `colormap`, `alpha` or `size` is outside what is offered.
@@ -62,19 +104,37 @@ def render_heatmap(
         raise InputError("size", f"size {size} is not between 1 and {MAX_SIZE}")
     colours = colour_table(colormap)
 
+    grid_rows, grid_columns = values.shape
     rows, columns = values.shape if picture is None else picture.shape[:2]
     longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
     width, height = (max(1, round(side * longer / max(rows, columns))) for side in (columns, rows))
+    if region is None:
+        region = Region(0.0, 0.0, columns, rows)
+    down = _cells(height, rows, region.y, region.height, grid_rows)
+    across = _cells(width, columns, region.x, region.width, grid_columns)
+    seen = ((down >= 0) & (down <= grid_rows))[:, np.newaxis] & ((across >= 0) & (across <= grid_columns))
 
     control.check()
-    levels = Image.fromarray(_scaled(values)).resize((width, height), Image.Resampling.BICUBIC)
-    # Bicubic interpolation overshoots at steep edges.
-    heat = colours[np.asarray(levels).clip(0, 255).round().astype(np.uint8)]
-    drawing = Image.fromarray(heat)
-    control.check()
-    if picture is not None:
-        seen = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
-        drawing = Image.blend(seen.resize((width, height), Image.Resampling.BICUBIC), drawing, alpha)
+    levels, full_scale = _levels(values)
+    enlarge = monotone_cubic if smooth else nearest
+    by_column = enlarge(levels, down).T.copy()  # [grid columns, height]
+    under = None if picture is None else _enlarged(picture, (width, height))
+    opacities = np.rint(alpha * np.arange(256)).astype(np.uint8)
+    drawing = Image.new("RGB", (width, height))
+    for top in range(0, height, _STRIP_ROWS):
+        control.check()
+        rows_here = slice(top, top + _STRIP_ROWS)
+        index = np.rint(255 * enlarge(by_column[:, rows_here], across).T).astype(np.uint8)  # [strip's rows, width]
+        strip = Image.fromarray(colours[index])
+        if under is not None:
+            below = _dimmed(under.crop((0, top, width, top + len(index))), seen[rows_here])
+            strip = Image.composite(strip, below, Image.fromarray(opacities[index] * seen[rows_here]))
+        drawing.paste(strip, (0, top))
+    return with_colorbar(drawing, colours, full_scale) if colorbar else drawing
+
+
+def encode_png(drawing: Image.Image, control: WorkControl = UNCONTROLLED) -> bytes:
+    """Return a drawing as a PNG; what `control` raises ends the work."""
     encoded = _ControlledOutput(control)
     drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
     return encoded.getvalue()
@@ -92,12 +152,40 @@ class _ControlledOutput(io.BytesIO):
         return super().write(data)
 
 
-def _scaled(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the map scaled to 0...255, float32 of the same shape."""
-    finite = np.isfinite(values)
-    # In double: the span of a float32 map may exceed float32.
-    doubled = values.astype(np.float64)
-    low, high = doubled[finite].min(initial=np.inf), doubled[finite].max(initial=-np.inf)
-    if high <= low:  # a constant map, or one without finite values
-        return np.zeros(values.shape, np.float32)
-    return (np.where(finite, (doubled - low) / (high - low), 0.0) * 255.0).astype(np.float32)
+def _enlarged(picture: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    """Return a picture of one or three channels as an RGB image of this (width, height)."""
+    image = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _dimmed(strip: Image.Image, seen: NDArray[np.bool_]) -> Image.Image:
+    """Return a part of a photo, darker where `seen`, bool of its shape, is False."""
+    if seen.all():
+        return strip
+    dark = (np.asarray(strip) * np.float32(_DIMMED)).astype(np.uint8)
+    return Image.composite(strip, Image.fromarray(dark), Image.fromarray(seen))
+
+
+def _cells(pixels: int, source: int, start: float, length: float, cells: int) -> NDArray[np.float32]:
+    """Return where the middle of each pixel of one axis lies, in cells of the grid, float32 [pixels].
+
+    Args:
+        pixels: of the drawing, which shows `source` pixels of the picture.
+        start, length: the part of those that the `cells` cover.
+    """
+    positions: NDArray[np.float32] = (((np.arange(pixels) + 0.5) * source / pixels - start) * cells / length).astype(
+        np.float32
+    )
+    return positions
+
+
+def _levels(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
+    """Return how far up the colours each patch stands, 0...1, and how many times the even share the last one means."""
+    # In double: the sum of a float32 map may exceed float32.
+    shares = values.astype(np.float64)
+    shares[~np.isfinite(shares) | (shares < 0)] = 0.0
+    mean = shares.mean()
+    # Below the smallest normal number, a quotient is no longer good for a picture.
+    ratios = shares / mean if mean > np.finfo(np.float64).tiny else np.ones_like(shares)
+    full_scale = max(_MIN_FULL_SCALE, float(ratios.max()))
+    return (np.log(ratios.clip(1.0)) / np.log(full_scale)).astype(np.float32), full_scale

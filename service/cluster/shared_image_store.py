@@ -19,12 +19,15 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from model.images.preprocess import ModelInput
+from model.images.region import Region
 from service.cluster.shared_memory import SharedFile, whole_pages
 
 _RING = struct.Struct("<QQQ")
-_CELL = struct.Struct("<16sQIII")
+_CELL = struct.Struct("<16sQIII4d")
+"""What stands before the pixels: token, second of expiry, shape and region."""
+
 _TOKEN_BYTES = 16
 _FREE_BYTES = 4 << 20
 """What one call frees at most, in about half a millisecond; one cell if that is more."""
@@ -46,8 +49,9 @@ class SharedImageStore:
         self._max_bytes = max_bytes
         self._clock = clock
 
-    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+    def put(self, picture: ModelInput) -> str | None:
         """Keep a picture; see `ImageStore.put`. Its id is 128 bits of the system's randomness, and where to look."""
+        pixels = picture.pixels
         cost = whole_pages(_CELL.size + pixels.nbytes)
         if self._ttl == 0 or cost > self._max_bytes:
             return None
@@ -58,13 +62,13 @@ class SharedImageStore:
                 first, cell = after, cost
             if after - first >= self._max_bytes // cell:
                 first += 1  # its cell is the one that is written now
-            header = _CELL.pack(token, self._clock() + self._ttl, *pixels.shape)
+            header = _CELL.pack(token, self._clock() + self._ttl, *pixels.shape, *picture.region)
             self._file.write(self._at(after, cell), header + pixels.tobytes())
             # Only now: a worker that is killed before this line has kept nothing.
             self._write_ring(first, after + 1, cell)
         return base64.urlsafe_b64encode(token + after.to_bytes(8, "big")).decode()
 
-    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+    def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None; see `ImageStore.get`."""
         try:
             given = base64.b64decode(image_id, b"-_", validate=True)
@@ -78,10 +82,12 @@ class SharedImageStore:
             if not live <= number < after:
                 return None
             data = self._file.read(self._at(number, cell), cell)
-        token, _, *shape = _CELL.unpack_from(data)
+        token, _, *shape_and_region = _CELL.unpack_from(data)
         if not secrets.compare_digest(token, given[:_TOKEN_BYTES]):
             return None
-        return np.frombuffer(data, np.uint8, math.prod(shape), _CELL.size).reshape(shape)
+        shape = shape_and_region[:3]
+        pixels = np.frombuffer(data, np.uint8, math.prod(shape), _CELL.size).reshape(shape)
+        return ModelInput(pixels, Region(*shape_and_region[3:]))
 
     def usage(self) -> tuple[int, int]:
         """Return (pictures, bytes) kept now."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from model.images.region import Region
 from model.prediction import AttentionMap
-from service.schemas import Prediction
+from service.schemas import Prediction, RegionDocument
 
 
 def ranked_predictions(
@@ -31,6 +32,12 @@ def map_fields(found: AttentionMap) -> dict[str, Any]:
         "values": found.values.astype(np.float64).round(7).tolist(),
         "kept_mass": _significant(found.kept_mass),
     }
+
+
+def region_document(region: Region) -> RegionDocument:
+    """Return a region as the wire has it, to a thousandth of a pixel."""
+    x, y, width, height = (round(side, 3) for side in region)
+    return RegionDocument(x=x, y=y, width=width, height=height)
 
 
 def _significant(value: float) -> float:

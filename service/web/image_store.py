@@ -8,20 +8,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from model.images.preprocess import ModelInput
 
-# An array's header and the dictionary's entry; small pictures would otherwise cost more than is counted.
-_OVERHEAD_BYTES = 512
+# An array's header, the region's numbers and the dictionary's entry; small pictures would otherwise cost more than is
+# counted.
+_OVERHEAD_BYTES = 768
 
 
 class ImageStore(Protocol):
-    """Keeps pictures, uint8 [H, W, C], under ids."""
+    """Keeps pictures, each with its region of the original, under ids."""
 
-    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+    def put(self, picture: ModelInput) -> str | None:
         """Keep a picture, and return its unguessable id, or None if nothing is kept."""
 
-    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+    def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
 
     def usage(self) -> tuple[int, int]:
@@ -38,23 +38,23 @@ class MemoryImageStore:
         self._ttl = ttl
         self._max_bytes = max_bytes
         self._clock = clock
-        self._pictures: OrderedDict[str, tuple[float, NDArray[np.uint8]]] = OrderedDict()
+        self._pictures: OrderedDict[str, tuple[float, ModelInput]] = OrderedDict()
         self._bytes = 0
 
-    def put(self, pixels: NDArray[np.uint8]) -> str | None:
+    def put(self, picture: ModelInput) -> str | None:
         """Keep a picture, and return its id, 128 bits of the system's randomness, or None if nothing is kept."""
-        cost = pixels.nbytes + _OVERHEAD_BYTES
+        cost = picture.pixels.nbytes + _OVERHEAD_BYTES
         if self._ttl == 0 or cost > self._max_bytes:
             return None
         self._drop_expired()
         while self._bytes + cost > self._max_bytes:
             self._drop_oldest()
         image_id = secrets.token_urlsafe(16)
-        self._pictures[image_id] = (self._clock() + self._ttl, pixels)
+        self._pictures[image_id] = (self._clock() + self._ttl, picture)
         self._bytes += cost
         return image_id
 
-    def get(self, image_id: str) -> NDArray[np.uint8] | None:
+    def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
         self._drop_expired()
         found = self._pictures.get(image_id)
@@ -72,5 +72,5 @@ class MemoryImageStore:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        _, (_, pixels) = self._pictures.popitem(last=False)
-        self._bytes -= pixels.nbytes + _OVERHEAD_BYTES
+        _, (_, picture) = self._pictures.popitem(last=False)
+        self._bytes -= picture.pixels.nbytes + _OVERHEAD_BYTES

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.images.preprocess import preprocess
+from model.images.preprocess import ModelInput, model_input
 from model.prediction import MapRequest
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
@@ -51,9 +51,9 @@ _LATE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A picture as the model sees it, uint8 [H, W, C] of its input size, and the seconds that decoding took."""
+    """A picture as the model sees it, and the seconds that decoding took."""
 
-    pixels: NDArray[np.uint8]
+    picture: ModelInput
     seconds: float
 
 
@@ -200,10 +200,10 @@ class Pipeline:
     def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
         started = time.perf_counter()
         bounds = self.settings
-        pixels = preprocess(
+        picture = model_input(
             data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, control=control
         )
-        return Decoded(pixels, time.perf_counter() - started)
+        return Decoded(picture, time.perf_counter() - started)
 
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None

@@ -15,10 +15,13 @@ from starlette.responses import Response
 
 from model.config import ViTConfig
 from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
+from model.images.photo import upright_photo
+from model.images.preprocess import ModelInput
 from model.prediction import AttentionMap, MapRequest, parse_head, parse_layer
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
-from service.web.documents import map_fields
+from service.settings import Settings
+from service.web.documents import map_fields, region_document
 from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, pipeline_of, unless_disconnected
@@ -53,16 +56,27 @@ class AttentionQuery(BaseModel, frozen=True):
         Field(description="`mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
-    overlay: Annotated[bool | None, Field(description="PNG: over what the model saw; default true")] = None
-    alpha: Annotated[float | None, Field(ge=0, le=1, description="PNG: weight of the map over the picture")] = None
+    overlay: Annotated[bool | None, Field(description="PNG: over a picture; default true")] = None
+    view: Annotated[
+        Literal["input", "photo"] | None,
+        Field(description="PNG: over what the model saw (default), or over the whole photo, the unseen part dimmed"),
+    ] = None
+    alpha: Annotated[
+        float | None, Field(ge=0, le=1, description="PNG: opacity of the map where it is highest; default 0.7")
+    ] = None
     colormap: Annotated[str | None, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})] = None
     size: Annotated[int | None, Field(ge=1, le=MAX_SIZE, description="PNG: longer side in pixels")] = None
+    smooth: Annotated[bool | None, Field(description="PNG: no steps between patches; default true")] = None
+    colorbar: Annotated[bool | None, Field(description="PNG: a colour bar at the right; default false")] = None
 
 
 class KeptPictureQuery(AttentionQuery):
     """The query of GET /attention."""
 
     id: Annotated[str, Field(description="from the answer of /classify")]
+    view: Annotated[
+        Literal["input"] | None, Field(description="PNG: over what the model saw; the photo itself is not kept")
+    ] = None
 
 
 @router.get("/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504))
@@ -70,11 +84,11 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
     map_request = _map_request(query, pipeline.model().config)
-    pixels = pipeline.image_store.get(query.id)
-    if pixels is None:
+    picture = pipeline.image_store.get(query.id)
+    if picture is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
-        answer = _answer(pipeline, query, map_request, pixels, pipeline.deadline(request), query.id)
+        answer = _answer(pipeline, query, map_request, picture, pipeline.deadline(request), image_id=query.id)
         return await unless_disconnected(request.receive, answer)
 
 
@@ -98,46 +112,70 @@ async def _decode_and_answer(
     pipeline: Pipeline, query: AttentionQuery, map_request: MapRequest, file: bytearray, deadline: Deadline
 ) -> Response:
     decoded = await pipeline.decode(file, deadline)
-    return await _answer(pipeline, query, map_request, decoded.pixels, deadline, None)
+    return await _answer(pipeline, query, map_request, decoded.picture, deadline, file=file)
 
 
 async def _answer(
     pipeline: Pipeline,
     query: AttentionQuery,
     map_request: MapRequest,
-    pixels: NDArray[np.uint8],
+    picture: ModelInput,
     deadline: Deadline,
-    image_id: str | None,
+    *,
+    image_id: str | None = None,
+    file: bytearray | None = None,
 ) -> Response:
-    """Compute the picture's map and return it in the asked-for format; keep the picture unless `image_id` is given."""
-    result = await pipeline.infer(pixels, deadline, top_k=1, map_request=map_request)
+    """Compute the picture's map and return it in the asked-for format; keep the picture unless `image_id` is given.
+
+    `file` is the upload that the picture comes from.
+    """
+    result = await pipeline.infer(picture.pixels, deadline, top_k=1, map_request=map_request)
     found = result.map
     assert found is not None, "the engine answers a map when it is asked for one"
     if image_id is None:
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(result.scores[0]))
-        image_id = pipeline.image_store.put(pixels)
+        image_id = pipeline.image_store.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
         headers["Content-Location"] = f"/attention?id={image_id}"
     if query.format == "json":
-        document = AttentionDocument(id=image_id, method=query.method, **map_fields(found))
+        region = region_document(picture.region)
+        document = AttentionDocument(id=image_id, method=query.method, region=region, **map_fields(found))
         return Response(document.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)
-    png = await pipeline.lanes.drawing.run(partial(_png, found, pixels, query), deadline)
+    photo = file if query.view == "photo" else None
+    png = await pipeline.lanes.drawing.run(partial(_png, found, picture, query, photo, pipeline.settings), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
-def _png(found: AttentionMap, pixels: NDArray[np.uint8], query: AttentionQuery, control: Control) -> bytes:
-    picture = pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
-    return render_heatmap(
-        found.values,
-        picture=None if query.overlay is False else picture,
-        control=control,
-        **query.model_dump(include={"colormap", "alpha", "size"}, exclude_none=True),
-    )
+def _png(
+    found: AttentionMap,
+    picture: ModelInput,
+    query: AttentionQuery,
+    file: bytearray | None,
+    bounds: Settings,
+    control: Control,
+) -> bytes:
+    """Return the map over what the model saw, or over the whole photo in `file`.
+
+    The photo is decoded here, a second time, so that none is in memory while its map is computed.
+    """
+    shown: NDArray[np.uint8] | None = None if query.overlay is False else picture.pixels
+    region = None
+    if file is not None:
+        shown, region = upright_photo(
+            file,
+            picture.region,
+            query.size,
+            max_pixels=bounds.max_image_pixels,
+            scaled_decode=bounds.scaled_decode,
+            control=control,
+        )
+    look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
+    return render_heatmap(found.values, picture=shown, region=region, control=control, **look)
 
 
 def _npy(found: AttentionMap) -> bytes:
@@ -151,11 +189,12 @@ def _map_request(query: AttentionQuery, config: ViTConfig) -> MapRequest:
     if query.method not in METHODS:
         raise InvalidParameter(f"method {query.method!r}: this service offers {', '.join(METHODS)}")
     if query.format != "png":
-        for name in ("overlay", "alpha", "colormap", "size"):
+        for name in ("overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"):
             if getattr(query, name) is not None:
                 raise InvalidParameter(f"{name} does not apply to format {query.format!r}")
     if query.colormap is not None and query.colormap not in COLORMAPS:
         raise InvalidParameter(f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}")
-    if query.overlay is False and query.alpha is not None:
-        raise InvalidParameter("alpha does not apply without overlay")
+    for name in ("alpha", "view") if query.overlay is False else ():
+        if getattr(query, name) is not None:
+            raise InvalidParameter(f"{name} does not apply without overlay")
     return MapRequest(parse_layer(query.layer, config.depth), parse_head(query.head, config.heads))

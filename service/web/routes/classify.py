@@ -13,7 +13,7 @@ from model.prediction import MapRequest
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
-from service.web.documents import map_fields, ranked_predictions
+from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
@@ -88,8 +88,9 @@ class _Classifier:
             raise file
         pipeline = self._pipeline
         decoded = await pipeline.decode(file, self._deadline)
-        result = await pipeline.infer(decoded.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
-        image_id = pipeline.image_store.put(decoded.pixels)
+        picture = decoded.picture
+        result = await pipeline.infer(picture.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
+        image_id = pipeline.image_store.put(picture)
         predictions = ranked_predictions(self._info.labels, result.indices, result.scores)
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(predictions[0].score)
@@ -97,7 +98,11 @@ class _Classifier:
             id=image_id,
             model=self._info.name,
             predictions=predictions,
-            attention=None if result.map is None else Attention(url=_url(image_id), **map_fields(result.map)),
+            attention=(
+                None
+                if result.map is None
+                else Attention(url=_url(image_id), region=region_document(picture.region), **map_fields(result.map))
+            ),
             timings_ms=Timings(
                 decode=_milliseconds(decoded.seconds),
                 queue=_milliseconds(result.queue_seconds),

@@ -13,7 +13,9 @@ from model.errors import ImageTooLarge, InvalidImage
 from model.images import resize
 from model.images.control import WorkControl
 from model.images.heatmap import render_heatmap
+from model.images.photo import upright_photo
 from model.images.preprocess import preprocess
+from model.images.region import Region
 from tests.model.images.pictures import black_png, config, encode, noise
 
 
@@ -168,6 +170,16 @@ def test_a_tiff_that_is_slow_to_unpack_may_have_fewer_pixels() -> None:
     assert preprocess(lzma, config(), max_pixels=40_000).shape == (32, 32, 3)
     with pytest.raises(ImageTooLarge, match="takes too long to decode"):
         preprocess(lzma, config(), max_pixels=20_000)
+
+
+def test_the_photo_under_a_map_is_decoded_and_shrunk_under_control() -> None:
+    data, region = encode(noise(120, 120), "PNG"), Region(0, 0, 120, 120)
+    whole = Counter()
+    upright_photo(data, region, 60, control=whole)
+    assert whole.costs and whole.checks > len(data) // 4096
+    for last in (1, 2, whole.checks - 1, whole.checks):
+        with pytest.raises(Unwanted):
+            upright_photo(data, region, 60, control=Counter(last))
 
 
 def test_drawing_ends_between_its_steps() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import io
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,15 +14,17 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from model.errors import InputError
+from model.images.colorbar import tick_ratios
 from model.images.colormaps import colour_table
 from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
+from model.images.region import Region
 from tests.model.images.pictures import difference, scene
 
 PICTURE = np.asarray(scene(96, 64))
 RAMP = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
 
 
-def drawn(values: np.ndarray, picture: np.ndarray | None = None, **options) -> np.ndarray:
+def drawn(values: npt.ArrayLike, picture: np.ndarray | None = None, **options) -> np.ndarray:
     png = render_heatmap(np.asarray(values, dtype=np.float32), picture=picture, **options)
     image = Image.open(io.BytesIO(png))
     assert image.format == "PNG" and image.mode == "RGB"
@@ -77,32 +80,81 @@ def test_the_highest_value_is_brightest_and_in_its_patch():
     assert columns.min() >= 700 and columns.max() < 800
 
 
-@given(st.floats(1e-6, 1e6), st.floats(-1e3, 1e3))
+@given(st.floats(1e-30, 1e30))
 @settings(max_examples=25, deadline=None)
-def test_scale_and_offset_of_the_values_change_nothing(scale, offset):
-    plain = drawn(RAMP, size=64)
-
-    assert difference(drawn(RAMP.astype(np.float64) * scale + offset * scale, size=64), plain) <= 6
+def test_only_ratios_of_the_values_count(factor):
+    assert difference(drawn(RAMP.astype(np.float64) * factor, size=64), drawn(RAMP, size=64)) <= 6
 
 
-def test_the_map_reaches_both_ends_of_the_colours():
-    pixels = drawn(RAMP, colormap="gray", size=256)
+@pytest.mark.parametrize(
+    ("times_even", "level"),
+    [
+        # 255 log(r) / log(max(4, largest r)) for r times the even share
+        ([1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0]),
+        ([0.0, 0.5, 1.5, 2.0], [0, 0, 75, 128]),
+        ([4.0, 0.0, 0.0, 0.0], [255, 0, 0, 0]),
+        ([8.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [255, 0, 0, 0, 0, 0, 0, 0]),
+        ([5.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [255, 110, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_colour_says_how_many_times_the_even_share_a_patch_has(times_even, level):
+    pixels = drawn([times_even], colormap="gray", size=len(times_even), smooth=False)
 
-    assert pixels.min() == 0 and pixels.max() == 255
+    assert difference(pixels[0, :, 0], np.array(level)) <= 1
 
 
 @pytest.mark.parametrize("values", [np.zeros((3, 3)), np.full((3, 3), 7.5), np.full((3, 3), np.nan), np.ones((1, 1))])
-def test_a_constant_map_has_the_lowest_colour(values):
-    assert np.array_equal(np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("inferno")[:1])
+@pytest.mark.parametrize("smooth", [True, False])
+def test_an_even_map_is_even_and_leaves_the_picture_as_it_is(values, smooth):
+    assert np.array_equal(np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1])
+    assert np.array_equal(drawn(values, PICTURE, size=96, alpha=1.0, smooth=smooth), PICTURE)
 
 
-def test_values_that_are_not_finite_count_as_the_lowest():
+def test_an_almost_even_map_stays_pale():
+    values = 1 + 0.1 * np.random.default_rng(0).standard_normal((14, 14)).clip(-3, 3)
+
+    assert difference(drawn(values, PICTURE, size=96), PICTURE) < 0.7 * 0.19 * 255 + 1
+
+
+def test_where_the_map_is_low_the_pictures_pixels_stay():
+    values = np.full((4, 6), 0.5)
+    values[1, 1] = 20
+
+    pixels = drawn(values, PICTURE, alpha=1.0, size=96)
+    changed = (pixels != PICTURE).any(axis=2)
+
+    # From the middle of each neighbouring patch on, nothing of the bright one is left.
+    assert changed[20:28, 20:28].all()
+    changed[8:40, 8:40] = False
+    assert not changed.any()
+
+
+def test_what_is_negative_or_not_finite_counts_as_nothing():
     holes = RAMP.copy()
-    holes[0, 0], holes[0, 1], holes[0, 2] = np.nan, np.inf, -np.inf
+    holes[0, 0], holes[0, 1], holes[0, 2], holes[0, 3] = np.nan, np.inf, -np.inf, -3
     filled = RAMP.copy()
-    filled[0, :3] = RAMP[0, 3]
+    filled[0] = 0
 
     assert np.array_equal(drawn(holes, size=64), drawn(filled, size=64))
+
+
+def test_patches_are_squares_of_one_colour_when_smoothing_is_off():
+    values = np.random.default_rng(1).random((3, 5)) ** 3
+
+    pixels = drawn(values, size=50, smooth=False).reshape(3, 10, 5, 10, 3)
+
+    assert (pixels == pixels[:, :1, :, :1]).all()
+    assert len(np.unique(pixels[:, 0, :, 0].reshape(-1, 3), axis=0)) > 5
+
+
+def test_smoothing_has_no_steps_and_keeps_the_value_in_the_middle_of_each_patch():
+    values = np.random.default_rng(2).random((5, 5)) ** 2
+
+    smooth = drawn(values, size=505, colormap="gray")[:, :, 0].astype(int)
+    squares = drawn(values, size=505, colormap="gray", smooth=False)[:, :, 0].astype(int)
+
+    assert difference(smooth[50::101, 50::101], squares[50::101, 50::101]) <= 1
+    assert np.abs(np.diff(smooth, axis=0)).max() <= 9 and np.abs(np.diff(smooth, axis=1)).max() <= 9
 
 
 @settings(max_examples=100, deadline=None)
@@ -119,10 +171,18 @@ def test_without_alpha_the_picture_is_left_alone():
     assert np.array_equal(drawn(RAMP, PICTURE, alpha=0.0, size=96), PICTURE)
 
 
-def test_with_full_alpha_the_picture_is_covered():
-    covered = drawn(RAMP, PICTURE, alpha=1.0, size=96)
+def test_with_full_alpha_the_highest_patch_is_covered_and_the_rest_less():
+    values = [[8, 0, 4, 0], [0, 0, 0, 0]]
 
-    assert np.array_equal(covered, drawn(RAMP, 255 - PICTURE, alpha=1.0, size=96))
+    black, white = (
+        drawn(values, np.full((4, 8, 3), level, np.uint8), alpha=1.0, size=8, smooth=False).astype(int)
+        for level in (0, 255)
+    )
+
+    # The share of the picture that comes through: 1 - log(r) / log(8) with r = 16 / 3, 0 and 8 / 3.
+    through = (white - black)[0, :, 0] / 255
+    expected = 1 - np.log([16 / 3, 1, 8 / 3, 1]) / np.log(16 / 3)
+    assert np.abs(through[::2] - expected).max() < 0.01
 
 
 def test_alpha_blends_evenly():
@@ -136,6 +196,76 @@ def test_a_grey_picture_is_drawn_over():
     grey = PICTURE[:, :, :1]
 
     assert difference(drawn(RAMP, grey, alpha=0.0, size=96), np.repeat(grey, 3, axis=2)) == 0
+
+
+def test_the_map_covers_its_region_and_the_rest_of_the_photo_is_dimmed():
+    photo = np.full((20, 40, 3), 200, np.uint8)
+
+    pixels = drawn([[1, 0], [0, 0]], photo, region=Region(20, 10, 10, 10), alpha=1.0, size=40, smooth=False)
+
+    expected = np.full((20, 40, 3), 70, np.uint8)
+    expected[10:20, 20:30] = 200
+    expected[10:15, 20:25] = colour_table("turbo")[-1]
+    assert np.array_equal(pixels, expected)
+
+
+@pytest.mark.parametrize("smooth", [True, False])
+def test_a_region_that_reaches_beyond_the_photo_shows_its_middle(smooth):
+    photo = np.zeros((10, 40, 3), np.uint8)
+    values = np.zeros((4, 4))
+    values[1, 2] = values[0, 0] = 1
+
+    pixels = drawn(values, photo, region=Region(0, -15, 40, 40), alpha=1.0, size=40, smooth=smooth)
+
+    assert pixels.shape == (10, 40, 3)
+    # Row 1 of the grid reaches from -5 to 5 and column 2 from 20 to 30, in pixels of the photo.
+    assert pixels[0, 25].any() and pixels[9, 25].max() <= 1 and not pixels[:, :10].any()
+
+
+def test_the_size_of_the_drawing_does_not_move_the_region():
+    photo = np.zeros((100, 200, 3), np.uint8)
+    region = Region(50.5, 0, 99, 100)
+
+    for size, scale in ((200, 1), (400, 2), (1000, 5)):
+        pixels = drawn([[1, 0], [0, 0]], photo, region=region, alpha=1.0, size=size, smooth=False)
+        _, columns = np.nonzero(pixels.any(axis=2))
+        assert abs(columns.min() - 50.5 * scale) <= 0.5 and abs(columns.max() + 1 - 100 * scale) <= 0.5
+
+
+def test_the_colour_bar_stands_beside_the_picture():
+    plain = drawn(RAMP, PICTURE, size=384)
+    pixels = drawn(RAMP, PICTURE, size=384, colorbar=True)
+
+    assert pixels.shape[0] == 256 and 384 + 40 < pixels.shape[1] < 384 + 256
+    assert np.array_equal(pixels[:, :384], plain)
+    bar = pixels[:, 384 + 15]
+    first, last = (np.flatnonzero((bar == colour_table("turbo")[level]).all(axis=1)) for level in (0, 255))
+    assert last.min() < 60 and first.max() > 230  # highest above, lowest below
+    assert (pixels[:, -1] == 255).all()
+    assert (pixels[:, 384:] == 0).all(axis=2).any()  # there is writing
+
+
+@pytest.mark.parametrize("size", [1, 7, 2048])
+def test_a_colour_bar_fits_beside_any_size(size):
+    pixels = drawn(RAMP, np.zeros((50, 100, 3), np.uint8), size=size, colorbar=True, smooth=False)
+
+    assert pixels.shape[0] == max(96, round(size / 2)) and size < pixels.shape[1] < size + 400
+
+
+@pytest.mark.parametrize(
+    ("full_scale", "most", "ticks"),
+    [
+        (4.0, 10, [1, 2, 4]),
+        (5.0, 10, [1, 2, 5]),
+        (18.7, 10, [1, 2, 4, 8, 18.7]),
+        (150.0, 5, [1, 4, 16, 64, 150]),
+        (150.0, 4, [1, 8, 64, 150]),
+        (150.0, 2, [1, 150]),
+        (150.0, 0, [1, 150]),
+    ],
+)
+def test_the_scale_of_the_colour_bar_names_its_ends_and_doublings_between(full_scale, most, ticks):
+    assert tick_ratios(full_scale, most) == ticks
 
 
 @pytest.mark.parametrize(

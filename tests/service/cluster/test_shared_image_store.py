@@ -9,8 +9,9 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from model.images.preprocess import ModelInput
+from model.images.region import Region
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedFile
 
@@ -41,12 +42,16 @@ def kept(file: SharedFile) -> Kept:
     return Kept(file, ttl=60, max_bytes=5 * CELL)
 
 
-def picture(value: int, rows: int = 16) -> NDArray[np.uint8]:
-    return np.full((rows, 12, 3), value, np.uint8)
+def picture(value: int, rows: int = 16) -> ModelInput:
+    return ModelInput(np.full((rows, 12, 3), value, np.uint8), Region(value, -0.1, 1e6, 1 / 3))
 
 
-def put(recent: SharedImageStore, pixels: NDArray[np.uint8]) -> str:
-    image_id = recent.put(pixels)
+def same(left: ModelInput, right: ModelInput) -> bool:
+    return np.array_equal(left.pixels, right.pixels) and left.region == right.region
+
+
+def put(recent: SharedImageStore, kept_picture: ModelInput) -> str:
+    image_id = recent.put(kept_picture)
     assert image_id is not None
     return image_id
 
@@ -57,7 +62,7 @@ def test_each_id_leads_every_worker_to_its_own_picture(kept: Kept) -> None:
         for recent in (kept.one, kept.two):
             found = recent.get(image_id)
             assert found is not None
-            assert np.array_equal(found, picture(value))
+            assert same(found, picture(value))
     assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL)
 
 
@@ -65,7 +70,7 @@ def test_a_worker_reads_what_was_kept_before_it_came(file: SharedFile) -> None:
     image_id = put(Kept(file, 60, 5 * CELL).one, picture(7))
     found = Kept(file, 60, 5 * CELL).two.get(image_id)
     assert found is not None
-    assert np.array_equal(found, picture(7))
+    assert same(found, picture(7))
 
 
 def test_the_oldest_goes_when_memory_is_full(kept: Kept) -> None:
@@ -136,9 +141,9 @@ def test_however_many_pictures_expire_a_call_frees_few_and_none_is_returned(call
         assert size <= memory_of(file) < size + MIB  # the system has back what the others took
 
 
-def large(value: int) -> NDArray[np.uint8]:
+def large(value: int) -> ModelInput:
     """A picture whose cell is a MiB."""
-    return np.full((1, 1020, 1024), value, np.uint8)
+    return ModelInput(np.full((1, 1020, 1024), value, np.uint8), Region(0, 0, 1020, 1))
 
 
 def memory_of(file: SharedFile) -> int:
@@ -170,7 +175,7 @@ def test_pictures_of_another_size_replace_all(kept: Kept) -> None:
     assert kept.one.get(old) is None
     found = kept.one.get(new)
     assert found is not None
-    assert np.array_equal(found, picture(2, rows=150))
+    assert same(found, picture(2, rows=150))
     assert kept.one.usage() == (1, 2 * CELL)
 
 

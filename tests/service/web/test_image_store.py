@@ -3,14 +3,15 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from numpy.typing import NDArray
 
+from model.images.preprocess import ModelInput
+from model.images.region import Region
 from service.web.image_store import MemoryImageStore
 from tests.service.web.apps import Clock
 
 
-def picture(value: int, side: int = 16) -> NDArray[np.uint8]:
-    return np.full((side, side, 3), value, np.uint8)
+def picture(value: int, side: int = 16) -> ModelInput:
+    return ModelInput(np.full((side, side, 3), value, np.uint8), Region(value, 0.25, 3, 4))
 
 
 def kept(max_bytes: int = 1 << 20, ttl: float = 60) -> tuple[MemoryImageStore, Clock]:
@@ -18,8 +19,8 @@ def kept(max_bytes: int = 1 << 20, ttl: float = 60) -> tuple[MemoryImageStore, C
     return MemoryImageStore(ttl=ttl, max_bytes=max_bytes, clock=clock), clock
 
 
-def put(store: MemoryImageStore, pixels: NDArray[np.uint8]) -> str:
-    image_id = store.put(pixels)
+def put(store: MemoryImageStore, kept_picture: ModelInput) -> str:
+    image_id = store.put(kept_picture)
     assert image_id is not None
     return image_id
 
@@ -30,7 +31,8 @@ def test_each_id_leads_to_its_own_picture() -> None:
     for value, image_id in enumerate(ids):
         found = store.get(image_id)
         assert found is not None
-        assert (found == value).all()
+        assert (found.pixels == value).all()
+        assert found.region == (value, 0.25, 3, 4)
 
 
 def test_ids_are_long_random_and_fit_for_a_url() -> None:
@@ -75,7 +77,7 @@ def test_the_oldest_goes_when_memory_is_full_and_the_bound_holds() -> None:
     ids = [put(store, picture(value)) for value in range(50)]
     count, used = store.usage()
     assert 0 < used <= bound
-    assert used >= count * picture(0).nbytes
+    assert used >= count * picture(0).pixels.nbytes
     alive = [store.get(image_id) is not None for image_id in ids]
     assert alive == [False] * (50 - count) + [True] * count
 

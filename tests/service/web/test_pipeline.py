@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 from starlette.types import Message
 
+from model.images.preprocess import ModelInput
+from model.images.region import Region
 from service.errors import MalformedRequest
 from service.web import pipeline
 from service.web.lanes import Control, Deadline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
+
+BLACK = ModelInput(np.zeros((SIZE, SIZE, 3), np.uint8), Region(0, 0, SIZE, SIZE))
 
 
 @on_a_loop
@@ -57,7 +61,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     pool = pipeline_of(service).lanes.small.pool
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
-    monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
+    monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = communicator.start()
     await until(lambda: pool._work_queue.qsize() == 1)
@@ -145,12 +149,12 @@ async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> 
 async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, go_on = threading.Event(), threading.Event()
 
-    def slow(*_: Any, **__: Any) -> np.ndarray[Any, Any]:
+    def slow(*_: Any, **__: Any) -> ModelInput:
         decoding.set()
         assert go_on.wait(PATIENCE)
-        return np.zeros((SIZE, SIZE, 3), np.uint8)
+        return BLACK
 
-    monkeypatch.setattr(pipeline, "preprocess", slow)
+    monkeypatch.setattr(pipeline, "model_input", slow)
     service = app(queue_size=2)
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = communicator.start()
@@ -173,7 +177,7 @@ async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest
     pool = pipeline_of(service).lanes.small.pool
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
-    monkeypatch.setattr(pipeline, "preprocess", lambda *a, **k: decoded.append(a))
+    monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
     running = communicator.start()
     await until(lambda: pool._work_queue.qsize() == 1)
@@ -191,15 +195,15 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
 ) -> None:
     decoding, go_on = threading.Event(), threading.Event()
 
-    def decode(data: bytearray, *_: Any, **__: Any) -> np.ndarray[Any, Any]:
+    def decode(data: bytearray, *_: Any, **__: Any) -> ModelInput:
         if data == png(2):
             decoding.set()
             assert go_on.wait(PATIENCE)
         else:
             assert decoding.wait(PATIENCE)
-        return np.zeros((SIZE, SIZE, 3), np.uint8)
+        return BLACK
 
-    monkeypatch.setattr(pipeline, "preprocess", decode)
+    monkeypatch.setattr(pipeline, "model_input", decode)
     service = app(queue_size=2, decode_threads=2)
     service.engine.error = KeyError("a defect")
     communicator = service.communicator("POST", "/classify/batch", **form(png(1), png(2)))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from model.images.control import WorkControl
 from service.errors import DeadlineExceeded
-from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import Clock, app, form, kept, pipeline_of
+from service.web.routes import attention as routes_attention
+from tests.model.images.pictures import encode
+from tests.service.fakes import SIZE, model_info, on_a_loop, png
+from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of
 
 
 @on_a_loop
@@ -24,9 +28,10 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     assert (picture.format, picture.mode, picture.width, picture.height) == ("PNG", "RGB", 384, 384)
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
-    assert set(document) == {"id", "method", "layer", "head", "grid", "values", "kept_mass"}
+    assert set(document) == {"id", "method", "layer", "head", "grid", "values", "kept_mass", "region"}
     assert (document["id"], document["method"], document["layer"], document["head"]) == (image_id, "cls", 2, "mean")
     assert (document["grid"], document["values"]) == ([2, 2], [[0.1, 0.2], [0.3, 0.4]])
+    assert document["region"] == {"x": 0, "y": 0, "width": SIZE, "height": SIZE}
 
     saved = await service.get("/attention", f"id={image_id}&format=npy")
     array = np.load(io.BytesIO(saved.content), allow_pickle=False)
@@ -97,11 +102,21 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
         ("format=json&alpha=0.5", "alpha does not apply"),
         ("format=npy&colormap=magma", "colormap does not apply"),
         ("format=npy&size=100", "size does not apply"),
+        ("format=json&view=input", "view"),
+        ("format=npy&view=photo", "view"),
+        ("format=json&smooth=true", "smooth does not apply"),
+        ("format=npy&colorbar=false", "colorbar does not apply"),
         ("colormap=pink-elephants", "inferno"),
         ("alpha=1.1", "alpha"),
         ("alpha=-0.1", "alpha"),
         ("alpha=nan", "alpha"),
         ("overlay=false&alpha=0.5", "alpha does not apply"),
+        ("overlay=false&view=input", "view does not apply"),
+        ("overlay=false&view=photo", "view"),
+        ("view=original", "view"),
+        ("view=", "view"),
+        ("smooth=perhaps", "smooth"),
+        ("colorbar=perhaps", "colorbar"),
         ("size=0", "size"),
         ("size=2049", "size"),
         ("overlay=perhaps", "overlay"),
@@ -130,11 +145,76 @@ async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, in
 async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
     service = app()
     image_id = await kept(service)
-    queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis"]
+    queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis", "smooth=false", "colorbar=true"]
     drawings = [(await service.get("/attention", f"id={image_id}&{query}")).content for query in queries]
     assert len(set(drawings)) == len(queries)
     untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
     assert (untouched == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
+
+
+def crops(monkeypatch: pytest.MonkeyPatch, service: App) -> None:
+    """Let the model see the middle square of a photo."""
+    info = model_info()
+    cropping = info.preprocess.model_copy(update={"resize": "shortest_edge"})
+    monkeypatch.setattr(service.engine, "info", replace(info, preprocess=cropping))
+
+
+def two_halves(orientation: int) -> bytes:
+    """A file of 40 x 20 pixels, left half red and right half blue."""
+    picture = Image.new("RGB", (40, 20), (200, 0, 0))
+    picture.paste((0, 0, 200), (20, 0, 40, 20))
+    return encode(picture, "PNG", orientation)
+
+
+@on_a_loop
+async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = app()
+    crops(monkeypatch, service)
+    posted = (await service.request("POST", "/attention", query="format=json", **form(two_halves(6)))).json
+    assert posted["region"] == {"x": 0, "y": 10, "width": 20, "height": 20}  # upright it is 20 x 40
+    classified = (await service.classify(two_halves(6), query="attention=true")).json
+    assert classified["attention"]["region"] == posted["region"]
+    kept_one = await service.get("/attention", f"id={classified['id']}&format=json")
+    assert kept_one.json["region"] == posted["region"]
+
+
+@on_a_loop
+async def test_a_map_over_the_photo_dims_what_the_model_did_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = app()
+    crops(monkeypatch, service)
+    response = await service.request("POST", "/attention", query="view=photo&alpha=0&size=80", **form(two_halves(1)))
+    pixels = np.asarray(Image.open(io.BytesIO(response.content)))
+    assert pixels.shape == (40, 80, 3)
+    assert [pixels[20, column].tolist() for column in (10, 30, 50, 70)] == [
+        [70, 0, 0],
+        [200, 0, 0],
+        [0, 0, 200],
+        [0, 0, 70],
+    ]
+
+
+@on_a_loop
+async def test_a_kept_picture_has_no_photo_to_look_at() -> None:
+    service = app()
+    response = await service.get("/attention", f"id={await kept(service)}&view=photo")
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert "view" in response.json["detail"]
+    assert (await service.get("/attention", f"id={await kept(service)}&view=input")).status == 200
+
+
+@on_a_loop
+async def test_a_photo_whose_time_is_up_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    service = app(clock, request_timeout=10)
+
+    def late(*_: Any, control: WorkControl, **__: Any) -> None:
+        clock.now += 10
+        control.check()
+
+    monkeypatch.setattr(routes_attention, "upright_photo", late)
+    response = await service.request("POST", "/attention", query="view=photo", **form(png(1)))
+    assert (response.status, response.code) == (504, "deadline_exceeded")
+    assert pipeline_of(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -6,7 +6,7 @@ import pytest
 
 from model.errors import InputError
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from tests.service.fakes import CLASSES, expected_indices, model_info, on_a_loop, png
+from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import app, form, pipeline_of
 
 
@@ -56,10 +56,11 @@ async def test_a_bad_query_names_its_parameter(query: str) -> None:
 @on_a_loop
 async def test_attention_comes_with_the_answer_when_asked() -> None:
     attention = (await app().classify(png(1), query="attention=true")).json["attention"]
-    assert set(attention) == {"url", "grid", "layer", "head", "values", "kept_mass"}
+    assert set(attention) == {"url", "grid", "layer", "head", "values", "kept_mass", "region"}
     assert (attention["grid"], attention["layer"], attention["head"]) == ([2, 2], 2, "mean")
     assert attention["kept_mass"] == 0.9
     assert attention["values"] == [[0.1, 0.2], [0.3, 0.4]]
+    assert attention["region"] == {"x": 0, "y": 0, "width": SIZE, "height": SIZE}
 
 
 @on_a_loop

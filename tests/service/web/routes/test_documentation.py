@@ -61,7 +61,8 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
 @on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
-    names = {"method", "layer", "head", "format", "overlay", "alpha", "colormap", "size"}
+    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"}
+    names = {"method", "layer", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
