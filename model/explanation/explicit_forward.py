@@ -89,8 +89,8 @@ def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
 
 
 def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:
-    """Put zeros where the pooling query does not look: [B, seen] -> [B, N]."""
-    return F.pad(seen, (config.tokens - seen.shape[1], 0))
+    """Put zeros where the pooling query does not look: [..., seen] -> [..., N]."""
+    return F.pad(seen, (config.tokens - seen.shape[-1], 0))
 
 
 def finish_pool(model: VisionTransformer, pool: AttentionPool, weighed: Weighed) -> Tensor:

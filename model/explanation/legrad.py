@@ -9,46 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.explanation.explicit_forward import (
-    block_inputs,
-    blocks_of,
-    class_scores,
-    finish,
-    finish_pool,
-    over_all_tokens,
-    weigh,
-    weigh_pool,
-)
+from model.explanation.explicit_forward import block_inputs, blocks_of
+from model.explanation.head_gradient import head_gradient
 from model.network.vit import VisionTransformer
 
 
 def legrad(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
     """Return the relevance of each token for the class: float32 [B, N], not negative.
 
-    As in the authors' code, a layer's prediction reads the mean of all tokens where the model reads the CLS token, and
-    the attention of the pooling query takes the place of the block's with attention pooling. Otherwise the model's
-    own pooling is applied.
+    A layer's prediction is pooled as the model's is; the authors' code for CLIP averages all tokens instead of reading
+    the CLS token, which a head that was trained on that token alone makes less of. With attention pooling the pooling
+    query's attention takes the place of the block's, as in their code.
 
     Args:
         pixels, classes: see `model.explanation.methods.explain`.
     """
-    x = block_inputs(model, pixels, output=model.attn_pool is not None)
-    found = torch.zeros(x[0].shape[:2], device=x[0].device)
-    if model.attn_pool is not None:
-        for left in x[1:]:
-            with torch.enable_grad():
-                weighed = weigh_pool(model.attn_pool, model.norm(left).detach().requires_grad_())
-                logits = finish_pool(model, model.attn_pool, weighed)
-                (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
-            found += over_all_tokens(gradient.relu().mean(dim=(1, 2)), model.config)
-        return found
-    for block, entering in zip(blocks_of(model), x, strict=True):
-        with torch.enable_grad():
-            weighed = weigh(block, entering.detach().requires_grad_())
-            left = finish(block, entering, weighed)
-            if model.config.pool == "cls":  # a second token for the distillation head, where there is one
-                left = left.mean(dim=1, keepdim=True).expand(-1, 2, -1)
-            logits, _ = model.read(left)
-            (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
+    inputs = block_inputs(model, pixels)
+    found = torch.zeros(inputs[0].shape[:2], device=pixels.device)
+    for block, x in zip(blocks_of(model), inputs, strict=True):
+        _, gradient = head_gradient(model, block, x, classes)
         found += gradient.relu().mean(dim=(1, 2))
     return found

@@ -108,10 +108,7 @@ def plain_legrad(model: VisionTransformer, pixels: Tensor) -> Tensor:
     total = torch.zeros(len(pixels), model.config.tokens)
     for layer in range(model.config.depth):
         found = forward(model, pixels)
-        left = found.outputs[layer]
-        if model.config.pool == "cls":
-            left = torch.stack([left.mean(1), left.mean(1)], dim=1)
-        logits, pool = read(model, left)
+        logits, pool = read(model, found.outputs[layer])
         weights = found.attention[layer] if pool is None else pool
         logits[torch.arange(len(pixels)), CLASSES].sum().backward()
         total += all_tokens(grad_of(weights).clamp(min=0).mean((1, 2)), model.config)
