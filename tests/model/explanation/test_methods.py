@@ -75,9 +75,16 @@ def all_tokens(pool: Tensor, config: ViTConfig) -> Tensor:
 
 
 def plain_relevance(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    found = gradients(model, pixels)
+    found = forward(model, pixels)
+    for logits, label in zip(found.logits, CLASSES.tolist(), strict=True):
+        rivals = sorted(
+            (logit for index, logit in enumerate(logits) if index != label),
+            key=lambda logit: logit.item(),
+            reverse=True,
+        )[:10]
+        (logits[label] - (sum(rivals) / len(rivals) if rivals else 0)).backward(retain_graph=True)
     weights = found.attention[-1] if found.pool is None else found.pool
-    product = (weights * grad_of(weights)).sum((1, 2)).clamp(min=0)
+    product = (weights * grad_of(weights)).sum((1, 2)).clamp(min=0) ** 1.5
     return all_tokens(product, model.config)
 
 
