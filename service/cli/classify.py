@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -93,12 +93,12 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
     try:
         with Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client:
             top_k = min(arguments.top_k, client.model().classes)
-            for file in files:
-                try:
-                    yield ClassifiedFile(file, client.classify(file, top_k=top_k).predictions)
-                except (ClientError, OSError) as error:
-                    yield ClassifiedFile(file, [], str(error))
-    except (httpx.TransportError, ClientError) as error:
+            for file, found in client.stream(files, partial(client.classify, top_k=top_k)):
+                if isinstance(found, Exception):
+                    yield ClassifiedFile(file, [], str(found))
+                else:
+                    yield ClassifiedFile(file, found.predictions)
+    except ClientError as error:
         raise InputError("url", f"{arguments.url}: {error}") from None
 
 

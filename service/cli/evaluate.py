@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -115,7 +114,7 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> N
             _print(f"the server at {arguments.url}", pictures, found)
             if arguments.robustness:
                 _robustness(arguments.card, pictures.variants, score, truth)
-    except (httpx.TransportError, ClientError) as error:
+    except ClientError as error:
         raise InputError("url", f"{arguments.url}: {error}") from None
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.__main__ import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
-from vitserve.client import Classification, Client, FailedItem, ProblemError
+from vitserve.client import AsyncClient, Classification, Client, FailedItem, ImageRefused, ProblemError, Unauthorized
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -35,10 +37,37 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         assert isinstance(second, FailedItem)
         assert second.error.status == 415
         assert client.heat_map(pictures.files[0], overlay=False).startswith(b"\x89PNG")
+        sent = client.attention(pictures.files[0], method="cls", layer=-2, head="max")
+        kept = client.attention(found, method="cls", layer=-2, head="max")
+        assert kept.values == sent.values
+        array = client.attention_array(found, method="cls", layer=-2, head="max")
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, sent.values, atol=1e-6)
         with pytest.raises(ProblemError, match="422 invalid_parameter"):
             client.classify(pictures.files[0], top_k=11)
-    with Client(server.url, api_key="wrong") as client, pytest.raises(ProblemError, match="401 unauthorized"):
+    with Client(server.url, api_key="wrong") as client, pytest.raises(Unauthorized, match="401 unauthorized"):
         client.labels()
+
+
+def test_the_client_streams_files_in_order(server: Served, pictures: Pictures, tmp_path: Path) -> None:
+    files = [tmp_path / f"{index}.png" for index in range(4)]
+    for file, data in zip(files, [*pictures.files[:3], b"no picture"], strict=True):
+        file.write_bytes(data)
+
+    def check(found: list[tuple[Path, Classification | Exception]]) -> None:
+        assert [file for file, _ in found] == files
+        for index, (_, answer) in enumerate(found[:3]):
+            assert isinstance(answer, Classification)
+            pictures.check(index, answer.model_dump())
+        assert isinstance(found[3][1], ImageRefused)
+
+    async def asynchronously() -> list[tuple[Path, Classification | Exception]]:
+        async with AsyncClient(server.url, api_key="right") as client:
+            return [item async for item in client.stream(files, client.classify, concurrency=3)]
+
+    with Client(server.url, api_key="right") as client:
+        check(list(client.stream(files, client.classify, concurrency=3)))
+    check(asyncio.run(asynchronously()))
 
 
 def test_classify_asks_a_server(
