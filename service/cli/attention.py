@@ -14,6 +14,7 @@ from tqdm import tqdm
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE
 from model.images.sheet import ContactSheet
+from model.prediction import METHODS
 from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_server
 from service.cli.image_files import find_images
 from service.cli.server_flags import add_api_key_flag, api_key_for
@@ -32,14 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
     parser.add_argument("--npy", action="store_true", help="write the numbers instead of a PNG")
-    parser.add_argument("--method", help="relevance (default), cls (the attention itself), rollout, gae or legrad")
+    parser.add_argument(
+        "--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls)"
+    )
     parser.add_argument(
         "--class",
         dest="classes",
         action="append",
         default=[],
         metavar="CLASS",
-        help="label or index to explain; several times: maps side by side (default: the best class)",
+        help="label or index to explain, several with commas: maps side by side (default: the best class)",
     )
     parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")

@@ -59,8 +59,13 @@ class AsyncClient:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
         return await self._send(await asyncio.to_thread(requests.classify_batch, images, top_k, attention))
 
-    async def attention(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> AttentionDocument:
-        """Return a map with its facts; of a `Classification`, that of its picture, without sending it again."""
+    async def attention(
+        self, image: ImageSource | Classification, **options: Unpack[MapOptions]
+    ) -> list[AttentionDocument]:
+        """Return the map of each class that is asked for, of the best one if none is, with its facts.
+
+        Of a `Classification`, the maps are those of its picture, which is not sent again.
+        """
         return await self._send(await asyncio.to_thread(requests.attention, image, options))
 
     async def attention_array(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> Array:

@@ -71,8 +71,11 @@ class Client:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
         return self._send(requests.classify_batch(images, top_k, attention))
 
-    def attention(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> AttentionDocument:
-        """Return a map with its facts; of a `Classification`, that of its picture, without sending it again."""
+    def attention(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> list[AttentionDocument]:
+        """Return the map of each class that is asked for, of the best one if none is, with its facts.
+
+        Of a `Classification`, the maps are those of its picture, which is not sent again.
+        """
         return self._send(requests.attention(image, options))
 
     def attention_array(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> Array:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from service.client.errors import ForeignAnswer, error_of
 from service.schemas import (
@@ -36,6 +36,10 @@ WithAttention = bool | Literal["relevance"]
 
 _Answer = TypeVar("_Answer")
 _Document = TypeVar("_Document", bound=BaseModel)
+
+_DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
+    AttentionDocument | list[AttentionDocument]
+)
 
 
 class MapOptions(TypedDict, total=False):
@@ -93,9 +97,9 @@ def classify_batch(
     return Request("POST", "/classify/batch", partial(_parsed, BatchClassification), options)
 
 
-def attention(image: ImageSource | Classification, options: MapOptions) -> Request[AttentionDocument]:
-    """Return the request for a map with its facts."""
-    return _map(image, {**options, "format": "json"}, partial(_parsed, AttentionDocument))
+def attention(image: ImageSource | Classification, options: MapOptions) -> Request[list[AttentionDocument]]:
+    """Return the request for a map with its facts, or for several of different classes."""
+    return _map(image, {**options, "format": "json"}, _documents)
 
 
 def attention_array(image: ImageSource | Classification, options: MapOptions) -> Request[Array]:
@@ -164,6 +168,14 @@ def _parsed(kind: type[_Document], response: httpx.Response) -> _Document:
         return kind.model_validate_json(response.content)
     except ValidationError:
         raise _foreign(response) from None
+
+
+def _documents(response: httpx.Response) -> list[AttentionDocument]:
+    try:
+        found = _DOCUMENTS.validate_json(response.content)
+    except ValidationError:
+        raise _foreign(response) from None
+    return found if isinstance(found, list) else [found]
 
 
 def _array(response: httpx.Response) -> Array:

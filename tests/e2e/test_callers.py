@@ -37,8 +37,8 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         assert isinstance(second, FailedItem)
         assert second.error.status == 415
         assert client.heat_map(pictures.files[0], overlay=False).startswith(b"\x89PNG")
-        sent = client.attention(pictures.files[0], method="cls", layer=-2, head="max")
-        kept = client.attention(found, method="cls", layer=-2, head="max")
+        [sent] = client.attention(pictures.files[0], method="cls", layer=-2, head="max")
+        [kept] = client.attention(found, method="cls", layer=-2, head="max")
         assert kept.values == sent.values
         array = client.attention_array(found, method="cls", layer=-2, head="max")
         assert array.dtype == np.float32

@@ -59,7 +59,7 @@ def test_classes_stand_beside_the_picture(
     common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--class", "tabby", "--class", "1"]
     code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--size", "50", "--method", "gae")
     assert code == 0
-    assert "gae of tabby, tabby cat, tiger, 2x2 patches" in out
+    assert "gae of tabby, tabby cat and tiger, 2x2 patches" in out
     assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 8, 50)
     with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
         photo = np.asarray(row.crop((0, 0, 50, 50)), float)
@@ -123,13 +123,13 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "magic"], "--method magic: expected one of cls, relevance, "),
-        (["--class", "lion"], "class 'lion': the model has no such label"),
-        (["--class", "crane"], "classes 2, 3 have this label"),
-        (["--class", "4"], "classes 0 ... 3"),
+        (["--method", "magic"], "--method magic: expected one of relevance, cls, "),
+        (["--class", "lion"], "class 'lion' is unknown"),
+        (["--class", "crane"], "ambiguous: 2, 3 are called that"),
+        (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
         (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
-        (["--head", "max", "--method", "gae"], "--head does not apply to method gae"),
+        (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
     ],
 )
 def test_what_the_model_does_not_offer_is_one_line(

@@ -126,9 +126,19 @@ MAP = {"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0
 
 def test_a_map_is_a_document(call: Call) -> None:
     server = Recorder(200, json=MAP)
-    assert call(server, "attention", b"pixels", layer=-1, head="max") == AttentionDocument.model_validate(MAP)
+    assert call(server, "attention", b"pixels", layer=-1, head="max") == [AttentionDocument.model_validate(MAP)]
     assert (server.request.method, server.request.content) == ("POST", b"pixels")
     assert str(server.request.url) == f"{URL}/attention?layer=-1&head=max&format=json"
+
+
+def test_maps_of_several_classes_are_several_documents(call: Call) -> None:
+    maps = [MAP | {"method": "gae", "class": 3}, MAP | {"method": "gae", "class": 5}]
+    server = Recorder(200, json=maps)
+    found = call(server, "attention", b"pixels", class_=[3, "tiger"])
+    assert found == [AttentionDocument.model_validate(document) for document in maps]
+    assert server.request.url.params["class"] == "3,tiger"
+    with pytest.raises(ForeignAnswer):
+        call(Recorder(200, json=CAT), "attention", b"pixels")
 
 
 @pytest.mark.parametrize("values", [[[0.25, 0.75]], [[[0.25, 0.75]], [[1.0, 0.0]]]], ids=["one map", "two maps"])
