@@ -45,7 +45,7 @@ class MapChoice:
 
     Attributes:
         classes: labels or indices; empty: the best class of each picture.
-        look: arguments of the drawing that were given: `overlay`, `alpha`, `colormap`, `size`.
+        look: arguments of the drawing that were given: `overlay`, `view`, `alpha`, `colormap`, `size`.
         side_by_side: whether the picture stands beside its maps.
         drawn: whether a drawing is wanted.
         numbers: whether the values are wanted.
@@ -120,6 +120,8 @@ def maps_in_process(
         InputError: the model has no such class, layer, head or method.
     """
     wanted = map_requests(choice, info)
+    if choice.look.get("view") == "photo":
+        raise InputError("view", "--view photo needs a server: --url")
 
     def decode(file: Path) -> NDArray[np.uint8] | str:
         try:
@@ -182,7 +184,7 @@ def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
 
 
 def _drawn(values: NDArray[np.float32], pixels: NDArray[np.uint8], choice: MapChoice) -> Image.Image:
-    look = {name: value for name, value in choice.look.items() if name != "overlay"}
+    look = {name: value for name, value in choice.look.items() if name not in ("overlay", "view")}
     picture = pixels if choice.look.get("overlay", True) else None
     drawings = [render_heatmap(map_, picture=picture, **look) for map_ in values]
     if choice.side_by_side:

@@ -129,6 +129,7 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
         (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
+        (["--view", "photo"], "--view photo needs a server: --url"),
         (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
     ],
 )
