@@ -125,11 +125,9 @@ def labels() -> Request[list[str]]:
 def connection(api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
     """Return httpx's arguments; a request may wait for one of the client's connections as long as it takes."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return {"headers": headers, "timeout": httpx.Timeout(timeout, pool=None) if _is_number(timeout) else timeout}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    if not isinstance(timeout, httpx.Timeout):
+        timeout = httpx.Timeout(timeout, pool=None)
+    return {"headers": headers, "timeout": timeout}
 
 
 def _map(
