@@ -107,7 +107,7 @@ def test_attention_asks_a_server_for_what_it_would_compute_itself(
     assert main([*through_server, "-o", str(tmp_path / "x.png"), "--side-by-side"]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert main([*through_server, "-o", str(tmp_path / "x.npy")]) == 0
-    assert main([*asked, "--checkpoint", str(checkpoint), "-o", str(tmp_path / "y.npy")]) == 0
+    assert main([*asked, "--checkpoint", str(checkpoint), "--dtype", "float32", "-o", str(tmp_path / "y.npy")]) == 0
     found = np.load(tmp_path / "x.npy")
     assert found.shape[0] == 2
     np.testing.assert_allclose(found, np.load(tmp_path / "y.npy"), atol=1e-4)
