@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from service.client import AsyncClient, Client, ClientError, ImageSource, ProblemError
+from service.client import (
+    AsyncClient,
+    Client,
+    ClientError,
+    DeadlineExceeded,
+    DrawingOptions,
+    ForeignAnswer,
+    ImageRefused,
+    ImageSource,
+    InferenceFailed,
+    InvalidParameter,
+    MapOptions,
+    NotFound,
+    ProblemError,
+    Retries,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
 from service.schemas import (
     Attention,
+    AttentionDocument,
     BatchClassification,
     Classification,
     FailedItem,
@@ -17,15 +36,28 @@ from service.schemas import (
 __all__ = [
     "AsyncClient",
     "Attention",
+    "AttentionDocument",
     "BatchClassification",
     "Classification",
     "Client",
     "ClientError",
+    "DeadlineExceeded",
+    "DrawingOptions",
     "FailedItem",
+    "ForeignAnswer",
+    "ImageRefused",
     "ImageSource",
+    "InferenceFailed",
+    "InvalidParameter",
+    "MapOptions",
     "ModelDescription",
+    "NotFound",
     "Prediction",
     "ProblemDocument",
     "ProblemError",
+    "Retries",
     "Timings",
+    "Unauthorized",
+    "Unavailable",
+    "Unreachable",
 ]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.client import Client, ClientError
+from service.client import Client
 from service.schemas import Prediction
 from service.web.documents import ranked_predictions
 
@@ -96,11 +97,11 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
         Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
     ):
         top_k = _top_k(arguments.top_k, client.model().classes)
-        for file in files:
-            try:
-                yield ClassifiedFile(file, client.classify(file, top_k=top_k).predictions)
-            except (ClientError, OSError) as error:
-                yield ClassifiedFile(file, [], str(error))
+        for file, found in client.stream(files, partial(client.classify, top_k=top_k)):
+            if isinstance(found, Exception):
+                yield ClassifiedFile(file, [], str(found))
+            else:
+                yield ClassifiedFile(file, found.predictions)
 
 
 def _top_k(wanted: int | None, classes: int) -> int:

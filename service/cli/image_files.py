@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig
 from model.errors import InputError
-from model.images.preprocess import preprocess
+from model.images.photo import upright_photo
+from model.images.preprocess import ModelInput, model_input
+from model.images.region import Region
 from service.settings import Settings
 
 EXAMPLE_IMAGE: Final = resources.files("service.cli") / "example.jpg"
@@ -51,6 +53,27 @@ def read_pixels(file: Path, config: PreprocessConfig, settings: Settings) -> NDA
         ImageError: the file cannot be decoded.
         OSError: the file cannot be read.
     """
-    return preprocess(
+    return read_input(file, config, settings).pixels
+
+
+def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> ModelInput:
+    """Decode a file as `read_pixels`, and say which part of the photo the pixels show; raises as it does."""
+    return model_input(
         file.read_bytes(), config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
+    )
+
+
+def read_photo(file: Path, region: Region, size: int | None, settings: Settings) -> tuple[NDArray[np.uint8], Region]:
+    """Decode the whole upright photo in a file, and say where in it `region` lies.
+
+    Args:
+        region: in pixels of the photo as it is stored.
+        size: longer side of the result in pixels, at most; None: as `model.images.photo.upright_photo`.
+
+    Raises:
+        ImageError: the file cannot be decoded.
+        OSError: the file cannot be read.
+    """
+    return upright_photo(
+        file.read_bytes(), region, size, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.__main__ import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
-from vitserve.client import Classification, Client, FailedItem, ProblemError
+from vitserve.client import AsyncClient, Classification, Client, FailedItem, ImageRefused, ProblemError, Unauthorized
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -35,10 +37,44 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         assert isinstance(second, FailedItem)
         assert second.error.status == 415
         assert client.heat_map(pictures.files[0], overlay=False).startswith(b"\x89PNG")
+        [sent] = client.attention(pictures.files[0], method="cls", layer=-2, head="max")
+        [kept] = client.attention(found, method="cls", layer=-2, head="max")
+        assert kept.values == sent.values
+        array = client.attention_array(found, method="cls", layer=-2, head="max")
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, sent.values, atol=1e-6)
+        both = client.attention(found, method="gae", class_=[1, LABELS[2]])
+        assert [(map_.method, map_.class_, map_.label) for map_ in both] == [("gae", i, LABELS[i]) for i in (1, 2)]
+        array = client.attention_array(pictures.files[0], method="gae", class_=[1, LABELS[2]])
+        np.testing.assert_allclose(array, [map_.values for map_ in both], atol=1e-5)
+        relevant = client.classify(pictures.files[0], attention="relevance").attention
+        assert relevant is not None
+        assert (relevant.method, relevant.class_) == ("relevance", found.predictions[0].index)
         with pytest.raises(ProblemError, match="422 invalid_parameter"):
             client.classify(pictures.files[0], top_k=11)
-    with Client(server.url, api_key="wrong") as client, pytest.raises(ProblemError, match="401 unauthorized"):
+    with Client(server.url, api_key="wrong") as client, pytest.raises(Unauthorized, match="401 unauthorized"):
         client.labels()
+
+
+def test_the_client_streams_files_in_order(server: Served, pictures: Pictures, tmp_path: Path) -> None:
+    files = [tmp_path / f"{index}.png" for index in range(4)]
+    for file, data in zip(files, [*pictures.files[:3], b"no picture"], strict=True):
+        file.write_bytes(data)
+
+    def check(found: list[tuple[Path, Classification | Exception]]) -> None:
+        assert [file for file, _ in found] == files
+        for index, (_, answer) in enumerate(found[:3]):
+            assert isinstance(answer, Classification)
+            pictures.check(index, answer.model_dump())
+        assert isinstance(found[3][1], ImageRefused)
+
+    async def asynchronously() -> list[tuple[Path, Classification | Exception]]:
+        async with AsyncClient(server.url, api_key="right") as client:
+            return [item async for item in client.stream(files, client.classify, concurrency=3)]
+
+    with Client(server.url, api_key="right") as client:
+        check(list(client.stream(files, client.classify, concurrency=3)))
+    check(asyncio.run(asynchronously()))
 
 
 def test_classify_asks_a_server(
@@ -60,6 +96,21 @@ def test_classify_asks_a_server(
     captured = capsys.readouterr()
     assert list(csv.DictReader(io.StringIO(captured.out))) == []
     assert "401 unauthorized" in captured.err
+
+
+def test_attention_asks_a_server_for_what_it_would_compute_itself(
+    server: Served, pictures: Pictures, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "0.png").write_bytes(pictures.files[0])
+    asked = ["attention", str(tmp_path / "0.png"), "--class", LABELS[3], "--class", "4", "--method", "legrad"]
+    through_server = [*asked, "--url", server.url, "--api-key", "right"]
+    assert main([*through_server, "-o", str(tmp_path / "x.png"), "--side-by-side"]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*through_server, "-o", str(tmp_path / "x.npy")]) == 0
+    assert main([*asked, "--checkpoint", str(checkpoint), "--dtype", "float32", "-o", str(tmp_path / "y.npy")]) == 0
+    found = np.load(tmp_path / "x.npy")
+    assert found.shape[0] == 2
+    np.testing.assert_allclose(found, np.load(tmp_path / "y.npy"), atol=1e-4)
 
 
 def test_bench_sends_the_example_and_prints_a_row_a_figure(server: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,209 @@
+"""The maps of files, in-process or through a server, for `vitserve attention`."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from model.errors import ImageError, InputError
+from model.images.heatmap import Look, draw_heatmap
+from model.images.preprocess import ModelInput
+from model.images.sheet import in_a_row
+from model.prediction import (
+    CLASS_SPECIFIC,
+    METHODS,
+    AttentionMap,
+    MapRequest,
+    parse_classes,
+    parse_head,
+    parse_layer,
+)
+from service.cli.image_files import read_input, read_photo
+from service.client import Client, ClientError
+from service.engine.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from model.runtime.predictor import Predictor
+    from service.settings import Settings
+
+_CHUNK: Final = 8
+"""Images computed together at most: a bar that moves, and little memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapChoice:
+    """Which maps are wanted of each file, and how they are drawn; None is the default.
+
+    Attributes:
+        classes: labels or indices; empty: the best class of each picture.
+        look: arguments of the drawing that were given: `overlay`, `view`, `smooth`, `colorbar`,
+            `alpha`, `colormap`, `size`.
+        side_by_side: whether the picture stands beside its maps.
+        drawn: whether a drawing is wanted.
+        numbers: whether the values are wanted.
+    """
+
+    method: str | None = None
+    classes: Sequence[str] = ()
+    layer: int | None = None
+    head: str | None = None
+    look: dict[str, Any] = field(default_factory=dict)
+    side_by_side: bool = False
+    drawn: bool = True
+    numbers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileMaps:
+    """The maps of one file, or the error that left it without any.
+
+    Attributes:
+        label, score: of the best class.
+        facts: what the maps are of.
+        drawing: the maps beside each other, behind the picture where that was wanted.
+        values: float32 [rows, columns], or [maps, rows, columns] for several classes.
+    """
+
+    file: Path
+    label: str = ""
+    score: float = 0.0
+    facts: str = ""
+    drawing: Image.Image | None = None
+    values: NDArray[np.float32] | None = None
+    error: str | None = None
+
+
+def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> Iterator[FileMaps]:
+    """Ask a server for each file's maps; an answer that concerns one file alone is that file's error.
+
+    Raises:
+        ClientError: the server does not answer at all.
+    """
+    client.labels()
+    asked = {"method": choice.method, "layer": choice.layer, "head": choice.head, "class_": choice.classes or None}
+    wanted: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    facts = ", ".join(
+        f"{name.rstrip('_')} {' and '.join(value) if name == 'class_' else value}" for name, value in wanted.items()
+    )
+
+    def ask(file: Path) -> FileMaps:
+        best = client.classify(file, top_k=1).predictions[0]
+        panels = []
+        if choice.drawn and choice.side_by_side:
+            # Without the colour bar, which would be one of no map.
+            plain = {name: value for name, value in choice.look.items() if name in ("size", "view")}
+            panels.append(client.heat_map(file, alpha=0, **plain))
+        if choice.drawn:
+            panels.append(client.heat_map(file, **wanted, **choice.look))
+        values = client.attention_array(file, **wanted) if choice.numbers else None
+        drawing = in_a_row([_opened(panel) for panel in panels]) if panels else None
+        return FileMaps(file, best.label, best.score, facts, drawing, values)
+
+    for file, found in client.stream(files, ask, concurrency=4):
+        yield FileMaps(file, error=str(found)) if isinstance(found, ClientError | OSError) else found
+
+
+def maps_in_process(
+    files: Sequence[Path], choice: MapChoice, predictor: Predictor, info: ModelInfo, settings: Settings
+) -> Iterator[FileMaps]:
+    """Compute each file's maps here; a file that cannot be read or decoded has an error.
+
+    Raises:
+        InputError: the model has no such class, layer, head or method.
+    """
+    wanted = map_requests(choice, info)
+    if choice.look.get("view") == "photo" and not choice.look.get("overlay", True):
+        raise InputError("view", "--view photo does not apply with --no-overlay")
+
+    def decode(file: Path) -> ModelInput | str:
+        try:
+            return read_input(file, info.preprocess, settings)
+        except (ImageError, OSError) as error:
+            return str(error)
+
+    remaining = iter(files)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while chunk := list(islice(remaining, min(_CHUNK, predictor.max_batch))):
+            decoded = list(pool.map(decode, chunk))
+            good = [seen.pixels for seen in decoded if not isinstance(seen, str)]
+            # One prediction for each map of a picture.
+            found = [predictor.predict(np.stack(good), top_k=1, maps=[one] * len(good)) for one in wanted if good]
+            places = iter(range(len(good)))
+            for file, seen in zip(chunk, decoded, strict=True):
+                if isinstance(seen, str):
+                    yield FileMaps(file, error=seen)
+                    continue
+                place = next(places)
+                maps = [map_ for one in found if (map_ := one.maps[place]) is not None]
+                values = np.stack([map_.values for map_ in maps])
+                try:
+                    drawing = _drawn(values, file, seen, choice, settings) if choice.drawn else None
+                except (ImageError, OSError) as error:
+                    yield FileMaps(file, error=str(error))
+                    continue
+                yield FileMaps(
+                    file,
+                    info.labels[int(found[0].indices[place, 0])],
+                    float(found[0].scores[place, 0]),
+                    _facts(maps, info.labels),
+                    drawing,
+                    values if len(values) > 1 else values[0],
+                )
+
+
+def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
+    """Return the maps that are wanted of each picture.
+
+    Raises:
+        InputError: the model has no such class, layer, head or method, or one does not apply to the other.
+    """
+    of_row = choice.layer is not None or choice.head is not None
+    method = choice.method or ("cls" if of_row else METHODS[0])
+    if method not in METHODS:
+        raise InputError("method", f"--method {method}: expected one of {', '.join(METHODS)}")
+    if choice.classes and method not in CLASS_SPECIFIC:
+        raise InputError("class", f"--class does not apply to method {method}")
+    if method == "cls":
+        return [MapRequest(parse_layer(choice.layer, info.config.depth), parse_head(choice.head, info.config.heads))]
+    if of_row:
+        raise InputError("layer", f"--layer and --head do not apply to method {method}")
+    classes = parse_classes(",".join(choice.classes), info.labels) if choice.classes else [None]
+    return [MapRequest.explained(method, index) for index in classes]
+
+
+def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
+    first = maps[0]
+    of_classes = " and ".join(labels[one.class_index] for one in maps if one.class_index is not None)
+    what = f"layer {first.layer}, head {first.head}" if first.method == "cls" else first.method
+    rows, columns = first.values.shape
+    patches = f"{rows}x{columns} patches, kept mass {first.kept_mass:.2f}"
+    return f"{what}{' of ' if of_classes else ''}{of_classes}, {patches}"
+
+
+def _drawn(
+    values: NDArray[np.float32], file: Path, seen: ModelInput, choice: MapChoice, settings: Settings
+) -> Image.Image:
+    look: Look = {name: value for name, value in choice.look.items() if name not in ("overlay", "view")}  # type: ignore[assignment]  # its names are those of Look
+    picture, region = seen.pixels, None
+    if choice.look.get("view") == "photo":
+        picture, region = read_photo(file, seen.region, look.get("size"), settings)
+    under = picture if choice.look.get("overlay", True) else None
+    drawings = [draw_heatmap(map_, picture=under, region=region, **look) for map_ in values]
+    if choice.side_by_side:
+        drawings.insert(0, draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=look.get("size")))
+    return in_a_row(drawings)
+
+
+def _opened(png: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(png)) as picture:
+        return picture.convert("RGB")

@@ -1,0 +1,67 @@
+"""Rows of drawings and contact sheets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from model.images.sheet import ContactSheet, in_a_row
+
+COLOURS = ["red", "lime", "blue", "yellow", "cyan"]
+
+
+def picture(colour: str, size: tuple[int, int] = (60, 40)) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def count(image: Image.Image, colour: str) -> int:
+    return int((np.asarray(image) == np.asarray(picture(colour, (1, 1)))).all(axis=-1).sum())
+
+
+def test_pictures_stand_side_by_side_whole() -> None:
+    row = in_a_row([picture("red"), picture("lime", (30, 90))])
+    assert row.height == 90
+    assert [count(row, colour) for colour in COLOURS[:2]] == [60 * 40, 30 * 90]
+    alone = picture("red")
+    assert in_a_row([alone]) is alone
+
+
+def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None:
+    sheet = ContactSheet(5, (60, 40))
+    blank = np.asarray(sheet.image).copy()
+    for colour in COLOURS:
+        sheet.add(picture(colour), "a file", "a label")
+    pixels = np.asarray(sheet.image)
+    assert pixels.shape == blank.shape
+    places = []
+    for colour in COLOURS:
+        rows, columns = np.nonzero((pixels == np.asarray(picture(colour, (1, 1)))).all(axis=-1))
+        assert (np.ptp(columns) + 1) / (np.ptp(rows) + 1) == pytest.approx(1.5, abs=0.02)
+        assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), "nothing lies over the picture"
+        below = pixels[rows.max() + 1 : rows.max() + 40, columns.min() : columns.max()]
+        assert (below < 128).any(), "a caption stands below it"
+        places.append((rows.min(), columns.min()))
+    assert places == sorted(places)
+    with pytest.raises(ValueError, match="room for 5"):
+        sheet.add(picture("red"))
+
+
+def test_a_picture_of_another_shape_is_fitted_and_not_stretched() -> None:
+    sheet = ContactSheet(1, (60, 40))
+    sheet.add(picture("red", (100, 200)))
+    rows, columns = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))
+    assert (np.ptp(rows) + 1) / (np.ptp(columns) + 1) == pytest.approx(2, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
+def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels(shape: tuple[int, int]) -> None:
+    assert max(ContactSheet(2000, shape).image.size) <= 8192 + 8
+
+
+def test_a_long_caption_is_cut_to_its_cell() -> None:
+    sheet = ContactSheet(2, (60, 40))
+    sheet.add(picture("red"), "W" * 500)
+    red = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))[1]
+    inked = np.nonzero((np.asarray(sheet.image) < 64).all(axis=-1))[1]
+    assert inked.max() <= red.max()

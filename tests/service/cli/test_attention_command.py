@@ -1,0 +1,239 @@
+"""`vitserve attention`, run as a user runs it: in-process on a checkpoint made here, and through a fake server."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from service.client import Client
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
+LABELS = ("tabby, tabby cat", "tiger", "crane", "crane")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), LABELS)
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_BACKEND", "torch")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "pictures", "b.png", "a.jpg", "deep/a.webp")
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    with Image.open(file) as picture:
+        picture.load()
+        return picture.size
+
+
+def test_a_folder_of_maps_and_a_sheet_of_all(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    code, out, _ = run(capsys, "attention", pictures, "-o", maps, "--sheet", sheet, "--checkpoint", checkpoint)
+    assert code == 0
+    assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.png", "a.heat.png", "b.heat.png"]
+    assert {size_of(file) for file in maps.iterdir()} == {(384, 384)}
+    assert size_of(sheet)[0] > 384
+    assert len(out.splitlines()) == 3
+    assert all("relevance of " in line and "2x2 patches" in line for line in out.splitlines())
+
+
+def test_classes_stand_beside_the_picture(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--class", "tabby", "--class", "1"]
+    code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--size", "50", "--method", "gae")
+    assert code == 0
+    assert "gae of tabby, tabby cat and tiger, 2x2 patches" in out
+    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 8, 50)
+    with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
+        photo = np.asarray(row.crop((0, 0, 50, 50)), float)
+        # The model's input is the middle of the picture, which is wider than high.
+        seen = np.asarray(source.crop((5, 0, 25, 20)).resize((50, 50)), float)
+    assert np.corrcoef(photo.ravel(), seen.ravel())[0, 1] > 0.6
+    before = set(tmp_path.rglob("*"))
+    sheet = tmp_path / "sheet.png"
+    assert run(capsys, *common, "--sheet", sheet)[0] == 0
+    assert set(tmp_path.rglob("*")) - before == {sheet}, "a sheet alone needs no folder"
+    assert run(capsys, *common, "-o", tmp_path / "x.npy", "--method", "legrad")[0] == 0
+    values = np.load(tmp_path / "x.npy", allow_pickle=False)
+    assert values.shape == (2, 2, 2)
+    assert values.sum(axis=(1, 2)) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_map_lies_over_the_whole_photo(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (300, 200), "white").save(pictures / "b.png")
+    common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--view", "photo", "--size", "150"]
+    assert run(capsys, *common, "-o", tmp_path / "x.png", "--alpha", "0")[0] == 0
+    with Image.open(tmp_path / "x.png") as drawing:
+        assert drawing.size == (150, 100)
+        pixels = np.asarray(drawing)
+    # The model sees the middle, 200 x 200 of 300 x 200; what it does not see is dimmed.
+    assert (pixels[:, 26:124] == 255).all()
+    assert (pixels[:, [*range(24), *range(126, 150)]] < 128).all()
+    assert run(capsys, *common, "-o", tmp_path / "bar.png", "--colorbar", "--no-smooth", "--side-by-side")[0] == 0
+    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 8
+
+
+@pytest.mark.parametrize("method", ["relevance", "rollout", "gae", "legrad", "cls"])
+def test_each_method_gives_the_map_of_its_function(
+    method: str, checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from model.checkpoint import load_checkpoint
+    from model.explanation.methods import explain
+    from model.images.preprocess import preprocess
+    from model.runtime.predictor import Predictor
+    from model.runtime.torch_backend import Normalise
+
+    files = [pictures / "b.png", pictures / "a.jpg"]
+    common = ["--method", method, "--checkpoint", checkpoint, "--dtype", "float32"]
+    assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
+    loaded = load_checkpoint(str(checkpoint))
+    for file in files:
+        pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
+        predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
+        if method == "cls":
+            from model.prediction import MapRequest
+
+            map_ = predictor.predict(pixels, top_k=1, maps=[MapRequest(1)]).maps[0]
+            assert map_ is not None
+            expected = map_.values
+        else:
+            top = torch.from_numpy(predictor.predict(pixels, top_k=1).indices[0])
+            normalised = Normalise(loaded.preprocess)(torch.from_numpy(pixels))
+            expected = explain(loaded.build(), normalised, top, method)[0].numpy()
+        found = np.load(tmp_path / "maps" / f"{file.stem}.heat.npy", allow_pickle=False)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_bad_file_is_reported_and_the_others_have_their_maps(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "bad.png").write_bytes(b"no picture")
+    code, out, err = run(capsys, "attention", pictures, "-o", tmp_path / "maps", "--checkpoint", checkpoint)
+    assert code == 1
+    assert len(out.splitlines()) == 3
+    assert f"vitserve: {pictures / 'bad.png'}: " in err
+    assert "1 of 4 files have no map" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "magic"], "--method magic: expected one of relevance, cls, "),
+        (["--class", "lion"], "class 'lion' is unknown"),
+        (["--class", "crane"], "ambiguous: 2, 3 are called that"),
+        (["--class", "4"], "an index below 4"),
+        (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
+        (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
+        (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
+        (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
+    ],
+)
+def test_what_the_model_does_not_offer_is_one_line(
+    flags: list[str],
+    message: str,
+    checkpoint: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = ["attention", pictures / "b.png", "-o", tmp_path / "x.png", "--checkpoint", checkpoint]
+    code, _, err = run(capsys, *common, *flags)
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+class FakeServer:
+    """Answers as the service does, and notes each query of /attention."""
+
+    def __init__(self) -> None:
+        self.queries: list[dict[str, str]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/labels":
+            return httpx.Response(200, json={"model": "tiny", "labels": list(LABELS)})
+        if request.content == b"no picture":
+            problem = {"type": "about:blank", "title": "", "status": 415, "detail": "no", "request_id": "r"}
+            return httpx.Response(415, json=problem | {"code": "unsupported_media_type"})
+        if request.url.path == "/classify":
+            predictions = [{"label": "tiger", "index": 1, "score": 0.75}]
+            timings = {"decode": 1.0, "queue": 0.0, "inference": 2.0, "total": 3.0}
+            fields = {"model": "tiny", "predictions": predictions, "timings_ms": timings, "batch_size": 1}
+            return httpx.Response(200, json=fields)
+        query = dict(request.url.params)
+        self.queries.append(query)
+        content = io.BytesIO()
+        if query.get("format") == "npy":
+            np.save(content, np.full((2, 2), 0.25, np.float32))
+        else:
+            Image.new("RGB", (40, 30), "blue" if query.get("alpha") == "0" else "red").save(content, "PNG")
+        return httpx.Response(200, content=content.getvalue())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    found = FakeServer()
+    monkeypatch.setattr("service.cli.attention.Client", partial(Client, transport=httpx.MockTransport(found)))
+    return found
+
+
+def test_a_server_is_asked_for_what_the_flags_say(
+    server: FakeServer, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--method", "relevance", "--class", "tiger", "--class", "0", "--view", "photo", "--size", "40"]
+    target = tmp_path / "x.png"
+    code, out, _ = run(
+        capsys, "attention", pictures / "b.png", "-o", target, "--url", "http://there", "--side-by-side", *flags
+    )
+    assert code == 0
+    assert out == f"{target}: tiger (75.0%), method relevance, class tiger and 0\n"
+    plain = {"view": "photo", "size": "40"}
+    assert server.queries == [plain | {"alpha": "0"}, plain | {"method": "relevance", "class": "tiger,0"}]
+    with Image.open(target) as row:
+        assert row.size == (2 * 40 + 8, 30)
+        assert (row.getpixel((0, 0)), row.getpixel((48, 0))) == ((0, 0, 255), (255, 0, 0))
+
+
+def test_a_server_gives_numbers_and_a_sheet_and_reports_a_bad_file(
+    server: FakeServer, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "bad.png").write_bytes(b"no picture")
+    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    asked = ["attention", pictures, "-o", maps, "--npy", "--sheet", sheet, "--url", "http://there", "--layer", "-2"]
+    code, _, err = run(capsys, *asked)
+    assert code == 1
+    assert "bad.png: 415 unsupported_media_type" in err
+    assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.npy", "a.heat.npy", "b.heat.npy"]
+    assert np.load(maps / "a.heat.npy").shape == (2, 2)
+    assert {query["layer"] for query in server.queries} == {"-2"}
+    assert size_of(sheet)[0] > 320
+
+
+def test_a_server_that_is_not_there_is_one_line(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "attention", pictures, "-o", tmp_path / "maps", "--url", "http://127.0.0.1:1")
+    assert code == 1
+    assert err.startswith("vitserve: http://127.0.0.1:1: ")
+    assert out == ""
