@@ -17,9 +17,9 @@ from model.images.sheet import ContactSheet
 from model.prediction import METHODS
 from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_server
 from service.cli.image_files import find_images
-from service.cli.server_flags import add_api_key_flag, api_key_for
+from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.client import Client, ClientError
+from service.client import Client
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "alpha", "colormap", "size")
 """Arguments that say how a map is drawn, under the names that the service has for them."""
@@ -125,11 +125,11 @@ def _in_process(files: Sequence[Path], choice: MapChoice, arguments: argparse.Na
 
 
 def _of_server(files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace) -> Iterator[FileMaps]:
-    try:
-        with Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client:
-            yield from maps_of_server(files, choice, client)
-    except ClientError as error:
-        raise InputError("url", f"{arguments.url}: {error}") from None
+    with (
+        asking(arguments.url),
+        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
+    ):
+        yield from maps_of_server(files, choice, client)
 
 
 def _require_place(file: Path) -> None:

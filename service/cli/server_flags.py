@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 
 from model.errors import InputError
-from service.client import ClientError, ProblemError
+from service.client import ClientError, Unauthorized, Unreachable
 from service.settings import Settings
 
 
@@ -38,9 +38,9 @@ def asking(url: str) -> Iterator[None]:
         yield
     except (httpx.InvalidURL, httpx.TransportError, ClientError) as error:
         hint = ""
-        if isinstance(error, ProblemError) and error.problem.status == 401:
+        if isinstance(error, Unauthorized):
             hint = ": give one of the server's keys with --api-key or VIT_API_KEY"
-        elif isinstance(error, httpx.NetworkError | httpx.TimeoutException):
+        elif isinstance(error, Unreachable | httpx.NetworkError | httpx.TimeoutException):
             hint = ": is the server running?"
         raise InputError("url", f"{url}: {error}{hint}") from None
 

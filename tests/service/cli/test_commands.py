@@ -92,6 +92,7 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["bench", "--url", "http://127.0.0.1:1", "--seconds", "1", "examples"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
+        (["attention", "examples/dog.jpg", "--sheet", "x.png", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
     ],
 )

@@ -121,7 +121,10 @@ def test_a_heat_map_is_the_body_of_the_answer(call: Call) -> None:
     assert server.request.content == b"pixels"
 
 
-MAP = {"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0.25, 0.75]], "kept_mass": 0.5}
+MAP = {
+    **{"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0.25, 0.75]], "kept_mass": 0.5},
+    "region": {"x": 0, "y": 0, "width": 2, "height": 1},
+}
 
 
 def test_a_map_is_a_document(call: Call) -> None:
