@@ -34,10 +34,10 @@ class ClassifyQuery(BaseModel, frozen=True):
         int | None, Field(ge=1, description="classes to answer with; default the smaller of 5 and all")
     ] = None
     attention: Annotated[
-        bool | Literal["relevance"],
+        bool | Literal["relevance"] | None,
         Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
-        WithJsonSchema({"type": "string", "enum": ["false", "true", "relevance"]}),
-    ] = False
+        WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
+    ] = None  # no default is documented: FastAPI would write one that is no string
 
 
 @router.post(
