@@ -131,15 +131,28 @@ class VisionTransformer(nn.Module):
             x, row = block(x, wanted, read if index == last else None)
             if row is not None:
                 rows[index] = row
-        x = self.norm(x)  # [B, N, D], or [B, read, D]
-        pooled, row = self._pool(x, last in attention_layers)
+        logits, row = self.read(x, last in attention_layers)
         if row is not None:
             rows[last] = row
+        attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
+        return ViTOutput(logits, attention)
+
+    def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Map the last block's output to logits, and to the pooling query's attention where there is one.
+
+        Args:
+            x: [B, N, D], or only the tokens that the head reads, [B, read, D].
+            return_attention: whether to return the attention row, too.
+
+        Returns:
+            [B, num_classes], and [B, heads, N] float32 or None.
+        """
+        x = self.norm(x)
+        pooled, row = self._pool(x, return_attention)
         logits: Tensor = self.head(self.fc_norm(pooled))
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
-        attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
-        return ViTOutput(logits, attention)
+        return logits, row
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to ([B, D] or [B, 2 D], the pooling query's attention [B, heads, N] or None)."""

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         batch, _, width = x.shape
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         q, k = self.q_norm(q), self.k_norm(k)
-        bias = self._bias()
+        bias = self.bias()
         row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:
             x = self.attend(q, k, v)
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
-    def _bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:
         """Return the bias on the scores, [1, heads, N, N], or None."""
         if self.relative_position_bias_table is None:
             return None

@@ -1,0 +1,116 @@
+"""A forward pass in steps whose attention weights are tensors, so that gradients with respect to them can be taken.
+
+The network itself computes attention in one fused kernel, which never holds the weights. Here only one block's weights
+are alive at a time: the pass through the network keeps each block's input alone, and a block is computed again from it
+when its weights are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import ViTConfig
+from model.network.layers.attention import Attention
+from model.network.layers.block import Block
+from model.network.layers.pooling import AttentionPool
+from model.network.vit import VisionTransformer
+
+
+class Weighed(NamedTuple):
+    """An attention step before it is finished.
+
+    Attributes:
+        weights: float32 [B, heads, Q, N], each row a softmax over N tokens.
+        values: [B, heads, N, head_dim].
+    """
+
+    weights: Tensor
+    values: Tensor
+
+
+def blocks_of(model: VisionTransformer) -> list[Block]:
+    """Return the blocks, the first one first."""
+    return cast(list[Block], list(model.blocks))
+
+
+@torch.no_grad()
+def block_inputs(model: VisionTransformer, pixels: Tensor, *, output: bool = False) -> list[Tensor]:
+    """Return each block's input [B, N, D], without gradients.
+
+    Args:
+        pixels: [B, C, H, W], normalised, in the model's dtype.
+        output: whether to add the last block's output; else the last block is not computed.
+    """
+    blocks = blocks_of(model)
+    found = [model.embed(pixels)]
+    for block in blocks if output else blocks[:-1]:
+        found.append(block(found[-1])[0])
+    return found
+
+
+def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
+    """Return the attention weights of a block for its first `queries` tokens (None: all), and the values.
+
+    Args:
+        x: the block's input, [B, N, D].
+    """
+    attention: Attention = block.attn
+    q, k, v = attention.project(block.norm1(x))
+    scores = (attention.q_norm(q[:, :, :queries]) * attention.head_dim**-0.5) @ attention.k_norm(k).transpose(-2, -1)
+    bias = attention.bias()
+    if bias is not None:
+        scores = scores + bias[:, :, :queries]
+    return Weighed(scores.float().softmax(dim=-1), v)
+
+
+def finish(block: Block, x: Tensor, weighed: Weighed) -> Tensor:
+    """Return the block's output for the tokens that `weighed` has rows of: [B, Q, D]."""
+    y = block.attn.proj(_mix(weighed))
+    x = x[:, : y.shape[1]] + block.ls1(y)
+    out: Tensor = x + block.ls2(block.mlp(block.norm2(x)))
+    return out
+
+
+def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
+    """Return the pooling query's attention weights of what it looks at, [B, heads, 1, seen], and the values.
+
+    Args:
+        x: the tokens after the final norm, [B, N, D].
+    """
+    seen = x[:, pool.skipped :]
+    q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
+    k, v = pool.kv(seen).unflatten(2, (2, pool.heads, pool.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = (q * pool.head_dim**-0.5) @ k.transpose(-2, -1)
+    return Weighed(scores.float().softmax(dim=-1), v)
+
+
+def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:
+    """Put zeros where the pooling query does not look: [..., seen] -> [..., N]."""
+    return F.pad(seen, (config.tokens - seen.shape[-1], 0))
+
+
+def finish_pool(model: VisionTransformer, pool: AttentionPool, weighed: Weighed) -> Tensor:
+    """Return the logits [B, num_classes] of the pooled tokens."""
+    pooled = pool.proj(_mix(weighed)).squeeze(1)
+    logits: Tensor = model.head(model.fc_norm(pooled + pool.mlp(pool.norm(pooled))))
+    return logits
+
+
+def tokens_read(config: ViTConfig) -> int | None:
+    """Return how many of the first tokens the head reads, or None where it pools over all."""
+    return 1 + config.distillation_head if config.pool == "cls" else None
+
+
+def class_scores(logits: Tensor, classes: Tensor) -> Tensor:
+    """Return the sum of each image's logit of its class; its gradient is each image's own."""
+    return logits.gather(1, classes.unsqueeze(1)).sum()
+
+
+def _mix(weighed: Weighed) -> Tensor:
+    """Return the values weighed by the attention, heads joined: [B, Q, D]."""
+    mixed = weighed.weights.to(weighed.values.dtype) @ weighed.values
+    return mixed.transpose(1, 2).flatten(2)

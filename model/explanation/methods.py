@@ -1,0 +1,88 @@
+"""The explanation methods by name, and maps over the patch grid made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from model.config import ViTConfig
+from model.errors import InputError
+from model.explanation.gae import gae
+from model.explanation.legrad import legrad
+from model.explanation.relevance import relevance
+from model.explanation.rollout import rollout
+from model.network.vit import VisionTransformer
+
+_WEIGHTS_BYTES: Final = 64 << 20
+"""Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to explain a prediction.
+
+    Attributes:
+        tokens: (model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N], not
+            negative.
+        class_specific: whether the map is of a class, or of the picture alone.
+    """
+
+    tokens: Callable[[VisionTransformer, Tensor, Tensor], Tensor]
+    class_specific: bool = True
+
+
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+    {
+        "relevance": Method(relevance),
+        "rollout": Method(lambda model, pixels, classes: rollout(model, pixels), class_specific=False),
+        "gae": Method(gae),
+        "legrad": Method(legrad),
+    }
+)
+
+
+def explain(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: str) -> Tensor:
+    """Return a map for each image, of its class where the method is class-specific.
+
+    Args:
+        pixels: [B, C, H, W], normalised, in the model's dtype.
+        classes: int64 [B].
+        method: a name in `METHODS`.
+
+    Returns:
+        float32 [B, rows, columns], not negative, each map summing to 1. Where a method finds nothing, the map is even.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    return explain_with_mass(model, pixels, classes, method)[0]
+
+
+def explain_with_mass(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: str) -> tuple[Tensor, Tensor]:
+    """Return the maps of `explain`, and for each the share that fell on patches and not on prefix tokens: float32 [B].
+
+    Raises:
+        InputError: there is no such method.
+    """
+    if method not in METHODS:
+        raise InputError("method", f"method {method[:20]!r}: expected one of {', '.join(METHODS)}")
+    config = model.config
+    images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
+    parts = zip(torch.split(pixels, images), torch.split(classes, images), strict=True)
+    return _maps(torch.cat([METHODS[method].tokens(model, *part) for part in parts]).float(), config)
+
+
+def _maps(tokens: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
+    """Drop the prefix tokens and divide the rest by its sum: float32 [B, N] -> [B, rows, columns], [B]."""
+    # Gradients may be tiny; their scale is of no account, but must not be lost in the sums.
+    tokens = tokens / tokens.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    patches = tokens[:, config.prefix_tokens :]
+    kept, total = patches.sum(dim=1, keepdim=True), tokens.sum(dim=1, keepdim=True)
+    maps = torch.where(kept > 0, patches / kept.where(kept > 0, 1.0), 1 / patches.shape[1])
+    share = torch.where(total > 0, kept / total.where(total > 0, 1.0), 0.0)
+    return maps.reshape(-1, *config.grid), share.squeeze(1)

@@ -1,0 +1,78 @@
+"""A plain forward pass in which every attention matrix is a tensor that keeps its gradient.
+
+Nothing of `model.explanation` is used here, and of the network only its parameters and norms.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.network.layers.attention import Attention
+from model.network.vit import VisionTransformer
+from tests.model.blocks import blocks
+
+
+class Reference(NamedTuple):
+    """Attention of each block [B, heads, N, N], of the pooling query [B, heads, 1, seen] or None; outputs; logits."""
+
+    attention: list[Tensor]
+    pool: Tensor | None
+    outputs: list[Tensor]
+    logits: Tensor
+
+
+def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
+    """Run the model on pixels [B, C, H, W]."""
+    x = model.embed(pixels)
+    attention, outputs = [], []
+    for block in blocks(model):
+        mixed, weights = _attend(block.attn, block.norm1(x))
+        x = x + block.ls1(mixed)
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+        attention.append(weights)
+        outputs.append(x)
+    logits, pool = read(model, x)
+    return Reference(attention, pool, outputs, logits)
+
+
+def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    width, heads = x.shape[2], layer.heads
+    q, k, v = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
+    scores = torch.einsum("bhqd,bhkd->bhqk", layer.q_norm(q), layer.k_norm(k)) / (width // heads) ** 0.5
+    if layer.relative_position_bias_table is not None:
+        for head in range(heads):
+            scores[:, head] += layer.relative_position_bias_table[:, head][layer.relative_position_index]
+    weights = scores.softmax(dim=-1)
+    weights.retain_grad()
+    return layer.proj(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)), weights
+
+
+def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of a block's output [B, N, D], and the pooling query's attention where there is one."""
+    config = model.config
+    x = model.norm(x)
+    seen = x if config.pool_prefix else x[:, config.prefix_tokens :]
+    weights = None
+    if config.pool == "attention":
+        pool = model.attn_pool
+        assert pool is not None
+        heads, width = config.heads, config.width
+        q = pool.q(pool.latent).unflatten(2, (heads, width // heads))[0, 0]
+        k, v = (part.unflatten(2, (heads, width // heads)) for part in pool.kv(seen).split(width, dim=2))
+        weights = (torch.einsum("hd,bkhd->bhk", q, k) / (width // heads) ** 0.5).softmax(dim=-1).unsqueeze(2)
+        weights.retain_grad()
+        pooled = pool.proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(1))
+        pooled = pooled + pool.mlp(pool.norm(pooled))
+    elif config.pool == "cls":
+        pooled = x[:, 0]
+    elif config.pool == "cls_mean":
+        pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
+    else:
+        pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
+    logits = model.head(model.fc_norm(pooled))
+    if model.head_dist is not None:
+        logits = 0.5 * logits + 0.5 * model.head_dist(x[:, 1])
+    return logits, weights

@@ -1,0 +1,222 @@
+"""Every explanation method against plain autograd through explicit attention matrices, on every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import ViTConfig
+from model.errors import InputError
+from model.explanation import methods
+from model.explanation.methods import METHODS, explain, explain_with_mass
+from model.explanation.rollout import rollout
+from model.network.vit import VisionTransformer
+from tests.model.explanation.plain_reference import Reference, forward, read
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "registers": {"registers": 3},
+    "distilled": {"distillation_token": True, "distillation_head": True},
+    "distilled_one_head": {"distillation_token": True},
+    "square": {"image_size": (16, 16)},
+    "beit": {"relative_position_bias": True, "position_embedding": "none", "layer_scale": True},
+    "qk_norm": {"qk_norm": True},
+    "swiglu": {"mlp": "swiglu", "activation": "silu"},
+    "clip": {"norm_before_blocks": True, "activation": "quick_gelu", "norm_after_pool": True},
+    "cls_mean": {"pool": "cls_mean"},
+    "mean": {"pool": "mean"},
+    "beit_mean": {"pool": "mean", "relative_position_bias": True, "norm_after_pool": True},
+    "mean_with_prefix": {"pool": "mean", "pool_prefix": True, "registers": 2},
+    "max": {"pool": "max"},
+    "mean_max": {"pool": "mean_max"},
+    "attention": {"pool": "attention", "class_token": False},
+    "attention_without_prefix": {"pool": "attention", "registers": 2},
+}
+
+
+def model_of(family: str) -> VisionTransformer:
+    """A model of random weights, in which every parameter counts."""
+    sizes = {"image_size": (16, 24), "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 40}
+    model = VisionTransformer(ViTConfig(**sizes | {"num_classes": 5} | FAMILIES[family])).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.35, generator=generator)
+    return model
+
+
+def pictures(model: VisionTransformer, count: int = 3) -> Tensor:
+    return torch.randn((count, 3, *model.config.image_size), generator=torch.Generator().manual_seed(1))
+
+
+CLASSES = torch.tensor([4, 0, 2])
+
+
+def gradients(model: VisionTransformer, pixels: Tensor) -> Reference:
+    found = forward(model, pixels)
+    found.logits[torch.arange(len(pixels)), CLASSES].sum().backward()
+    return found
+
+
+def grad_of(weights: Tensor | None) -> Tensor:
+    assert weights is not None
+    return torch.zeros_like(weights) if weights.grad is None else weights.grad
+
+
+def all_tokens(pool: Tensor, config: ViTConfig) -> Tensor:
+    """[B, seen] -> [B, N]: what the pooling does not see has nothing."""
+    return torch.cat([torch.zeros(len(pool), config.tokens - pool.shape[1]), pool], dim=1)
+
+
+def plain_relevance(model: VisionTransformer, pixels: Tensor) -> Tensor:
+    found = gradients(model, pixels)
+    weights = found.attention[-1] if found.pool is None else found.pool
+    product = (weights * grad_of(weights)).sum((1, 2)).clamp(min=0)
+    return all_tokens(product, model.config)
+
+
+def plain_gae(model: VisionTransformer, pixels: Tensor) -> Tensor:
+    found = gradients(model, pixels)
+    matrix = torch.eye(model.config.tokens).repeat(len(pixels), 1, 1)
+    for weights in found.attention:
+        matrix = matrix + (weights * grad_of(weights)).clamp(min=0).mean(1) @ matrix
+    start = first_row(model.config, len(pixels))
+    if found.pool is not None:
+        start = all_tokens((found.pool * grad_of(found.pool)).clamp(min=0).mean(1)[:, 0], model.config)
+    return torch.einsum("bq,bqk->bk", start, matrix)
+
+
+def first_row(config: ViTConfig, count: int) -> Tensor:
+    row = torch.zeros(config.tokens)
+    pooled = torch.arange(config.tokens) >= (0 if config.pool_prefix else config.prefix_tokens)
+    if config.pool == "cls":
+        row[0] = 1
+        if config.distillation_head:
+            row[:2] = 0.5
+    else:
+        row[pooled] = 1 / int(pooled.sum())
+    if config.pool == "cls_mean":
+        row = row / 2 + 0.5 * torch.nn.functional.one_hot(torch.tensor(0), config.tokens)
+    return row.repeat(count, 1)
+
+
+def plain_legrad(model: VisionTransformer, pixels: Tensor) -> Tensor:
+    total = torch.zeros(len(pixels), model.config.tokens)
+    for layer in range(model.config.depth):
+        found = forward(model, pixels)
+        logits, pool = read(model, found.outputs[layer])
+        weights = found.attention[layer] if pool is None else pool
+        logits[torch.arange(len(pixels)), CLASSES].sum().backward()
+        total += all_tokens(grad_of(weights).clamp(min=0).mean((1, 2)), model.config)
+    return total
+
+
+def plain_rollout(model: VisionTransformer, pixels: Tensor, fusion: str = "mean", ratio: float = 0.0) -> Tensor:
+    found = forward(model, pixels)
+    fuse: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": lambda weights: weights.mean(0),
+        "max": lambda weights: weights.max(0).values,
+        "min": lambda weights: weights.min(0).values,
+    }
+    rows = []
+    for image in range(len(pixels)):
+        product = torch.eye(model.config.tokens)
+        for weights in found.attention:
+            fused = fuse[fusion](weights[image].detach())
+            lowest = fused.flatten().sort().indices[: int(fused.numel() * ratio)]
+            for place in lowest.tolist():
+                if not (model.config.class_token and place % model.config.tokens == 0):
+                    fused[place // model.config.tokens, place % model.config.tokens] = 0
+            mixed = (fused + torch.eye(model.config.tokens)) / 2
+            product = mixed / mixed.sum(1, keepdim=True) @ product
+        start = first_row(model.config, 1)
+        if found.pool is not None:
+            start = all_tokens(fuse[fusion](found.pool[image].detach()), model.config)
+            start = start / start.sum()
+        rows.append(start @ product)
+    return torch.cat(rows)
+
+
+PLAIN: dict[str, Callable[[VisionTransformer, Tensor], Tensor]] = {
+    "relevance": plain_relevance,
+    "gae": plain_gae,
+    "legrad": plain_legrad,
+    "rollout": plain_rollout,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", PLAIN)
+def test_a_map_is_that_of_plain_autograd(family: str, method: str) -> None:
+    model = model_of(family)
+    pixels = pictures(model)
+    tokens = PLAIN[method](model, pixels).detach()
+    patches = tokens[:, model.config.prefix_tokens :]
+    maps, kept = explain_with_mass(model, pixels, CLASSES, method)
+    some = (patches > 0).any(1)
+    assert some.any(), "the reference has something to compare"
+    expected = patches / patches.sum(1, keepdim=True)
+    expected[~some] = 1 / patches.shape[1]
+    expected = expected.reshape(-1, *model.config.grid)
+    torch.testing.assert_close(maps, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(kept[some], (patches.sum(1) / tokens.sum(1))[some], rtol=0, atol=1e-5)
+    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(3))
+    assert maps.dtype == torch.float32
+    assert (maps >= 0).all()
+
+
+@pytest.mark.parametrize("family", ["plain", "registers", "attention"])
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+def test_rollout_fuses_heads_and_discards_by_each_image_alone(family: str, fusion: Any, ratio: float) -> None:
+    model = model_of(family)
+    pixels = pictures(model)
+    found = rollout(model, pixels, fusion=fusion, discard_ratio=ratio)
+    torch.testing.assert_close(found, plain_rollout(model, pixels, fusion, ratio), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_image_has_the_same_map_in_any_batch(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("plain")
+    pixels = pictures(model)
+    together = explain(model, pixels, CLASSES, method)
+    monkeypatch.setattr(methods, "_WEIGHTS_BYTES", 1)  # one image at a time
+    torch.testing.assert_close(explain(model, pixels, CLASSES, method), together)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_a_class_specific_map_depends_on_the_class(method: str) -> None:
+    model = model_of("plain")
+    one, other = explain(model, pictures(model, 1).repeat(2, 1, 1, 1), torch.tensor([0, 1]), method)
+    assert torch.allclose(one, other) is not METHODS[method].class_specific
+
+
+@pytest.mark.parametrize("method", ["relevance", "gae", "legrad"])
+def test_where_nothing_is_found_the_map_is_even(method: str) -> None:
+    model = model_of("plain")
+    with torch.no_grad():
+        model.head.weight.zero_()
+    maps, kept = explain_with_mass(model, pictures(model), CLASSES, method)
+    torch.testing.assert_close(maps, torch.full((3, 2, 3), 1 / 6))
+    assert kept.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_is_left_as_it_was(method: str) -> None:
+    model = model_of("plain")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    maps = explain(model, pictures(model), CLASSES, method)
+    assert not maps.requires_grad
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def test_an_unknown_method_is_refused() -> None:
+    model = model_of("plain")
+    with pytest.raises(InputError, match="expected one of relevance, rollout, gae, legrad"):
+        explain(model, pictures(model), CLASSES, "gradcam")
