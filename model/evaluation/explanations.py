@@ -18,6 +18,7 @@ from model.evaluation.bootstrap import Estimate, estimate_mean
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.attention_map import cls_map
+from model.explanation.methods import METHODS, explain
 from model.network.vit import VisionTransformer
 from model.runtime.postprocess import Postprocess
 
@@ -113,7 +114,8 @@ def cls_maps(model: VisionTransformer) -> Maps:
 
 def available_methods(model: VisionTransformer, *, seed: int = 0) -> dict[str, Maps]:
     """Return the methods that can be measured, by name; the random baseline is the first."""
-    return {RANDOM: random_maps(model.config.grid, seed), "cls": cls_maps(model)}
+    plain = {RANDOM: random_maps(model.config.grid, seed), "cls": cls_maps(model)}
+    return plain | {name: partial(explain, model, method=name) for name in METHODS}
 
 
 def measure_explanations(
