@@ -52,6 +52,6 @@ def faithfulness(methods: Sequence[Method], path: Path, *, title: str) -> None:
         axes.set(xlabel=name)
         axes.set_yticks(places, [one.method for one in methods])
         axes.grid(alpha=0.3, axis="x")
-    figure.axes[0].invert_yaxis()
+    figure.axes[0].set_ylim(len(methods) - 0.5, -0.5)
     figure.suptitle(title, fontsize=9)
     save(figure, path)
