@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +16,41 @@ Head = int | Literal["mean", "max"]
 """One attention head by number, or all of them combined."""
 
 
+METHODS: Final = ("relevance", "cls", "rollout", "gae", "legrad")
+"""Ways to make a map, the default first: `cls` is the attention row itself, `model.explanation` has the others."""
+
+CLASS_SPECIFIC: Final = frozenset({"relevance", "gae", "legrad"})
+"""Those of the methods whose map is of one class."""
+
+MAX_CLASSES: Final = 8
+"""Most classes of which one request may want maps."""
+
+
 @dataclass(frozen=True, slots=True)
 class MapRequest:
-    """A request for one attention map.
+    """A request for one map.
 
     Attributes:
-        layer: 0 ... depth-1.
-        head: 0 ... heads-1, or how all heads are combined.
+        layer: 0 ... depth-1; None with every method but `cls`.
+        head: 0 ... heads-1, or how all heads are combined; None with every method but `cls`.
+        method: one of `METHODS`.
+        class_index: the class whose map is wanted, with the methods that are class-specific; None is the best class.
     """
 
-    layer: int
-    head: Head = "mean"
+    layer: int | None
+    head: Head | None = "mean"
+    method: str = "cls"
+    class_index: int | None = None
+
+    @classmethod
+    def explained(cls, method: str, class_index: int | None = None) -> MapRequest:
+        """Return a request for a map by another method than `cls`."""
+        return cls(None, None, method, class_index)
+
+    @property
+    def needs_pass(self) -> bool:
+        """Return whether the map needs a pass of its own, and is not a row of the classification's."""
+        return self.method != "cls"
 
 
 def parse_layer(layer: int | None, depth: int) -> int:
@@ -55,19 +81,65 @@ def parse_head(head: str | None, heads: int) -> Head:
     return int(head)
 
 
+def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
+    """Return the indices of classes that are named in a comma-separated list.
+
+    An integer is an index. Anything else is a label, in any case, or one of its names: `tabby` of `tabby, tabby cat`.
+
+    Raises:
+        InputError: a name is of no class or of several, an index is too high, or there are too many classes.
+    """
+    by_label, by_name, longest = _indices(tuple(labels))
+    parts = [part.strip() for part in text.split(",")]
+    found: list[int] = []
+    while parts:
+        # A label may contain commas itself: as many parts as make one.
+        taken = next(
+            (n for n in range(min(len(parts), longest), 1, -1) if ", ".join(parts[:n]).casefold() in by_label), 1
+        )
+        name, parts = ", ".join(parts[:taken]), parts[taken:]
+        if name.isascii() and name.isdecimal() and len(name) < 10:
+            matches = [int(name)] if int(name) < len(labels) else []
+        else:
+            matches = by_label.get(name.casefold()) or by_name.get(name.casefold()) or []
+        if len(matches) != 1:
+            which = f"is ambiguous: {', '.join(map(str, matches[:5]))} are called that" if matches else "is unknown"
+            raise InputError("class", f"class {name[:50]!r} {which}; expected a label or an index below {len(labels)}")
+        found.append(matches[0])
+        if len(found) > MAX_CLASSES:
+            raise InputError("class", f"class: more than {MAX_CLASSES} classes")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _indices(labels: tuple[str, ...]) -> tuple[dict[str, list[int]], dict[str, list[int]], int]:
+    """Return the classes of each label and of each name in a label, without regard to case, and most names in one."""
+    by_label: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        names = dict.fromkeys(name.strip().casefold() for name in label.split(","))
+        by_label.setdefault(", ".join(names), []).append(index)
+        for name in names:
+            by_name.setdefault(name, []).append(index)
+    return by_label, by_name, 1 + max((label.count(",") for label in labels), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """The attention map of one image.
+    """The map of one image; its first two and last two attributes are those of the request, its class known.
 
     Attributes:
         values: float32 [grid rows, grid columns], summing to 1.
-        kept_mass: share of the attention that fell on patches; the rest went to the prefix tokens.
+        kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
+            prefix tokens.
     """
 
-    layer: int
-    head: Head
+    layer: int | None
+    head: Head | None
     values: NDArray[np.float32]
     kept_mass: float
+    method: str = "cls"
+    class_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

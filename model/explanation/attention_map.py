@@ -14,23 +14,23 @@ from model.prediction import AttentionMap, Head, MapRequest
 def attention_maps(
     attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
 ) -> list[AttentionMap | None]:
-    """Return the map of each request, or None where nothing is requested.
+    """Return the map of each request, or None where no row of attention is requested.
 
     Requests of the same layer and head, however mixed the batch, are computed in one operation.
 
     Args:
         attention: rows of these layers, float32 [B, len(layers), heads, N] on the CPU.
     """
-    groups: dict[MapRequest, list[int]] = {}
+    groups: dict[tuple[int, Head], list[int]] = {}
     for index, request in enumerate(requests):
-        if request is not None:
-            groups.setdefault(request, []).append(index)
+        if request is not None and request.layer is not None and request.head is not None:
+            groups.setdefault((request.layer, request.head), []).append(index)
     found: list[AttentionMap | None] = [None] * len(requests)
-    for request, members in groups.items():
-        rows = attention[members, layers.index(request.layer)]
-        maps, kept_mass = cls_map(rows, head=request.head, prefix_tokens=config.prefix_tokens, grid=config.grid)
+    for (layer, head), members in groups.items():
+        rows = attention[members, layers.index(layer)]
+        maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
         for member, values, kept in zip(members, maps.numpy(), kept_mass.tolist(), strict=True):
-            found[member] = AttentionMap(request.layer, request.head, values, kept)
+            found[member] = AttentionMap(layer, head, values, kept)
     return found
 
 

@@ -26,7 +26,7 @@ def head_gradient(model: VisionTransformer, block: Block, x: Tensor, classes: Te
     """Return attention weights and the gradient of the class's logit with respect to them, each [B, heads, Q, N].
 
     The Q queries are the tokens that the head reads: CLS, and the distillation token where it has a head; all where
-    the head pools over tokens. With attention pooling it is the pooling query alone, and `block` only brings its output.
+    the head pools over tokens. With attention pooling it is the pooling query alone, after the block.
 
     Args:
         block: the block whose output the head reads, as if it were the last one.

@@ -35,6 +35,15 @@ class Backend(Protocol):
             RuntimeError: as the library raises it (out of memory, a device fault).
         """
 
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """Return `model.explanation.methods.explain_with_mass` of a batch, in host memory; always torch's.
+
+        It may be called by one more thread than `predict`, and outside of inference mode only.
+
+        Raises:
+            RuntimeError: as torch raises it.
+        """
+
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """Return the logits of a batch, before the temperature: [B, num_classes] on the device."""
 

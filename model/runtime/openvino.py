@@ -50,7 +50,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class OpenVino:
-    """Computes logits and the last layer's attention row in OpenVINO, and rows of other layers in torch."""
+    """Computes logits and the last layer's attention row in OpenVINO, other rows and explanations in torch."""
 
     def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
         self.name = f"openvino {network.version}"
@@ -64,6 +64,10 @@ class OpenVino:
             return self._torch.predict(images, layers=layers, top_k=top_k)
         with self._torch.threads as alone:
             return self._torch.postprocess(self._network(images, alone=alone), top_k)
+
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """See `Backend.explain`."""
+        return self._torch.explain(images, classes, method)
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError
 from model.explanation.attention_map import attention_maps
+from model.explanation.methods import METHODS
 from model.network.vit import count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime.backend import first_line, launch_size
@@ -142,7 +143,6 @@ class Predictor:
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
-    @torch.inference_mode()
     def predict(
         self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
     ) -> BatchPrediction:
@@ -155,6 +155,7 @@ class Predictor:
 
         Raises:
             ValueError: wrong shape, too large a batch, or `maps` of another length.
+            InputError: a method that there is not.
             RuntimeError: as torch raises it (out of memory, a device fault).
         """
         count = len(images)
@@ -165,12 +166,37 @@ class Predictor:
             )
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
-        layers = tuple(sorted({request.layer for request in maps if request is not None}))
-        scores, indices, finite, attention = self._backend.predict(images, layers=layers, top_k=top_k)
-        found: list[AttentionMap | None] = [None] * count
-        if layers and attention is not None:
-            found = attention_maps(attention, layers, maps, self.config)
-        return BatchPrediction(scores.numpy(), indices.numpy(), finite.numpy(), found)
+        layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
+        with torch.inference_mode():
+            scores, indices, finite, attention = self._backend.predict(images, layers=layers, top_k=top_k)
+            found: list[AttentionMap | None] = [None] * count
+            if layers and attention is not None:
+                found = attention_maps(attention, layers, maps, self.config)
+            prediction = BatchPrediction(scores.numpy(), indices.numpy(), finite.numpy(), found)
+        for method in sorted({wanted.method for wanted in maps if wanted is not None and wanted.needs_pass}):
+            self._explain(images, method, maps, prediction)
+        return prediction
+
+    def _explain(
+        self,
+        images: NDArray[np.uint8],
+        method: str,
+        requests: Sequence[MapRequest | None],
+        prediction: BatchPrediction,
+    ) -> None:
+        """Put the maps of one method into the prediction, each of its request's class or of the best one."""
+        members = [index for index, wanted in enumerate(requests) if wanted is not None and wanted.method == method]
+        classes = prediction.indices[members, 0]
+        for place, member in enumerate(members):
+            wanted = requests[member]
+            if wanted is not None and wanted.class_index is not None:
+                classes[place] = wanted.class_index
+        maps, kept_mass = self._backend.explain(images[members], classes, method)
+        for member, class_index, values, kept in zip(
+            members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True
+        ):
+            of_class = class_index if METHODS[method].class_specific else None
+            prediction.maps[member] = AttentionMap(None, None, values, kept, method, of_class)
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:

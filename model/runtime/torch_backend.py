@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError
+from model.explanation.methods import explain_with_mass
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
 from model.runtime.backend import first_line, launch_size
 from model.runtime.compilation import (
@@ -96,9 +97,8 @@ class TorchBackend:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
         self._model = self._plain
-        self._normalise: Callable[[Tensor], Tensor] = Normalise(options.checkpoint.preprocess, options.dtype).to(
-            options.device
-        )
+        self._plain_normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
+        self._normalise: Callable[[Tensor], Tensor] = self._plain_normalise
 
     def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
         """Return logits and attention rows of uint8 [B, H, W, C] in host memory, on the device."""
@@ -110,6 +110,13 @@ class TorchBackend:
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
         output: ViTOutput = model(self._normalise(batch), layers)
         return ViTOutput(output.logits[:count], None if output.attention is None else output.attention[:count])
+
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """See `Backend.explain`."""
+        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+        wanted = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
+        maps, kept_mass = explain_with_mass(self._plain, self._plain_normalise(batch), wanted, method)
+        return maps.cpu(), kept_mass.cpu()
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.runtime.compilation import CompilationState
 from model.runtime.postprocess import TopKOutput
@@ -51,6 +52,11 @@ class TorchCpu(TorchBackend):
         """See `Backend.predict`."""
         with self.threads:
             return self.postprocess(self.forward(images, layers), top_k)
+
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """See `Backend.explain`; it takes no thread from the batches that are classified beside it."""
+        torch.set_num_threads(self.threads.count)  # of the calling thread
+        return super().explain(images, classes, method)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""

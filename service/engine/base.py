@@ -18,7 +18,7 @@ class ModelRunner(Protocol):
     max_batch: int
     """Images in one batch at most."""
     streams: int
-    """Threads that may be inside `predict` at the same time."""
+    """Threads that may be inside `predict` at the same time, beside one whose maps need a pass of their own."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:

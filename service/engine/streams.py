@@ -1,28 +1,40 @@
-"""The threads of an engine: each stream takes the next batch from the queue that all share, and launches it."""
+"""The threads of an engine: each stream takes the next batch from the queue that all share, and launches it.
+
+Maps that need a pass of their own have a queue and a thread of their own, behind classification: the thread leaves the
+processor to others, and launches a small batch only while no other image waits, or when a map has waited for long.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Poll
 from service.engine.launch import Outcome, Waiting, launch
 from service.engine.messages import BatchReport, InferenceRequest
+from service.engine.priority import lower_priority
 from service.errors import EngineUnavailable, ServiceError
 
 logger = logging.getLogger(__name__)
+
+EXPLAINED_AT_ONCE: Final = 8
+"""Images in one batch of explanations at most: it is not to hold the device for long."""
+
+PATIENCE: Final = 1.0
+"""Seconds after which a map no longer waits for classification, which under constant load never leaves off."""
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
 class Streams:
-    """A batch queue behind a lock, and as many threads as the runner has streams to empty it.
+    """Two batch queues behind a lock, and threads to empty them: one a stream of the runner, and one for explanations.
 
     Args:
-        queue_size, max_delay, clock: see `BatchQueue`.
+        queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
@@ -38,31 +50,38 @@ class Streams:
         clock: Callable[[], float],
     ) -> None:
         self._queue: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock)
+        self._explanations: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock)
         self._deliver = deliver
         self._on_queue = on_queue
         self._clock = clock
         self._wake = threading.Condition()
         self._stopping = False
+        self._streams = 1
         self._launched_at: dict[int, float] = {}
         self._failures: list[BaseException] = []
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
-        return len(self._queue)
+        return len(self._queue) + len(self._explanations)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._wake:
-            entry = self._queue.put(request, deadline=self._clock() + timeout)
-            self._on_queue(len(self._queue))
-            self._wake.notify()
+            queue = self._queue_of(request)
+            entry = queue.put(request, deadline=self._clock() + timeout)
+            self._on_queue(len(self))
+            # One stream is enough, but the thread of explanations may be the first of those that are woken.
+            self._wake.notify(2 if queue is self._queue else 1 + self._streams)
         return entry
 
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
         with self._wake:
-            self._queue.cancel(entry)
-            self._on_queue(len(self._queue))
+            self._queue_of(entry.item).cancel(entry)
+            self._on_queue(len(self))
+
+    def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
+        return self._explanations if request.map is not None and request.map.needs_pass else self._queue
 
     def computing_seconds(self) -> float:
         """Return how long the oldest batch that is computed has been; 0 when there is none."""
@@ -70,14 +89,16 @@ class Streams:
             return self._clock() - min(self._launched_at.values()) if self._launched_at else 0.0
 
     def run(self, runner: ModelRunner) -> None:
-        """Launch batches until `stop`, on this thread and one more for each further stream of the runner.
+        """Launch batches until `stop`, on this thread, one more for each further stream, and one for explanations.
 
         What ends the first stream that fails ends the others too, and is raised.
         """
+        self._streams = runner.streams
         others = [
             threading.Thread(target=self._serve, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)
         ]
+        others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
         for thread in others:
             thread.start()
         self._serve(runner)
@@ -97,14 +118,21 @@ class Streams:
     def close(self) -> list[Waiting]:
         """Refuse further images and hand back those that wait, oldest first."""
         with self._wake:
-            returned = self._queue.close()
+            returned = self._queue.close() + self._explanations.close()
             self._on_queue(0)
         return returned
 
+    def _explain(self, runner: ModelRunner) -> None:
+        lower_priority()
+        self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, EXPLAINED_AT_ONCE)))
+
     def _serve(self, runner: ModelRunner) -> None:
+        self._launch_all(runner, lambda: self._next(self._queue, runner.max_batch))
+
+    def _launch_all(self, runner: ModelRunner, next_batch: Callable[[], Poll[InferenceRequest] | None]) -> None:
         batch: list[Waiting] = []
         try:
-            while (poll := self._next(runner.max_batch)) is not None:
+            while (poll := next_batch()) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
@@ -114,16 +142,21 @@ class Streams:
             self._failures.append(error)
             self.stop()
 
-    def _next(self, max_batch: int) -> Poll[InferenceRequest] | None:
-        """Return the next batch as soon as there is one, or None when the stream is to end."""
+    def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
+        """Return the next batch of a queue as soon as there is one, or None when the stream is to end."""
         stream = threading.get_ident()
         with self._wake:
             self._launched_at.pop(stream, None)
             while not self._stopping:
-                poll = self._queue.poll(max_batch)
-                self._on_queue(len(self._queue))
+                if queue is self._explanations and len(self._queue) and (age := queue.age()) < PATIENCE:
+                    self._wake.wait(PATIENCE - age if len(queue) else None)
+                    continue
+                poll = queue.poll(max_batch)
+                self._on_queue(len(self))
                 if poll.batch:
                     self._launched_at[stream] = self._clock()
+                    if queue is self._queue and len(self._explanations) and not len(queue):
+                        self._wake.notify_all()
                     return poll
                 self._wake.wait(poll.wait)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model.errors import InputError
-from model.prediction import parse_head, parse_layer
+from model.prediction import MAX_CLASSES, parse_classes, parse_head, parse_layer
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
@@ -27,3 +27,46 @@ def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> 
         with pytest.raises(InputError, match=r"expected mean, max, or 0 ... 1$") as error:
             parse_head(head, heads=2)
         assert error.value.parameter == "head"
+
+
+LABELS = ("tabby, tabby cat", "tiger, Panthera tigris", "crane", "hoist, crane", "tiger cat", "crane", "7", "a,b ,c")
+
+
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("3", [3]),
+        ("07", [7]),
+        ("7", [7]),
+        ("tabby", [0]),
+        ("Tabby, Tabby Cat", [0]),
+        ("tabby,tiger", [0, 1]),
+        ("tiger cat, 2 ,hoist", [4, 2, 3]),
+        ("tabby,tabby cat,tabby", [0, 0]),
+        ("hoist, crane", [3]),
+        ("a, b,c", [7]),
+        ("c", [7]),
+    ],
+)
+def test_classes_are_named_by_index_label_or_a_name_in_the_label(text: str, classes: list[int]) -> None:
+    assert parse_classes(text, LABELS) == classes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("crane", "class 'crane' is ambiguous: 2, 5 are called that"),
+        ("dog", "class 'dog' is unknown; expected a label or an index below 8"),
+        ("8", "class '8' is unknown"),
+        ("9999999999", "is unknown"),
+        ("-1", "class '-1' is unknown"),
+        ("\u00b2", "is unknown"),
+        ("", "class '' is unknown"),
+        ("0,,1", "class '' is unknown"),
+        (",".join("0" * (MAX_CLASSES + 1)), "more than 8 classes"),
+    ],
+)
+def test_a_class_that_is_not_one_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        parse_classes(text, LABELS)
+    assert error.value.parameter == "class"

@@ -150,7 +150,14 @@ class FakePredictor:
         found = [
             None
             if request is None
-            else AttentionMap(request.layer, request.head, np.full((2, 2), 0.25, np.float32), red / 256)
+            else AttentionMap(
+                request.layer,
+                request.head,
+                np.full((2, 2), 0.25, np.float32),
+                red / 256,
+                request.method,
+                request.class_index,
+            )
             for red, request in zip(reds, maps or [None] * len(reds), strict=True)
         ]
         return BatchPrediction(

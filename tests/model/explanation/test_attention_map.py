@@ -43,6 +43,8 @@ def test_a_mixed_batch_gets_each_map_from_its_own_image_layer_and_head() -> None
     assert found[1] is None
     for image, request in enumerate(requests):
         if request is not None:
+            assert request.layer is not None
+            assert request.head is not None
             row = attention[image, (0, 2).index(request.layer)][None]
             values, kept_mass = cls_map(row, head=request.head, prefix_tokens=1, grid=(2, 3))
             got = found[image]

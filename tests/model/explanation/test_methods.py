@@ -15,6 +15,8 @@ from model.explanation import methods
 from model.explanation.methods import METHODS, explain, explain_with_mass
 from model.explanation.rollout import rollout
 from model.network.vit import VisionTransformer
+from model.prediction import CLASS_SPECIFIC
+from model.prediction import METHODS as NAMES
 from tests.model.explanation.plain_reference import Reference, forward, read
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -220,3 +222,8 @@ def test_an_unknown_method_is_refused() -> None:
     model = model_of("plain")
     with pytest.raises(InputError, match="expected one of relevance, rollout, gae, legrad"):
         explain(model, pictures(model), CLASSES, "gradcam")
+
+
+def test_the_names_that_need_no_torch_are_those_of_the_table() -> None:
+    assert set(NAMES) == {"cls", *METHODS}
+    assert {name for name, method in METHODS.items() if method.class_specific} == CLASS_SPECIFIC

@@ -12,6 +12,7 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
+from model.explanation.methods import explain_with_mass
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
 from model.runtime.choose_backend import BackendName
@@ -109,6 +110,49 @@ def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
         assert got.values.sum() == pytest.approx(1, abs=1e-5)
         np.testing.assert_allclose(got.values, alone.values, atol=1e-5)
         assert got.kept_mass == pytest.approx(alone.kept_mass, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "openvino",
+            marks=pytest.mark.skipif(
+                unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="OpenVINO is not installed"
+            ),
+        ),
+    ],
+)
+def test_explanations_of_any_method_stand_beside_attention_rows(backend: BackendName) -> None:
+    checkpoint = make_checkpoint()
+    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    images = make_images(6)
+    wanted = [
+        MapRequest.explained("gae", 3),
+        MapRequest(1),
+        None,
+        MapRequest.explained("gae"),
+        MapRequest.explained("relevance", 1),
+        MapRequest.explained("rollout"),
+    ]
+
+    found = predictor.predict(images, top_k=2, maps=wanted)
+
+    pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
+    best = int(found.indices[3, 0])
+    for place, method, class_index in ((0, "gae", 3), (3, "gae", best), (4, "relevance", 1), (5, "rollout", None)):
+        maps, kept = explain_with_mass(checkpoint.build(), pixels[[place]], torch.tensor([class_index or 0]), method)
+        got = found.maps[place]
+        assert got is not None
+        assert (got.method, got.class_index, got.layer, got.head) == (method, class_index, None, None)
+        np.testing.assert_allclose(got.values, maps[0].numpy(), atol=1e-6)
+        assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
+    assert found.maps[2] is None
+    row = predictor.predict(images[[1]], top_k=1, maps=[MapRequest(1)]).maps[0]
+    assert row is not None
+    assert found.maps[1] is not None
+    np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
 
 
 def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

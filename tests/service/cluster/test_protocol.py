@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import AttentionMap, Head, MapRequest
+from model.prediction import METHODS, AttentionMap, Head, MapRequest
 from service.cluster.protocol import (
     REPLY_LIMIT,
     REQUEST_LIMIT,
@@ -49,14 +49,20 @@ def results(draw: st.DrawFn) -> InferenceResult:
     found = None
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-        found = AttentionMap(draw(st.integers(0, 255)), draw(HEADS), draw(floats(grid)), draw(st.floats(0, 1)))
+        layer, head = draw(st.none() | st.integers(0, 255)), draw(st.none() | HEADS)
+        method, class_index = draw(st.sampled_from(METHODS)), draw(st.none() | SMALL)
+        found = AttentionMap(layer, head, draw(floats(grid)), draw(st.floats(0, 1)), method, class_index)
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), draw(SECONDS), draw(SECONDS))
 
 
+MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
+    MapRequest.explained, st.sampled_from(METHODS), st.none() | SMALL
+)
+
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Hello, SMALL, st.binary(max_size=64)),
-    st.builds(Submit, IDS, SMALL, SMALL, st.none() | st.builds(MapRequest, st.integers(0, 255), HEADS), SECONDS),
+    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS),
     st.builds(Cancel, IDS),
     st.builds(
         StatusChanged,

@@ -1,0 +1,98 @@
+"""Maps that need a pass of their own run in batches of their own, behind classification."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from model.prediction import MapRequest
+from service.engine import streams
+from service.errors import DeadlineExceeded, InferenceFailed
+from tests.service.engine.conftest import Running
+from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop
+
+GAE = MapRequest.explained("gae", 3)
+
+
+@on_a_loop
+async def test_a_map_of_its_own_method_and_class_comes_with_the_classes(running: Running) -> None:
+    async with running() as rig:
+        result = await rig.ask(5, map=GAE)
+    assert result.indices.tolist() == expected_indices(5, 3)
+    assert result.map is not None
+    assert (result.map.method, result.map.class_index, result.map.layer) == ("gae", 3, None)
+
+
+@on_a_loop
+async def test_they_share_no_batch_with_classification_and_are_few_at_once(running: Running) -> None:
+    async with running(FakePredictor(max_batch=20)) as rig:
+        tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
+        await rig.predictor.wait_until_busy()  # beside the first one, as nothing waits
+        tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
+        tasks += [rig.ask_soon(red, map=MapRequest(2)) for red in range(1, 4)]
+        await rig.until_queued(14)
+        rig.predictor.gate.set()
+        await asyncio.gather(*tasks)
+    batches = rig.predictor.launched
+    assert [batch for batch in batches if batch[0] < 100] == [[0], [1, 2, 3]]
+    explained = [batch for batch in batches if batch[0] >= 100]
+    assert [len(batch) for batch in explained] == [1, 8, 3]
+    assert [red for batch in explained for red in batch] == list(range(100, 112))
+
+
+@on_a_loop
+async def test_they_wait_while_another_image_waits(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        second = rig.ask_soon(1)
+        await rig.until_queued(1)
+        explained = rig.ask_soon(100, map=GAE)
+        await rig.until_queued(2)
+        assert rig.predictor.launched == [[0]]
+        rig.predictor.gate.set()
+        await asyncio.gather(first, second, explained)
+    assert sorted(rig.predictor.launched) == [[0], [1], [100]]
+
+
+@on_a_loop
+async def test_a_map_that_has_waited_for_long_waits_for_nobody(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        second = rig.ask_soon(1)
+        await rig.until_queued(1)
+        explained = rig.ask_soon(100, map=GAE)
+        await rig.predictor.wait_until_busy()
+        assert rig.predictor.launched == [[0], [100]]
+        rig.predictor.gate.set()
+        await asyncio.gather(first, second, explained)
+
+
+@on_a_loop
+async def test_one_whose_caller_left_or_whose_time_is_up_is_never_launched(running: Running) -> None:
+    async with running() as rig:
+        tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
+        await rig.predictor.wait_until_busy()
+        gone = rig.ask_soon(101, map=GAE)
+        await rig.until_queued(1)
+        gone.cancel()
+        await rig.until_queued(0)
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(102, map=GAE, timeout=0.01)
+        rig.predictor.gate.set()
+        await asyncio.gather(*tasks)
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert sorted(rig.predictor.launched) == [[0], [100]]
+
+
+@on_a_loop
+async def test_an_image_that_fails_there_fails_alone(running: Running) -> None:
+    async with running() as rig:
+        with pytest.raises(InferenceFailed):
+            await rig.ask(BAD, map=GAE)
+        assert (await rig.ask(1, map=GAE)).map is not None
+        assert (await rig.ask(2)).indices.tolist() == expected_indices(2, 3)
