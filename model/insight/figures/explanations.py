@@ -51,6 +51,7 @@ def faithfulness(methods: Sequence[Method], path: Path, *, title: str) -> None:
                 axes.plot([mean], [place], "o", color="tab:blue", markersize=5)
         axes.set(xlabel=name)
         axes.set_yticks(places, [one.method for one in methods])
+        axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3, axis="x")
     figure.axes[0].set_ylim(len(methods) - 0.5, -0.5)
     figure.suptitle(title, fontsize=9)
