@@ -29,8 +29,11 @@ class Attention(BaseModel):
 
     url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
     grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
-    layer: Annotated[int, Field(description="0 is the first")]
-    head: int | Literal["mean", "max"]
+    method: str = "cls"
+    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
+    label: Annotated[str | None, Field(description="the label of that class")] = None
+    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
+    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
 
@@ -79,12 +82,14 @@ class BatchClassification(BaseModel):
 
 
 class AttentionDocument(BaseModel):
-    """The answer of /attention with `format=json`."""
+    """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
 
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
-    layer: int
-    head: int | Literal["mean", "max"]
+    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
+    label: Annotated[str | None, Field(description="the label of that class")] = None
+    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
+    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     grid: RowsColumns
     values: list[list[float]]
     kept_mass: float

@@ -20,6 +20,7 @@ class ThreadPolicy:
     A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
     the machine is busy; a lone batch is done sooner with all `count` of them, None leaving torch's choice. As a
     context manager around the computation it sets the calling thread's number, and enters with whether it is alone.
+    Explanations count as a batch, though they always take one thread.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -54,9 +55,10 @@ class TorchCpu(TorchBackend):
             return self.postprocess(self.forward(images, layers), top_k)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
-        """See `Backend.explain`; it takes no thread from the batches that are classified beside it."""
-        torch.set_num_threads(self.threads.count)  # of the calling thread
-        return super().explain(images, classes, method)
+        """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
+        with self.threads:
+            torch.set_num_threads(1)  # of the calling thread
+            return super().explain(images, classes, method)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""

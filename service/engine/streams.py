@@ -1,7 +1,8 @@
 """The threads of an engine: each stream takes the next batch from the queue that all share, and launches it.
 
-Maps that need a pass of their own have a queue and a thread of their own, behind classification: the thread leaves the
-processor to others, and launches a small batch only while no other image waits, or when a map has waited for long.
+Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
+launched only while no other image waits, or when a map has waited for long. The thread has no lower priority: under
+load it would be stopped while it holds the interpreter's lock, and everything else with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Poll
 from service.engine.launch import Outcome, Waiting, launch
 from service.engine.messages import BatchReport, InferenceRequest
-from service.engine.priority import lower_priority
 from service.errors import EngineUnavailable, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,6 @@ class Streams:
         return returned
 
     def _explain(self, runner: ModelRunner) -> None:
-        lower_priority()
         self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, EXPLAINED_AT_ONCE)))
 
     def _serve(self, runner: ModelRunner) -> None:

@@ -22,9 +22,12 @@ def ranked_predictions(
     ]
 
 
-def map_fields(found: AttentionMap) -> dict[str, Any]:
+def map_fields(found: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
     """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
     return {
+        "method": found.method,
+        "class": found.class_index,
+        "label": None if found.class_index is None else labels[found.class_index],
         "grid": found.values.shape,
         "layer": found.layer,
         "head": found.head,

@@ -85,7 +85,7 @@ def test_a_batch_answers_each_picture_or_its_own_error_in_order(server: Served, 
 def test_attention_comes_with_the_labels_and_sums_to_one(server: Served, pictures: Pictures) -> None:
     document = server.classify(pictures.files[4], "attention=true").json()
     attention = document["attention"]
-    assert attention["url"] == f"/attention?id={document['id']}"
+    assert attention["url"] == f"/attention?id={document['id']}&method=cls"
     assert (attention["grid"], attention["layer"], attention["head"]) == ([4, 4], 1, "mean")
     values = np.array(attention["values"])
     assert values.shape == (4, 4)
@@ -162,7 +162,7 @@ def test_what_is_served_is_told(server: Served) -> None:
         ("POST", "/classify/batch", {"files": files(*[b"x"] * 9)}, (413, "too_many_images")),
         ("POST", "/classify?top_k=11", {"files": files(b"x")}, (422, "invalid_parameter")),
         ("POST", "/attention?layer=2", {"files": files(b"x")}, (422, "invalid_parameter")),
-        ("GET", "/attention?id=x&method=rollout", {}, (422, "invalid_parameter")),
+        ("GET", "/attention?id=x&method=gradcam", {}, (422, "invalid_parameter")),
         ("GET", "/attention?id=x", {}, (404, "not_found")),
         ("GET", "/nope", {}, (404, "not_found")),
         ("GET", "/classify", {}, (405, "method_not_allowed")),

@@ -252,7 +252,6 @@ class World:
             (local, "threading", self.threads),
             (streams, "threading", self.threads),
             (streams, "launch", watched_launch),
-            (streams, "lower_priority", lambda: None),  # of the real threads, which carry others after this one
             (engine_process, "LocalEngine", self._local_engine),
             (engine_process, "EngineServer", WatchedServer),
         ]

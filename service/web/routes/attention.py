@@ -9,31 +9,42 @@ from typing import Annotated, Literal
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.config import ViTConfig
 from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
-from model.prediction import AttentionMap, MapRequest, parse_head, parse_layer
+from model.images.side_by_side import side_by_side
+from model.prediction import (
+    CLASS_SPECIFIC,
+    MAX_CLASSES,
+    METHODS,
+    AttentionMap,
+    MapRequest,
+    parse_classes,
+    parse_head,
+    parse_layer,
+)
+from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
 from service.web.documents import map_fields
 from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
-from service.web.pipeline import Pipeline, pipeline_of, unless_disconnected
+from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
-METHODS = ("cls",)
-"""Methods offered."""
-
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
+
+_JSON: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
+    AttentionDocument | list[AttentionDocument]
+)
 
 _ANSWERS: dict[int | str, dict[str, object]] = {
     200: {
-        "model": AttentionDocument,
+        "model": AttentionDocument | list[AttentionDocument],
         "content": {
             "image/png": {"schema": BINARY},
             "application/x-npy": {"schema": BINARY},
@@ -46,11 +57,25 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 class AttentionQuery(BaseModel, frozen=True):
     """The query of both endpoints; None is what was not sent."""
 
-    method: Annotated[str, Field(json_schema_extra={"enum": list(METHODS)})] = "cls"
-    layer: Annotated[int | None, Field(description="default the last; negatives count from the end")] = None
+    method: Annotated[
+        str | None,
+        Field(
+            description=f"default `{METHODS[0]}`, or `cls` with a layer or head",
+            json_schema_extra={"enum": list(METHODS)},
+        ),
+    ] = None
+    class_: Annotated[
+        str | None,
+        Field(
+            alias="class",
+            description=f"whose map: an index or a label, or at most {MAX_CLASSES} with commas between; default "
+            f"the best class; for {', '.join(sorted(CLASS_SPECIFIC))}",
+        ),
+    ] = None
+    layer: Annotated[int | None, Field(description="`cls`: default the last; negatives count from the end")] = None
     head: Annotated[
         str | None,
-        Field(description="`mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
+        Field(description="`cls`: `mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
     overlay: Annotated[bool | None, Field(description="PNG: over what the model saw; default true")] = None
@@ -69,12 +94,12 @@ class KeptPictureQuery(AttentionQuery):
 async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(request, query, pipeline.model().config)
+    map_requests = _map_requests(query, pipeline.model())
     pixels = pipeline.image_store.get(query.id)
     if pixels is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
-        answer = _answer(pipeline, query, map_request, pixels, pipeline.deadline(request), query.id)
+        answer = _answer(pipeline, query, map_requests, pixels, pipeline.deadline(request), query.id)
         return await unless_disconnected(request.receive, answer)
 
 
@@ -87,71 +112,84 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
-    map_request = _map_request(request, query, pipeline.model().config)
+    map_requests = _map_requests(query, pipeline.model())
     with pipeline.admit_upload() as upload:
         file = await pipeline.read_one(request, upload)
-        answer = _decode_and_answer(pipeline, query, map_request, file, pipeline.deadline(request))
+        answer = _decode_and_answer(pipeline, query, map_requests, file, pipeline.deadline(request))
         return await unless_disconnected(request.receive, answer)
 
 
 async def _decode_and_answer(
-    pipeline: Pipeline, query: AttentionQuery, map_request: MapRequest, file: bytearray, deadline: Deadline
+    pipeline: Pipeline, query: AttentionQuery, map_requests: list[MapRequest], file: bytearray, deadline: Deadline
 ) -> Response:
     decoded = await pipeline.decode(file, deadline)
-    return await _answer(pipeline, query, map_request, decoded.pixels, deadline, None)
+    return await _answer(pipeline, query, map_requests, decoded.pixels, deadline, None)
 
 
 async def _answer(
     pipeline: Pipeline,
     query: AttentionQuery,
-    map_request: MapRequest,
+    map_requests: list[MapRequest],
     pixels: NDArray[np.uint8],
     deadline: Deadline,
     image_id: str | None,
 ) -> Response:
-    """Compute the picture's map and return it in the asked-for format; keep the picture unless `image_id` is given."""
-    result = await pipeline.infer(pixels, deadline, top_k=1, map_request=map_request)
-    found = result.map
-    assert found is not None, "the engine answers a map when it is asked for one"
+    """Compute the maps and return them in the asked-for format; keep the picture unless `image_id` is given."""
+    results = await all_of(
+        pipeline.infer(pixels, deadline, top_k=1, map_request=map_request) for map_request in map_requests
+    )
+    found = [result.map for result in results if result.map is not None]
+    assert len(found) == len(map_requests), "the engine answers a map when it is asked for one"
     if image_id is None:
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(result.scores[0]))
+        pipeline.metrics.top1_score.observe(float(results[0].scores[0]))
         image_id = pipeline.image_store.put(pixels)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
         headers["Content-Location"] = f"/attention?id={image_id}"
     if query.format == "json":
-        document = AttentionDocument(id=image_id, method=query.method, **map_fields(found))
-        return Response(document.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)
+        labels = pipeline.model().labels
+        documents = [AttentionDocument(id=image_id, **map_fields(one, labels)) for one in found]
+        content = _JSON.dump_json(documents[0] if len(found) == 1 else documents, exclude_none=True, by_alias=True)
+        return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)
     png = await pipeline.lanes.drawing.run(partial(_png, found, pixels, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
-def _png(found: AttentionMap, pixels: NDArray[np.uint8], query: AttentionQuery, control: Control) -> bytes:
+def _png(found: list[AttentionMap], pixels: NDArray[np.uint8], query: AttentionQuery, control: Control) -> bytes:
     picture = pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
-    return render_heatmap(
-        found.values,
-        picture=None if query.overlay is False else picture,
-        control=control,
-        **query.model_dump(include={"colormap", "alpha", "size"}, exclude_none=True),
-    )
+    drawings = [
+        render_heatmap(
+            one.values,
+            picture=None if query.overlay is False else picture,
+            control=control,
+            **query.model_dump(include={"colormap", "alpha", "size"}, exclude_none=True),
+        )
+        for one in found
+    ]
+    return drawings[0] if len(drawings) == 1 else side_by_side(drawings, control=control)
 
 
-def _npy(found: AttentionMap) -> bytes:
+def _npy(found: list[AttentionMap]) -> bytes:
     buffer = io.BytesIO()
-    np.save(buffer, found.values.astype(np.float32), allow_pickle=False)
+    values = np.stack([one.values for one in found]).astype(np.float32)
+    np.save(buffer, values[0] if len(found) == 1 else values, allow_pickle=False)
     return buffer.getvalue()
 
 
-def _map_request(request: Request, query: AttentionQuery, config: ViTConfig) -> MapRequest:
-    """Return the map that is asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    if query.method not in METHODS:
-        raise InvalidParameter(f"method {query.method!r}: this service offers {', '.join(METHODS)}")
-    if "class" in request.query_params:
-        raise InvalidParameter(f"class does not apply to method {query.method!r}")
+def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
+    """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    of_row = query.layer is not None or query.head is not None
+    method = query.method if query.method is not None else "cls" if of_row else METHODS[0]
+    if method not in METHODS:
+        raise InvalidParameter(f"method {method!r}: this service offers {', '.join(METHODS)}")
+    if query.class_ is not None and method not in CLASS_SPECIFIC:
+        raise InvalidParameter(f"class does not apply to method {method!r}")
+    if of_row and method != "cls":
+        raise InvalidParameter(f"{'head' if query.layer is None else 'layer'} does not apply to method {method!r}")
     if query.format != "png":
         for name in ("overlay", "alpha", "colormap", "size"):
             if getattr(query, name) is not None:
@@ -160,4 +198,7 @@ def _map_request(request: Request, query: AttentionQuery, config: ViTConfig) -> 
         raise InvalidParameter(f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}")
     if query.overlay is False and query.alpha is not None:
         raise InvalidParameter("alpha does not apply without overlay")
-    return MapRequest(parse_layer(query.layer, config.depth), parse_head(query.head, config.heads))
+    if method == "cls":
+        return [MapRequest(parse_layer(query.layer, info.config.depth), parse_head(query.head, info.config.heads))]
+    classes = [None] if query.class_ is None else parse_classes(query.class_, info.labels)
+    return [MapRequest.explained(method, class_index) for class_index in classes]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
 
 from model.errors import ImageError
@@ -32,7 +32,11 @@ class ClassifyQuery(BaseModel, frozen=True):
     top_k: Annotated[
         int | None, Field(ge=1, description="classes to answer with; default the smaller of 5 and all")
     ] = None
-    attention: Annotated[bool, Field(description="answer with the last layer's attention map, too")] = False
+    attention: Annotated[
+        bool | Literal["relevance"],
+        Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
+        WithJsonSchema({"type": "string", "enum": ["false", "true", "relevance"]}),
+    ] = False
 
 
 @router.post(
@@ -78,7 +82,10 @@ class _Classifier:
         if query.top_k is not None and query.top_k > classes:
             raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
         self._top_k = query.top_k or min(_DEFAULT_TOP_K, classes)
-        self._map_request = MapRequest(self._info.config.depth - 1) if query.attention else None
+        self._map_request = None
+        if query.attention:
+            row = MapRequest(self._info.config.depth - 1)
+            self._map_request = MapRequest.explained("relevance") if query.attention == "relevance" else row
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -97,7 +104,9 @@ class _Classifier:
             id=image_id,
             model=self._info.name,
             predictions=predictions,
-            attention=None if result.map is None else Attention(url=_url(image_id), **map_fields(result.map)),
+            attention=None
+            if result.map is None
+            else Attention(url=_url(image_id, result.map.method), **map_fields(result.map, self._info.labels)),
             timings_ms=Timings(
                 decode=_milliseconds(decoded.seconds),
                 queue=_milliseconds(result.queue_seconds),
@@ -117,8 +126,9 @@ class _Classifier:
             return FailedItem(error=problem.document(self._context.request_id))
 
 
-def _url(image_id: str | None) -> str | None:
-    return None if image_id is None else f"/attention?id={image_id}"
+def _url(image_id: str | None, method: str) -> str | None:
+    """Return where the same map of a kept picture is drawn."""
+    return None if image_id is None else f"/attention?id={image_id}" + ("&method=cls" if method == "cls" else "")
 
 
 def _milliseconds(seconds: float) -> float:

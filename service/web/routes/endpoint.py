@@ -57,7 +57,7 @@ class Endpoint(APIRoute):
         else:
             answer = await self.endpoint(request, parse_query(self._query_model, scope["query_string"]))
         if isinstance(answer, BaseModel):
-            content = answer.model_dump_json(exclude_none=self.response_model_exclude_none)
+            content = answer.model_dump_json(exclude_none=self.response_model_exclude_none, by_alias=True)
             answer = Response(content, media_type="application/json")
         await answer(scope, receive, send)
 

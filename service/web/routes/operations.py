@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from model.prediction import METHODS
 from service.engine.messages import attributes
 from service.metrics.metrics import CONTENT_TYPE
 from service.schemas import Labels, ModelDescription, Status
 from service.web.openapi import problems
 from service.web.pipeline import pipeline_of
-from service.web.routes.attention import METHODS
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from model.prediction import AttentionMap
+from model.prediction import CLASS_SPECIFIC, AttentionMap
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from tests.service.fakes import answer, model_info
 
@@ -54,7 +54,10 @@ class FakeEngine:
         found = None
         if request.map is not None:
             values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
-            found = AttentionMap(request.map.layer, request.map.head, values, 0.9)
+            wanted = request.map
+            best = int(indices[0]) if wanted.class_index is None else wanted.class_index
+            of_class = best if wanted.method in CLASS_SPECIFIC else None
+            found = AttentionMap(wanted.layer, wanted.head, values, 0.9, wanted.method, of_class)
         return InferenceResult(scores, indices, found, 1, 0.001, 0.002)
 
     async def close(self) -> None:

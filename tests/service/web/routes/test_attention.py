@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from typing import Any
 
@@ -24,8 +25,9 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     assert (picture.format, picture.mode, picture.width, picture.height) == ("PNG", "RGB", 384, 384)
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
-    assert set(document) == {"id", "method", "layer", "head", "grid", "values", "kept_mass"}
-    assert (document["id"], document["method"], document["layer"], document["head"]) == (image_id, "cls", 2, "mean")
+    assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass"}
+    assert (document["id"], document["method"], document["class"]) == (image_id, "relevance", 0)
+    assert document["label"] == "label 0"
     assert (document["grid"], document["values"]) == ([2, 2], [[0.1, 0.2], [0.3, 0.4]])
 
     saved = await service.get("/attention", f"id={image_id}&format=npy")
@@ -81,9 +83,17 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("method=rollout", "cls"),
-        ("method=relevance", "cls"),
+        ("method=gradcam", "relevance, cls, rollout, gae, legrad"),
         ("method=", "cls"),
+        ("method=relevance&layer=0", "layer does not apply to method 'relevance'"),
+        ("method=gae&head=max", "head does not apply to method 'gae'"),
+        ("method=cls&class=3", "class does not apply to method 'cls'"),
+        ("method=rollout&class=3", "class does not apply to method 'rollout'"),
+        ("layer=0&class=3", "class does not apply to method 'cls'"),
+        ("class=10", "class '10' is unknown"),
+        ("class=", "class '' is unknown"),
+        ("class=label", "class 'label' is unknown"),
+        ("class=1,2,3,4,5,6,7,8,9", "more than 8 classes"),
         ("layer=3", "layer"),
         ("layer=-4", "layer"),
         ("layer=last", "layer"),
@@ -91,7 +101,6 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
         ("head=-1", "head"),
         ("head=%C2%B2", "head"),
         ("head=median", "head"),
-        ("class=3", "class does not apply"),
         ("format=gif", "format"),
         ("format=json&overlay=false", "overlay does not apply"),
         ("format=json&alpha=0.5", "alpha does not apply"),
@@ -114,6 +123,57 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
     for response in (by_id, posted):
         assert (response.status, response.code) == (422, "invalid_parameter")
         assert says in response.json["detail"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "answered"),
+    [
+        ("", {"method": "relevance", "class": 7, "label": "label 7"}),
+        ("method=gae", {"method": "gae", "class": 7, "label": "label 7"}),
+        ("class=3", {"method": "relevance", "class": 3, "label": "label 3"}),
+        ("method=legrad&class=Label%205", {"method": "legrad", "class": 5, "label": "label 5"}),
+        ("method=rollout", {"method": "rollout"}),
+        ("method=cls", {"method": "cls", "layer": 2, "head": "mean"}),
+        ("layer=0", {"method": "cls", "layer": 0, "head": "mean"}),
+        ("head=max", {"method": "cls", "layer": 2, "head": "max"}),
+    ],
+)
+async def test_a_map_is_of_the_method_and_class_that_are_asked_for(query: str, answered: dict[str, Any]) -> None:
+    service = app()
+    document = (await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")).json
+    names = ("method", "class", "label", "layer", "head")
+    assert {name: document[name] for name in names if name in document} == answered
+
+
+@on_a_loop
+async def test_several_classes_have_a_map_each() -> None:
+    service = app()
+    query = f"id={await kept(service)}&class=label%204,2,label%201&"
+    documents = (await service.get("/attention", f"{query}format=json")).json
+    assert [document["class"] for document in documents] == [4, 2, 1]
+    saved = await service.get("/attention", f"{query}format=npy")
+    array = np.load(io.BytesIO(saved.content), allow_pickle=False)
+    assert (array.dtype, array.shape) == (np.float32, (3, 2, 2))
+    drawn = await service.get("/attention", f"{query}size=100")
+    assert Image.open(io.BytesIO(drawn.content)).size == (308, 100)
+    posted = await service.request("POST", "/attention", query="class=4,2&format=json", **form(png(9)))
+    assert [document["class"] for document in posted.json] == [4, 2]
+
+
+@on_a_loop
+async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> None:
+    service = app()
+    image_id = await kept(service)
+    service.engine.gate.clear()
+    asking = asyncio.create_task(service.get("/attention", f"id={image_id}&class=1,2,3"))
+    while service.engine.waiting < 3:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (service.engine.waiting, service.engine.cancelled) == (0, 3)
+    assert pipeline_of(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -55,11 +55,27 @@ async def test_a_bad_query_names_its_parameter(query: str) -> None:
 
 @on_a_loop
 async def test_attention_comes_with_the_answer_when_asked() -> None:
-    attention = (await app().classify(png(1), query="attention=true")).json["attention"]
-    assert set(attention) == {"url", "grid", "layer", "head", "values", "kept_mass"}
+    service = app()
+    attention = (await service.classify(png(1), query="attention=true")).json["attention"]
+    assert set(attention) == {"url", "grid", "method", "layer", "head", "values", "kept_mass"}
     assert (attention["grid"], attention["layer"], attention["head"]) == ([2, 2], 2, "mean")
+    path, query = attention["url"].split("?")
+    again = (await service.get(path, f"{query}&format=json")).json
+    assert (again["method"], again["layer"], again["head"]) == ("cls", 2, "mean")
     assert attention["kept_mass"] == 0.9
     assert attention["values"] == [[0.1, 0.2], [0.3, 0.4]]
+
+
+@on_a_loop
+async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked() -> None:
+    service = app()
+    document = (await service.classify(png(1), query="attention=relevance")).json
+    attention, best = document["attention"], document["predictions"][0]
+    assert set(attention) == {"url", "grid", "method", "class", "label", "values", "kept_mass"}
+    assert (attention["method"], attention["class"], attention["label"]) == ("relevance", best["index"], best["label"])
+    path, query = attention["url"].split("?")
+    again = (await service.get(path, f"{query}&format=json")).json
+    assert (again["method"], again["class"]) == ("relevance", best["index"])
 
 
 @on_a_loop

@@ -45,7 +45,7 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
             "std": [0.5, 0.5, 0.5],
         },
         "attention_source": "cls",
-        "attention_methods": ["cls"],
+        "attention_methods": ["relevance", "cls", "rollout", "gae", "legrad"],
     }
 
 
