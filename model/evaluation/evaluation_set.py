@@ -58,13 +58,18 @@ class EvaluationSet:
         return np.array([list(labels).index(name) for name in self.names], dtype=np.int64)[self.labels]
 
 
+def is_cifar10(root: Path) -> bool:
+    """Return whether a folder has CIFAR-10's binary files."""
+    return (root / cifar10.LABELS_FILE).is_file() or (root / cifar10.TEST_FILES[0]).is_file()
+
+
 def open_evaluation_set(root: Path) -> EvaluationSet:
     """Open CIFAR-10's test set, or the test set (else the validation set, else all) of a folder of classes.
 
     Raises:
         DatasetError: neither, or not readable.
     """
-    if (root / cifar10.LABELS_FILE).is_file() or (root / cifar10.TEST_FILES[0]).is_file():
+    if is_cifar10(root):
         return _cifar10(root)
     found = find_pictures(root)
     split, files = "", found.train

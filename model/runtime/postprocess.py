@@ -34,10 +34,14 @@ class Postprocess:
         self._temperature = checkpoint.temperature
         self._independent = checkpoint.multi_label or checkpoint.config.num_classes == 1
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the score of each class, float32 [B, K], 0...1, from logits [B, K]."""
+        logits = logits.float() / self._temperature
+        return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
+
     def __call__(self, output: ViTOutput, top_k: int) -> TopKOutput:
         """Return the `top_k` best classes of each image; the attention rows are passed on."""
-        logits = output.logits.float() / self._temperature
-        scores = logits.sigmoid() if self._independent else logits.softmax(dim=-1)
+        scores = self.scores(output.logits)
         # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
         finite = scores.isfinite().all(dim=-1)
         return TopKOutput(*scores.topk(top_k, dim=-1), finite, output.attention)

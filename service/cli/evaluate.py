@@ -1,4 +1,4 @@
-"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server."""
+"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server; faithfulness of maps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
+from service.cli import explanations
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client, ClientError
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder a class",
+        help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder a class; --explanations takes any pictures",
     )
     parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
     add_api_key_flag(parser)
@@ -48,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
     )
+    explanations.add_arguments(parser)
     add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the accuracy and print it."""
+    """Measure the accuracy, or how faithful maps are, and print it; return 1 if an image was left out."""
+    explanations.check_arguments(arguments)
     if arguments.card is not None and not arguments.robustness:
         raise InputError("card", "--card needs --robustness")
     if arguments.card is not None and not arguments.card.is_file():
@@ -63,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.data}: no such folder: give one folder of pictures a class, or CIFAR-10's .bin files; "
             f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
         )
+    if arguments.explanations is not None:
+        return explanations.run(arguments)
     from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415  torch takes seconds to import
 
     pictures = open_evaluation_set(arguments.data)

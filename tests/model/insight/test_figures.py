@@ -119,3 +119,28 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     with pytest.raises(FigureError, match="taken"):
         figures.reliability_diagram([Bar(5, 0.4, 0.5)], tmp_path / "taken" / "c.png")
+
+
+@dataclass
+class Faithfulness:
+    method: str
+    deletion: tuple[float, float, float]
+    insertion: tuple[float, float, float]
+    mosaic: tuple[float, float, float] | None
+
+
+def test_a_methods_dots_are_where_its_means_are_and_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    def dots(deletion: float, mosaic: tuple[float, float, float] | None) -> NDArray[np.bool_]:
+        baseline = Faithfulness("random", (0.1, 0.1, 0.1), (0.9, 0.9, 0.9), mosaic)
+        other = Faithfulness("other", (deletion, 0.1, 0.9), (0.5, 0.4, 0.6), mosaic)
+        figures.faithfulness([baseline, other], tmp_path / "f.png", title="a model")
+        return near(read(tmp_path / "f.png"), (31, 119, 180))
+
+    left, right = dots(0.2, (0.3, 0.2, 0.4)), dots(0.8, (0.3, 0.2, 0.4))
+    panel = slice(0, left.shape[1] * 2 // 5)
+    lower = slice(left.shape[0] // 2, None)
+    assert np.nonzero(left[lower, panel].any(axis=0))[0].size  # the interval itself is as wide in both
+    assert np.nonzero(left[lower, panel])[1].mean() < np.nonzero(right[lower, panel])[1].mean()
+    last = slice(left.shape[1] * 7 // 10, None)
+    assert left[:, last].any()
+    assert not dots(0.2, None)[:, last].any()

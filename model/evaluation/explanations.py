@@ -1,0 +1,200 @@
+"""Measurement of how faithful maps are to the model that they explain, picture by picture and method by method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from model.checkpoint import Checkpoint
+from model.errors import DatasetError
+from model.evaluation.bootstrap import Estimate, estimate_mean
+from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
+from model.evaluation.mosaic import mosaic_shares
+from model.explanation.attention_map import cls_map
+from model.explanation.methods import METHODS, explain
+from model.network.vit import VisionTransformer
+from model.runtime.postprocess import Postprocess
+
+RANDOM: Final = "random"
+
+
+@dataclass(frozen=True)
+class PictureResult:
+    """What was measured of one picture with one method.
+
+    Attributes:
+        picture: its number.
+        class_index: the class that the map is of: the best one of the picture.
+        deletion, insertion: areas under its score, 0...1; see `model.evaluation.faithfulness`.
+        shares: of the class's map, in its quarter of each mosaic where it counts; see `model.evaluation.mosaic`.
+    """
+
+    picture: int
+    method: str
+    class_index: int
+    deletion: float
+    insertion: float
+    shares: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What was measured of one method: means over the pictures, and over the quarters that count (None: no such)."""
+
+    method: str
+    deletion: Estimate
+    insertion: Estimate
+    mosaic: Estimate | None
+
+
+@dataclass(frozen=True)
+class ExplanationResults:
+    """What was measured of all methods.
+
+    Attributes:
+        pictures: one entry for each picture and method.
+        quarters, counted: quarters of all mosaics, and how many of them counted.
+        whole, mean_colour, blurred: mean score of the classes on the whole pictures, and where the two curves start.
+    """
+
+    pictures: list[PictureResult]
+    quarters: int
+    counted: int
+    whole: float
+    mean_colour: float
+    blurred: float
+
+    def methods(self, *, seed: int = 0) -> list[MethodResult]:
+        """Return the means of each method; intervals are drawn over pictures, the same ones for every method."""
+        found: dict[str, list[PictureResult]] = {}
+        for result in self.pictures:
+            found.setdefault(result.method, []).append(result)
+        return [_summarise(method, results, seed) for method, results in found.items()]
+
+
+def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
+    """Return the function from normalised pixels to the scores that the service would answer."""
+    postprocess = Postprocess(checkpoint)
+
+    def score(pixels: Tensor) -> Tensor:
+        return postprocess.scores(model(pixels).logits)
+
+    return score
+
+
+def random_maps(grid: tuple[int, int], seed: int = 0) -> Maps:
+    """Return a method that knows nothing, as a baseline: uniform noise, another map at each call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def maps(pixels: Tensor, classes: Tensor) -> Tensor:
+        return torch.rand((len(classes), *grid), generator=generator).to(pixels.device)
+
+    return maps
+
+
+def cls_maps(model: VisionTransformer) -> Maps:
+    """Return the method `cls`: the attention row of the last layer, its heads averaged; it knows no classes."""
+    config = model.config
+
+    @torch.no_grad()
+    def maps(pixels: Tensor, classes: Tensor) -> Tensor:
+        attention = model(pixels, (config.depth - 1,)).attention
+        found, _ = cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)
+        return found
+
+    return maps
+
+
+def available_methods(model: VisionTransformer, *, seed: int = 0) -> dict[str, Maps]:
+    """Return the methods that can be measured, by name; the random baseline is the first."""
+    plain = {RANDOM: random_maps(model.config.grid, seed), "cls": cls_maps(model)}
+    return plain | {name: partial(explain, model, method=name) for name in METHODS}
+
+
+def measure_explanations(
+    score: Score,
+    methods: Mapping[str, Maps],
+    read: Callable[[int], Tensor],
+    count: int,
+    *,
+    steps: int = DEFAULT_STEPS,
+    seed: int = 0,
+    progress: bool = False,
+) -> ExplanationResults:
+    """Measure deletion, insertion and mosaic share of maps of the best class of each picture.
+
+    There are as many mosaics as pictures, in a random order: each picture stands once in every quarter.
+
+    Args:
+        score: of the model.
+        methods: by name.
+        read: takes a picture's number and returns its normalised pixels, float32 [C, H, W].
+        count: of pictures.
+        steps: of each deletion and insertion.
+        seed: of the order in which pictures come together in mosaics.
+
+    Raises:
+        DatasetError: no pictures.
+    """
+    if not count:
+        raise DatasetError("nothing to evaluate: no images")
+    bar = partial(tqdm, disable=None if progress else True)
+    results: list[PictureResult] = []
+    ends: list[list[float]] = []
+    for number in bar(range(count), desc="explanations", unit="img"):
+        picture = read(number)
+        found, at_ends = _measure_picture(score, methods, picture, number, steps)
+        results += found
+        ends.append(at_ends)
+    by_picture = {(result.picture, result.method): result for result in results}
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    mosaics = [
+        [order[(start + quarter) % count] for quarter in range(4)] for start in range(count if count >= 4 else 0)
+    ]
+    classes = torch.tensor([result.class_index for result in results[:: len(methods)]])
+    counted = 0
+    for members in bar(mosaics, desc="mosaics", unit="img"):
+        pictures = torch.stack([read(number) for number in members])
+        shares = mosaic_shares(score, methods, pictures, classes[members].to(pictures.device))
+        counted += len(shares)
+        for quarter, by_method in shares.items():
+            for method, share in by_method.items():
+                by_picture[members[quarter], method].shares.append(share)
+    return ExplanationResults(results, 4 * len(mosaics), counted, *np.mean(ends, axis=0).tolist())
+
+
+def _measure_picture(
+    score: Score, methods: Mapping[str, Maps], picture: Tensor, number: int, steps: int
+) -> tuple[list[PictureResult], list[float]]:
+    """Return the result of each method, and the class's score of the whole, the mean-coloured and the blurred one."""
+    blurred = blur(picture)
+    with torch.no_grad():
+        scores = score(torch.stack((picture, torch.zeros_like(picture), blurred)))
+    best = scores[0].argmax()
+    index = int(best)
+    results = []
+    for method, maps in methods.items():
+        relevance = maps(picture.unsqueeze(0), best.unsqueeze(0))[0].detach()
+        lowered = deletion(score, picture, relevance, index, steps=steps)
+        raised = insertion(score, picture, relevance, index, steps=steps, blurred=blurred)
+        results.append(PictureResult(number, method, index, lowered, raised))
+    return results, scores[:, index].tolist()
+
+
+def _summarise(method: str, results: Sequence[PictureResult], seed: int) -> MethodResult:
+    def mean(values: Sequence[Sequence[float]]) -> Estimate | None:
+        sums = np.array([sum(of_picture) for of_picture in values], dtype=np.float64)
+        return estimate_mean(sums, np.array([len(of_picture) for of_picture in values]), seed=seed)
+
+    lowered = mean([[result.deletion] for result in results])
+    raised = mean([[result.insertion] for result in results])
+    assert lowered is not None
+    assert raised is not None
+    return MethodResult(method, lowered, raised, mean([result.shares for result in results]))

@@ -1,0 +1,203 @@
+"""`vitserve evaluate --explanations`: how faithful maps are to the model, for any checkpoint and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from model.errors import ImageError, InputError
+from model.images.preprocess import preprocess
+from model.insight import figures
+from service.cli.image_files import find_images
+from service.cli.setting_flags import settings_from
+from service.engine.loading import checkpoint_from
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.checkpoint import Checkpoint
+    from model.evaluation.bootstrap import Estimate
+    from model.evaluation.explanations import ExplanationResults, MethodResult
+    from model.evaluation.faithfulness import Maps
+
+Picture = tuple[str, Callable[[], bytes]]
+"""What a message calls it, and the function that returns its file."""
+
+_STEPS: Final = 28
+_OWN_FLAGS: Final = ("steps", "limit", "seed", "csv", "figure")
+_OTHER_FLAGS: Final = ("url", "robustness", "card")
+_COLUMNS: Final = ("picture", "method", "class", "label", "deletion", "insertion", "mosaic", "quarters")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that measure maps."""
+    group = parser.add_argument_group("faithfulness of maps")
+    group.add_argument(
+        "--explanations",
+        nargs="*",
+        metavar="METHOD",
+        help="measure maps of each picture's best class, by these methods (all if none is named) and at random: "
+        "deletion, insertion, mosaic share. Labels are not needed",
+    )
+    group.add_argument(
+        "--steps", type=_positive, metavar="N", help=f"steps of deletion and insertion. Default: {_STEPS}"
+    )
+    group.add_argument("--limit", type=_positive, metavar="N", help="take N of the pictures, evenly spaced")
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="of the baseline, the mosaics and the intervals. Default: 0"
+    )
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write the numbers of each picture and method")
+    group.add_argument("--figure", type=Path, metavar="FILE", help="draw the table as a PNG")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse flags that do not go together; raises InputError."""
+    with_maps = arguments.explanations is not None
+    for name in _OTHER_FLAGS if with_maps else _OWN_FLAGS:
+        if getattr(arguments, name) not in (None, False):
+            raise InputError(
+                name, f"--{name} is not for --explanations" if with_maps else f"--{name} needs --explanations"
+            )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure the maps, print the table and write the files; return 1 if a picture was left out."""
+    for path in (arguments.csv, arguments.figure):
+        if path is not None and not path.parent.is_dir():
+            raise InputError("path", f"{path.parent}: no such folder")
+    if arguments.figure is not None:
+        figures.require()
+    settings = settings_from(arguments)
+    if settings.dtype not in ("auto", "float32"):
+        raise InputError("dtype", "--explanations computes in float32")
+    pictures = _evenly_spaced(_pictures(arguments.data), arguments.limit)
+    import torch  # noqa: PLC0415  torch takes seconds to import
+
+    from model.evaluation import explanations  # noqa: PLC0415
+    from model.runtime.device import choose_device  # noqa: PLC0415
+    from model.runtime.torch_backend import Normalise  # noqa: PLC0415
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = choose_device(settings.device)
+    checkpoint = checkpoint_from(settings)
+    model = checkpoint.build().to(device)
+    normalise = Normalise(checkpoint.preprocess).to(device)
+    seed, steps = arguments.seed or 0, arguments.steps or _STEPS
+    methods = _chosen(explanations.available_methods(model, seed=seed), arguments.explanations)
+    readable = _readable(pictures, checkpoint, settings)
+
+    def read(number: int) -> Tensor:
+        pixels = torch.from_numpy(_decode(readable[number], checkpoint, settings)).to(device)
+        found: Tensor = normalise(pixels.unsqueeze(0))[0]
+        return found
+
+    score = explanations.model_score(model, checkpoint)
+    results = explanations.measure_explanations(
+        score, methods, read, len(readable), steps=steps, seed=seed, progress=True
+    )
+    by_method = results.methods(seed=seed)
+    title = f"{settings.model_name or checkpoint.name} on {device} in float32: {len(readable)} pictures, {steps} steps"
+    _print(title, results, by_method)
+    if arguments.csv is not None:
+        _write(arguments.csv, results, [name for name, _ in readable], checkpoint.labels)
+    if arguments.figure is not None:
+        figures.faithfulness(by_method, arguments.figure, title=title)
+    return int(len(readable) < len(pictures))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return number
+
+
+def _pictures(data: Path) -> list[Picture]:
+    """List the pictures below a folder, or CIFAR-10's test images where it has them."""
+    from model.evaluation.evaluation_set import is_cifar10, open_evaluation_set  # noqa: PLC0415  imports torch
+
+    if is_cifar10(data):
+        images = open_evaluation_set(data)
+        return [(images.name(number), partial(images.upload, number)) for number in range(len(images))]
+    return [(str(file.relative_to(data)), file.read_bytes) for file in find_images([data])]
+
+
+def _evenly_spaced(pictures: list[Picture], limit: int | None) -> list[Picture]:
+    count = min(limit or len(pictures), len(pictures))
+    return [pictures[number * len(pictures) // count] for number in range(count)]
+
+
+def _chosen(methods: dict[str, Maps], names: Sequence[str]) -> dict[str, Maps]:
+    """Return the methods of these names (all if there are none) after the first one, the baseline."""
+    for name in names:
+        if name not in methods:
+            raise InputError("explanations", f"method {name!r}: expected some of {', '.join(methods)}")
+    return {
+        name: maps for number, (name, maps) in enumerate(methods.items()) if not number or not names or name in names
+    }
+
+
+def _decode(picture: Picture, checkpoint: Checkpoint, settings: Settings) -> NDArray[np.uint8]:
+    config, limit = checkpoint.preprocess, settings.max_image_pixels
+    return preprocess(picture[1](), config, max_pixels=limit, scaled_decode=settings.scaled_decode)
+
+
+def _readable(pictures: list[Picture], checkpoint: Checkpoint, settings: Settings) -> list[Picture]:
+    """Return the pictures that can be read; any other is named on stderr."""
+    found = []
+    for picture in tqdm(pictures, desc="read", unit="img", disable=None):
+        try:
+            _decode(picture, checkpoint, settings)
+        except (ImageError, OSError) as error:
+            print(f"vitserve: {picture[0]}: left out: {error}", file=sys.stderr)  # noqa: T201
+        else:
+            found.append(picture)
+    return found
+
+
+def _print(title: str, results: ExplanationResults, methods: Sequence[MethodResult]) -> None:
+    print(title)  # noqa: T201
+    print(  # noqa: T201
+        f"mean score of the classes: {results.whole:.3f} of the whole pictures, {results.mean_colour:.3f} of the mean "
+        f"colour, {results.blurred:.3f} of the blurred pictures"
+    )
+    print(  # noqa: T201
+        f"mosaic: {results.counted} of {results.quarters} quarters count; chance 0.25. "
+        "In brackets: 95 % bootstrap intervals over the pictures"
+    )
+    width = max(6, *(len(one.method) for one in methods))
+    print(f"{'method':{width}}  {'deletion (lower)':20}  {'insertion (higher)':20}  {'mosaic (higher)':20}".rstrip())  # noqa: T201
+    for one in methods:
+        cells = "  ".join(f"{_cell(value):20}" for value in (one.deletion, one.insertion, one.mosaic))
+        print(f"{one.method:{width}}  {cells}".rstrip())  # noqa: T201
+
+
+def _cell(value: Estimate | None) -> str:
+    return "-" if value is None else f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+
+
+def _write(path: Path, results: ExplanationResults, names: Sequence[str], labels: Sequence[str]) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(_COLUMNS)
+            for one in results.pictures:
+                share = f"{np.mean(one.shares):.6f}" if one.shares else ""
+                areas = f"{one.deletion:.6f}", f"{one.insertion:.6f}"
+                label = labels[one.class_index]
+                writer.writerow(
+                    [names[one.picture], one.method, one.class_index, label, *areas, share, len(one.shares)]
+                )
+    except OSError as error:
+        raise InputError("csv", f"{path}: cannot be written: {error.strerror}") from error
