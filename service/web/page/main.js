@@ -15,6 +15,7 @@ const byId = (id) => document.getElementById(id);
 const TOP_K = [1, 3, 5, 10, 20, 50];
 
 const pictures = [];
+const emptyMap = document.querySelector("figure.map").cloneNode(true);
 let shown = null; // the picture on screen
 let service = null;
 let panels = [];
@@ -45,12 +46,11 @@ function setOptions() {
 }
 
 function addPanel() {
-  for (const empty of document.querySelectorAll("figure.map")) if (!panels.some((panel) => panel.element === empty)) empty.remove();
-  const panel = new MapPanel(service, mapsChanged);
+  const panel = new MapPanel(emptyMap.cloneNode(true), service, mapsChanged);
   panel.smooth = byId("smooth").checked;
   panel.find(".heat").style.opacity = byId("opacity").value / 100;
   panels.push(panel);
-  byId("figures").append(panel.element);
+  byId("figures").replaceChildren(document.querySelector("figure.photo"), ...panels.map(({ element }) => element));
   return panel;
 }
 
@@ -237,8 +237,6 @@ byId("key-form").addEventListener("submit", (event) => {
   start();
 });
 
-document.getElementById("figures").append(document.getElementById("map-panel").content.firstElementChild.cloneNode(true));
-for (const select of document.querySelectorAll("figure.map select")) select.disabled = true;
 takePictures(addFiles);
 start();
 watchLoad();

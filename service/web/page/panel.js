@@ -9,11 +9,11 @@ const WITHOUT_CLASS = ["cls", "rollout"];
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
 
 export class MapPanel {
-  /** `service`: {model, labels, methods, takesClass, first}; `onChange` runs after a map is shown. */
-  constructor(service, onChange) {
+  /** `element`: its figure; `service`: {model, labels, methods, takesClass, first}; `onChange` runs after a map is shown. */
+  constructor(element, service, onChange) {
     this.service = service;
     this.onChange = onChange;
-    this.element = document.getElementById("map-panel").content.firstElementChild.cloneNode(true);
+    this.element = element;
     this.find = (selector) => this.element.querySelector(selector);
     this.choice = { method: service.first, class: null, layer: null, head: "mean" };
     this.picture = null;
@@ -123,7 +123,8 @@ export class MapPanel {
   /** The picture under the map, and the part of it that the map covers as shares of its sides. */
   get ground() {
     const { picture, document: found } = this;
-    if (!found?.region || !picture.photo) return { base: picture?.seen ?? picture?.photo ?? null, region: WHOLE };
+    if (!found) return { base: null, region: WHOLE };
+    if (!found.region || !picture.photo) return { base: picture.seen ?? picture.photo, region: WHOLE };
     const [width, height] = picture.size;
     const { x, y, width: across, height: down } = found.region;
     return { base: picture.photo, region: { x: x / width, y: y / height, width: across / width, height: down / height } };
@@ -135,7 +136,6 @@ export class MapPanel {
     paint(this.find(".stack"), this.find(".base"), base);
     [heat.width, heat.height] = [this.find(".base").width, this.find(".base").height];
     this.point(null);
-    this.find(".low").textContent = this.map ? "even share" : "even";
     this.find(".high").textContent = this.map ? multiple(this.map.full) : "–";
     if (!this.map) return;
     dimOutside(this.find(".base"), region);
@@ -210,5 +210,6 @@ export function paint(stack, canvas, picture) {
   [canvas.width, canvas.height] = [width, height];
   stack.style.aspectRatio = `${width} / ${height}`;
   stack.classList.toggle("tall", height > width);
+  stack.classList.toggle("empty", !picture);
   if (picture) canvas.getContext("2d").drawImage(picture, 0, 0);
 }
