@@ -25,7 +25,7 @@ async function start() {
   try {
     const offered = await discover();
     const [model, { labels }] = await Promise.all([send("GET", "model"), send("GET", "labels")]);
-    service = { ...offered, model, labels };
+    service = { ...offered, model, labels, methods: model.attention_methods ?? offered.methods };
   } catch (error) {
     if (error.code !== "unauthorized") showError(error, new File([], ""));
     return;

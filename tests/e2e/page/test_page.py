@@ -389,3 +389,90 @@ def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
         assert answers(page)
         map_shown(page)
         expect(page.locator("#curl-text")).to_contain_text("/vision/classify?top_k=5")
+
+
+@pytest.fixture(scope="module")
+def explains(server: Served) -> None:
+    if "relevance" not in server.get("/model").json()["attention_methods"]:
+        pytest.skip("the service offers no method that explains a class")
+
+
+@pytest.mark.usefixtures("explains")
+def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        labels = answers(page)
+        map_shown(page)
+        expect(page.locator(".method")).to_have_value("relevance")
+        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[0])
+        of_first = pixels(page, ".heat")
+        page.locator(".answer").nth(2).click()
+        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[2])
+        map_shown(page)
+        assert (pixels(page, ".heat") != of_first).any()
+        page.get_by_label("Compare two maps").check()
+        map_shown(page, 1)
+        expect(page.locator(".class").nth(1)).to_have_value(
+            str(server.get("/labels").json()["labels"].index(labels[1]))
+        )
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download JSON").click()
+        document = json.loads(Path(saved.value.path()).read_text())
+        chosen = document["classification"]["predictions"][2]["index"]
+        shown = document["maps"][0]
+        query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
+        np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
+        # What has no layer offers none.
+        expect(page.locator(".layer").first).to_be_hidden()
+
+
+@pytest.mark.usefixtures("explains")
+def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        for method in server.get("/model").json()["attention_methods"]:
+            page.locator(".method").select_option(method)
+            expect(page.locator("#curl-text")).to_contain_text(f"method={method}")
+            map_shown(page)
+            assert pixels(page, ".heat")[..., 3].any(), method
+
+
+def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
+    wide = io.BytesIO()
+    with Image.open(DOG) as picture:
+        picture.resize((300, 100)).save(wide, "JPEG")
+    region = server.client.post("/attention?format=json", content=wide.getvalue()).json().get("region")
+    if region is None:
+        pytest.skip("the service does not say which part of a picture the model saw")
+    with open_page() as found:
+        choose(found.page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
+        map_shown(found.page)
+        heat = pixels(found.page, ".heat")
+        assert heat.shape[:2] == (100, 300)
+        left, right = region["x"], region["x"] + region["width"]
+        columns = np.flatnonzero(heat[..., 3].any(axis=0))
+        assert left - 2 <= columns.min() <= columns.max() <= right + 2
+
+
+def test_deit_tiny_behind_a_key(browser: Browser, serve_module: Serve, shared: Path) -> None:
+    served = serve_module(checkpoint=shared / "weights/deit_tiny_imagenet", api_keys="secret,other")
+    with tab(browser, f"{served.url}/") as found:
+        found.refusals_expected = True
+        page = found.page
+        choose(page, DOG)  # it waits for the key
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#key-note")).to_have_text("The service does not know this key.")
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        assert "Bernese mountain dog" in " ".join(answers(page))
+        expect(page.locator("#key-form")).to_be_hidden()
+        map_shown(page)
+        assert "$VIT_API_KEY" in page.locator("#curl-text").inner_text()
+        assert "secret" not in page.content()
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        page.reload()
+        expect(page.get_by_label("API key")).to_be_visible()
