@@ -69,7 +69,7 @@ function between(pixel, pixels, patches, smooth) {
 export function dimOutside(canvas, region) {
   const context = canvas.getContext("2d");
   const { width, height } = canvas;
-  context.fillStyle = "rgb(128 128 128 / 60%)";
+  context.fillStyle = "rgb(0 0 0 / 65%)";
   const path = new Path2D();
   path.rect(0, 0, width, height);
   path.rect(region.x * width, region.y * height, region.width * width, region.height * height);
