@@ -174,6 +174,7 @@ class Settings(BaseSettings):
     api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated; when set, `Authorization: Bearer` is needed"
     )
+    page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
     # Pictures that are kept.

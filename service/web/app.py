@@ -27,7 +27,7 @@ from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddle
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
-from service.web.routes import attention, classify, documentation, operations
+from service.web.routes import attention, classify, documentation, operations, page
 from service.web.routes.endpoint import Endpoint, no_such_path
 
 logger = logging.getLogger("vitserve")
@@ -35,7 +35,7 @@ logger = logging.getLogger("vitserve")
 VERSION = importlib.metadata.version("vitserve")
 
 _ROUTERS = (classify.router, attention.router, operations.router, documentation.router)
-_PUBLIC = documentation.PUBLIC | {"/", "/healthz", "/readyz"}
+_PUBLIC = documentation.PUBLIC | page.PUBLIC | {"/healthz", "/readyz"}
 
 
 class _Application(FastAPI):
@@ -115,7 +115,9 @@ def create_app(
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
     app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, image_store, lifecycle, lanes, clock)
-    app.router.routes = [route for router in _ROUTERS for route in router.routes]
+    # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
+    routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
+    app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])

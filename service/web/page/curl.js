@@ -1,0 +1,20 @@
+// The calls that give what is on screen, to paste into a shell.
+
+import { keyIsUsed } from "./api.js";
+
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+export function curlCalls({ name, topK, maps }) {
+  const call = (path, query, target = "") => {
+    const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+    const search = new URLSearchParams(given).toString();
+    const url = new URL(search ? `${path}?${search}` : path, document.baseURI).href;
+    const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
+    return `curl ${target}${key}-F ${quoted(`file=@${formEscaped(name)}`)} ${quoted(url)}`;
+  };
+  return [call("classify", { top_k: topK }),
+    ...maps.map((query, index) => call("attention", query, `-o map${maps.length > 1 ? index + 1 : ""}.png `))].join("\n");
+}
+
+// In a file's name curl takes commas and semicolons for the end, unless it is in double quotes.
+const formEscaped = (name) => (/[,;"\\]/.test(name) ? `"${name.replace(/["\\]/g, "\\$&")}"` : name);

@@ -1,0 +1,36 @@
+// Refusals of the service in words for people who do not know its interface.
+
+const WORDS = {
+  no_answer: "The service does not answer. Is it running, and are you still connected?",
+  unauthorized: "The service wants an API key, or does not know this one.",
+  upload_too_large: "This file is larger than the service accepts.",
+  image_too_large: "This picture has more pixels than the service accepts. Scale it down first.",
+  too_many_images: "These are more pictures than the service takes at once.",
+  unsupported_media_type: "This file is not a picture of a kind that the service reads (JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF).",
+  invalid_image: "This picture is damaged or incomplete: it cannot be opened.",
+  invalid_parameter: "The service does not offer this.",
+  inference_failed: "The model failed on this picture.",
+  queue_full: "The service has more work than it can take. Try again in a moment.",
+  receiving_full: "The service is receiving more than it can take. Try again in a moment.",
+  engine_unavailable: "The model is not ready yet. Try again in a moment.",
+  draining: "The service is about to stop. Try again in a moment.",
+  deadline_exceeded: "The service was too busy to answer in time. Try again.",
+  request_timeout: "The picture did not arrive in time. Is the connection slow?",
+  not_found: "The service does not keep this picture any more.",
+};
+
+export const plainWords = (problem) => WORDS[problem.code] ?? "The service could not answer.";
+
+const HEIC = /\.(heic|heif)$/i;
+export const isHeic = (file) => HEIC.test(file.name) || /^image\/hei[cf]/.test(file.type);
+
+/** What to tell about a picture that failed: a sentence, what helps, and the service's own words. */
+export function explain(error, file) {
+  const lines = [error.message];
+  if (error.code === "unsupported_media_type" && isHeic(file)) {
+    lines[0] = "This is a HEIC picture, as iPhones take them, and this service was installed without support for HEIC.";
+    lines.push("Save it as JPEG (on an iPhone: Settings, Camera, Formats, Most Compatible), or ask whoever runs the service to add it.");
+  }
+  const own = [error.detail, error.requestId && `request ${error.requestId}`].filter(Boolean).join("; ");
+  return { lines, own };
+}

@@ -1,0 +1,70 @@
+// How busy the service is, from two looks at /metrics.
+
+import { send } from "./api.js";
+
+const EVERY = 2000; // milliseconds
+const WINDOW = 10; // looks, so 20 seconds
+
+/** Sum the samples of Prometheus' text by name, and a histogram's by its bound. */
+export function parse(text) {
+  const sums = { buckets: new Map() };
+  for (const line of text.split("\n")) {
+    const found = /^(\w+)(\{.*\})? (\S+)/.exec(line);
+    if (!found) continue;
+    const [, name, labels = "", value] = found;
+    if (name === "vit_request_duration_seconds_bucket") {
+      if (!labels.includes('endpoint="/classify"')) continue;
+      const bound = /le="([^"]+)"/.exec(labels)[1];
+      sums.buckets.set(bound === "+Inf" ? Infinity : Number(bound), Number(value));
+    } else sums[name] = (sums[name] ?? 0) + Number(value);
+  }
+  return sums;
+}
+
+/** The four numbers between two looks, `seconds` apart; null where nothing happened. */
+export function between(earlier, later, seconds) {
+  const change = (name) => (later[name] ?? 0) - (earlier[name] ?? 0);
+  const batches = change("vit_batch_size_count");
+  const counts = [...later.buckets].map(([bound, count]) => [bound, count - (earlier.buckets.get(bound) ?? 0)]).sort(([a], [b]) => a - b);
+  return { rate: change("vit_images_total") / seconds, batch: batches > 0 ? change("vit_batch_size_sum") / batches : null,
+    queue: later.vit_queue_depth ?? 0, p50: median(counts) };
+}
+
+/** The median of cumulative counts by upper bound, linear within its bucket as Prometheus' histogram_quantile; seconds. */
+function median(counts) {
+  const total = counts.at(-1)?.[1] ?? 0;
+  if (total <= 0) return null;
+  let [below, before] = [0, 0];
+  for (const [bound, count] of counts) {
+    if (count >= total / 2) return bound === Infinity ? below : below + ((bound - below) * (total / 2 - before)) / (count - before);
+    [below, before] = [bound, count];
+  }
+  return null;
+}
+
+export function watchLoad() {
+  const looks = [];
+  const show = (id, text) => { document.getElementById(`live-${id}`).textContent = text; };
+  async function look() {
+    if (document.hidden) return;
+    try {
+      looks.push({ at: performance.now(), sums: parse(await send("GET", "metrics", { type: "text" })) });
+    } catch {
+      looks.length = 0;
+      for (const id of ["rate", "batch", "queue", "p50"]) show(id, "–");
+      show("note", "the service does not show its metrics here");
+      return;
+    }
+    if (looks.length > WINDOW + 1) looks.shift();
+    show("note", "over the last 20 seconds");
+    const [first, last] = [looks[0], looks.at(-1)];
+    if (first === last) return;
+    const { rate, batch, queue, p50 } = between(first.sums, last.sums, (last.at - first.at) / 1000);
+    show("rate", rate < 10 ? rate.toFixed(1) : Math.round(rate));
+    show("batch", batch === null ? "–" : batch.toFixed(1));
+    show("queue", queue);
+    show("p50", p50 === null ? "–" : `${Number((1000 * p50).toPrecision(2))} ms`);
+  }
+  look();
+  setInterval(look, EVERY);
+}

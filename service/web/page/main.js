@@ -1,0 +1,242 @@
+// The page: its parts, and what is on screen.
+
+import { discover, onUnauthorized, send, setKey } from "./api.js";
+import { curlCalls } from "./curl.js";
+import { explain } from "./errors.js";
+import { percent } from "./heatmap.js";
+import { takePictures } from "./intake.js";
+import { watchLoad } from "./live.js";
+import { MapPanel, fill, paint } from "./panel.js";
+import { Picture } from "./picture.js";
+import { Queue } from "./queue.js";
+import { savePng, saveJson } from "./save.js";
+
+const byId = (id) => document.getElementById(id);
+const TOP_K = [1, 3, 5, 10, 20, 50];
+
+const pictures = [];
+const emptyMap = document.querySelector("figure.map").cloneNode(true);
+let shown = null; // the picture on screen
+let service = null;
+let panels = [];
+const queue = new Queue(pictureChanged);
+
+async function start() {
+  try {
+    const offered = await discover();
+    const [model, { labels }] = await Promise.all([send("GET", "model"), send("GET", "labels")]);
+    service = { ...offered, model, labels, methods: model.attention_methods ?? offered.methods };
+  } catch (error) {
+    if (error.code !== "unauthorized") showError(error, new File([], ""));
+    return;
+  }
+  const { model } = service;
+  byId("model").textContent = `${model.name} on ${model.device}, ${model.dtype}, input ${model.input_size[0]}×${model.input_size[1]}, ${model.classes} classes`;
+  const allowed = TOP_K.filter((count) => count < model.classes).concat(model.classes <= 50 ? model.classes : []);
+  fill(byId("top-k"), allowed.map((count) => [count, count === model.classes ? `all ${count}` : count]));
+  byId("top-k").value = Math.min(5, model.classes);
+  setOptions();
+  panels = [];
+  addPanel();
+  queue.add(pictures.filter((picture) => ["waiting", "failed"].includes(picture.state)));
+}
+
+function setOptions() {
+  queue.options = { topK: Number(byId("top-k").value), fused: service.fused };
+}
+
+function addPanel() {
+  const panel = new MapPanel(emptyMap.cloneNode(true), service, mapsChanged);
+  panel.smooth = byId("smooth").checked;
+  panel.find(".heat").style.opacity = byId("opacity").value / 100;
+  panels.push(panel);
+  byId("figures").replaceChildren(document.querySelector("figure.photo"), ...panels.map(({ element }) => element));
+  return panel;
+}
+
+// Pictures.
+
+function addFiles(files) {
+  byId("error").hidden = true;
+  const added = files.map((file) => new Picture(file));
+  pictures.push(...added);
+  for (const picture of added) {
+    byId("pictures").append(thumbnail(picture));
+    picture.decode().then(() => pictureChanged(picture));
+  }
+  show(added[0]);
+  if (service) queue.add(added);
+}
+
+function thumbnail(picture) {
+  const item = document.createElement("li");
+  const button = document.createElement("button");
+  button.type = "button";
+  button.append(document.createElement("canvas"), Object.assign(document.createElement("span"), { className: "mark" }));
+  button.addEventListener("click", () => show(picture));
+  item.append(button);
+  picture.button = button;
+  return item;
+}
+
+const STATES = { waiting: "waits", sending: "is being classified", answered: "answered", failed: "failed", cancelled: "cancelled" };
+const MARKS = { waiting: "…", sending: "…", answered: "", failed: "failed", cancelled: "stopped" };
+
+function pictureChanged(picture) {
+  const canvas = picture.button.querySelector("canvas");
+  const look = picture.photo ?? picture.seen;
+  if (look && picture.thumbnailOf !== look) {
+    const side = Math.min(look.width, look.height);
+    [canvas.width, canvas.height] = [128, 128];
+    canvas.getContext("2d").drawImage(look, (look.width - side) / 2, (look.height - side) / 2, side, side, 0, 0, 128, 128);
+    picture.thumbnailOf = look;
+  }
+  const first = picture.answer?.predictions[0].label;
+  picture.button.setAttribute("aria-label", `${picture.name}: ${picture.state === "answered" ? first : STATES[picture.state]}`);
+  picture.button.querySelector(".mark").textContent = MARKS[picture.state];
+  showProgress();
+  if (picture === shown) showPicture();
+}
+
+function showProgress() {
+  const { round, done, busy } = queue;
+  byId("progress").value = round.length ? queue.progress : 0;
+  byId("cancel").disabled = !busy;
+  const stopped = round.filter(({ state }) => state === "cancelled").length;
+  const failed = round.filter(({ state }) => state === "failed").length;
+  const rest = [stopped && `${stopped} cancelled`, failed && `${failed} failed`].filter(Boolean).map((text) => `, ${text}`).join("");
+  const text = round.length ? `${done} of ${round.length} done${rest}` : pictures.length ? "Waiting for the service" : "No picture yet";
+  if (byId("progress-text").textContent !== text) byId("progress-text").textContent = text;
+}
+
+function show(picture) {
+  shown = picture;
+  for (const { button } of pictures) button?.setAttribute("aria-current", button === picture.button);
+  picture.shownState = null;
+  showPicture();
+}
+
+function showPicture() {
+  const state = `${shown.state} ${shown.photo !== null} ${shown.seen !== null}`;
+  if (shown.shownState === state) return; // progress alone
+  shown.shownState = state;
+  const stack = document.querySelector(".photo .stack");
+  paint(stack, stack.querySelector("canvas"), shown.photo ?? shown.seen);
+  stack.querySelector("canvas").setAttribute("aria-label", shown.name);
+  byId("photo-caption").textContent = shown.photo || !shown.answer ? shown.name : `${shown.name}, as the model saw it: this browser cannot show the file itself`;
+  showAnswer();
+  panels.forEach((panel, index) => panel.show(shown, classOf(index)));
+}
+
+/** The class whose map a panel shows first: the first answer, beside it the second. */
+const classOf = (index) => shown.answer?.predictions[Math.min(index, shown.answer.predictions.length - 1)].index ?? null;
+
+function showAnswer() {
+  const { answer, error, state } = shown;
+  byId("error").hidden = true;
+  byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
+  byId("timing").textContent = answer ? `${answer.timings_ms.total} ms in the service, ${answer.timings_ms.inference} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
+  if (state === "failed") showError(error, shown.file);
+}
+
+function bar({ label, index, score }) {
+  const item = document.createElement("li");
+  const canChoose = service.takesClass && service.methods.some((name) => !["cls", "rollout"].includes(name));
+  const row = document.createElement(canChoose ? "button" : "div");
+  row.className = "answer";
+  row.title = label;
+  const part = (name, text = "") => Object.assign(document.createElement("span"), { className: name, textContent: text });
+  const fillPart = part("fill");
+  fillPart.style.width = `${100 * score}%`;
+  row.append(fillPart, part("label", label), part("score", percent(score)));
+  if (canChoose) {
+    row.type = "button";
+    row.dataset.index = index;
+    row.addEventListener("click", () => panels[0].choose({ class: index }));
+  }
+  item.append(row);
+  return item;
+}
+
+function showError(error, file) {
+  const { lines, own } = explain(error, file);
+  const box = byId("error");
+  box.replaceChildren(lines.join(" "), Object.assign(document.createElement("small"), { textContent: own }));
+  box.hidden = false;
+}
+
+// Maps.
+
+function mapsChanged() {
+  if (!service) return;
+  const chosen = panels.filter((panel) => panel.classSpecific).map((panel) => Number(panel.choice.class));
+  for (const row of document.querySelectorAll(".answer[data-index]")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
+  const ready = shown !== null && panels.some((panel) => panel.map);
+  byId("save-png").disabled = byId("save-json").disabled = !ready;
+  if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, topK: queue.options.topK, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
+}
+
+/** What the service's PNG takes to look as the maps on screen. */
+function drawingOptions() {
+  const options = { format: "png", alpha: byId("opacity").value / 100, view: "photo", smooth: byId("smooth").checked ? undefined : false };
+  return Object.fromEntries(Object.entries(options).filter(([name]) => service.drawing.includes(name)));
+}
+
+byId("opacity").addEventListener("input", (event) => {
+  for (const panel of panels) panel.find(".heat").style.opacity = event.target.value / 100;
+  mapsChanged();
+});
+byId("smooth").addEventListener("change", (event) => {
+  for (const panel of panels) {
+    panel.smooth = event.target.checked;
+    panel.draw();
+  }
+  mapsChanged();
+});
+byId("compare").addEventListener("change", (event) => {
+  if (!service) return;
+  if (!event.target.checked) {
+    panels.pop().element.remove();
+    mapsChanged();
+    return;
+  }
+  const panel = addPanel();
+  panel.choice = { ...panels[0].choice };
+  if (!panels[0].classSpecific) panel.choice.head = panel.choice.head === "max" ? "mean" : "max";
+  panel.find(".layer").value = panel.choice.layer ?? service.model.layers - 1;
+  panel.find(".head").value = panel.choice.head;
+  if (shown) panel.show(shown, classOf(1));
+});
+byId("top-k").addEventListener("change", () => {
+  setOptions();
+  const again = pictures.filter(({ state }) => state === "answered");
+  if (again.length) queue.add(again);
+});
+byId("cancel").addEventListener("click", () => queue.cancel());
+byId("save-png").addEventListener("click", () => savePng(shown, panels, byId("opacity").value / 100));
+byId("save-json").addEventListener("click", () => saveJson(shown, panels));
+byId("copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(byId("curl-text").textContent);
+    byId("copied").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("curl-text")); // without https the browser gives no clipboard
+    byId("copied").textContent = "Selected: press Ctrl+C";
+  }
+});
+
+onUnauthorized(() => {
+  byId("key-form").hidden = false;
+  if (byId("key").value) byId("key-note").textContent = "The service does not know this key.";
+});
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(byId("key").value.trim());
+  byId("key-note").textContent = "";
+  byId("key-form").hidden = true;
+  start();
+});
+
+takePictures(addFiles);
+start();
+watchLoad();

@@ -1,0 +1,97 @@
+"""A real Chromium with the page in it, which fails a test that the page makes complain."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright  # noqa: E402
+
+__all__ = ["Browser", "Page", "Tab", "chromium", "expect", "tab"]
+
+PATIENCE = 20_000
+"""Milliseconds after which the browser gives up on what a test waits for."""
+
+expect.set_options(timeout=PATIENCE)
+
+_WATCH = """
+window.violations = []; window.shifts = [];
+document.addEventListener("securitypolicyviolation",
+  (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries())
+    shifts.push(entry.sources.map(({ node, previousRect, currentRect }) =>
+      [node?.nodeName, node?.id || node?.className, previousRect.y, currentRect.y].join(" ")));
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start Debian's Chromium; skips the test where there is none."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
+    with sync_playwright() as driver:
+        # As root, as in a container, Chromium has no sandbox.
+        yield driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
+@dataclass
+class Tab:
+    """One page in a profile of its own.
+
+    Attributes:
+        complaints: what the console said, scripts that failed, and requests to anywhere but the service.
+        refusals_expected: whether the test provokes answers that are errors, which the console reports too.
+    """
+
+    page: Page
+    origin: str
+    complaints: list[str] = field(default_factory=list)
+    refusals_expected: bool = False
+
+    def __post_init__(self) -> None:
+        self.page.add_init_script(_WATCH)
+        self.page.set_default_timeout(PATIENCE)
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._on_request)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        refusal = message.text.startswith("Failed to load resource")
+        if message.type in {"error", "warning"} and not (refusal and self.refusals_expected):
+            self.complaints.append(message.text)
+
+    def _on_request(self, request: Request) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in {"blob", "data"} and f"{parts.scheme}://{parts.netloc}" != self.origin:
+            self.complaints.append(f"a request to {request.url}")
+
+    def check(self) -> None:
+        """Fail if anything went wrong."""
+        self.complaints += self.page.evaluate("window.violations")
+        assert self.complaints == []
+
+
+@contextmanager
+def tab(browser: Browser, url: str, **options: Any) -> Iterator[Tab]:
+    """Open the page at `url`; afterwards nothing may have gone wrong in it."""
+    parts = urlsplit(url)
+    context = browser.new_context(
+        **({"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
+    )
+    try:
+        found = Tab(context.new_page(), f"{parts.scheme}://{parts.netloc}")
+        found.page.goto(url)
+        yield found
+        found.check()
+    finally:
+        context.close()

@@ -1,0 +1,63 @@
+"""Takes the pictures of the page in docs/images: `make screenshots`, or `python -m tests.e2e.page.screenshots`.
+
+Asks a service of its own, with DeiT-tiny from the folder that VIT_SHARED names, or else with the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.e2e.page.browser import Browser, chromium, expect, tab
+from tests.launcher import ServerProcess
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+DESKTOP = {"viewport": {"width": 1280, "height": 900}}
+SCREENS: dict[str, dict[str, Any]] = {
+    "page": DESKTOP,
+    "page_phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
+    "page_dark": DESKTOP | {"color_scheme": "dark"},
+}
+
+
+def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.Image:
+    """Return what the page shows of the dog, and of the maps of two classes beside each other if `compare`."""
+    with tab(browser, url, **options) as found:
+        page = found.page
+        page.get_by_role("button", name="Example: a building site by the water").click()
+        page.get_by_role("button", name="Example: a dog with a party hat").click()
+        if compare:
+            page.get_by_label("Compare two maps").check()
+        for readout in page.locator(".map .readout").all():
+            expect(readout).to_contain_text("Strongest")
+        expect(page.locator("#progress-text")).to_have_text(re.compile(r"^(\d) of \1 done$"))
+        expect(page.locator("#live-p50")).not_to_have_text("\u2013")
+        return Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+
+
+def main() -> None:
+    """Take all pictures into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs/images")
+    output: Path = parser.parse_args().output
+    weights = Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared")) / "weights/deit_tiny_imagenet"
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        log = Path(folder, "server.log")
+        with ServerProcess(
+            log, checkpoint=weights if weights.is_dir() else "bundled", model_name="deit-tiny"
+        ) as server:
+            for name, options in SCREENS.items():
+                screen = take(browser, f"{server.url}/", compare=name == "page_dark", **options)
+                screen.save(output / f"{name}.jpg", quality=78, optimize=True, progressive=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""GET /: the page and its files as they are served. What the page does is tested in a browser, in tests/e2e/page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import service.web
+from service.web.routes import page
+from tests.service.fakes import on_a_loop
+from tests.service.web.apps import app
+
+FOLDER = Path(service.web.__file__).parent / "page"
+FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
+
+
+def size(*suffixes: str) -> int:
+    return sum(path.stat().st_size for path in FILES if path.suffix in suffixes)
+
+
+def test_the_page_is_small() -> None:
+    assert 10_000 < size(".html", ".css", ".js") < 60_000
+    assert size(".jpg") < 60_000
+
+
+def test_nothing_comes_from_another_host_and_nothing_is_inline() -> None:
+    for path in FILES:
+        if path.suffix in {".html", ".css", ".js"}:
+            text = path.read_text()
+            assert not re.search(r"https?://|\bstyle=|\son[a-z]+=|@import|innerHTML|\beval\(", text), path.name
+            assert not re.search(r'(src|href)="/', text), path.name
+
+
+def test_every_module_that_is_imported_is_served() -> None:
+    for path in FOLDER.glob("*.js"):
+        for name in re.findall(r'from "\./(.+?)"', path.read_text()):
+            assert f"/page/{name}" in page.PUBLIC
+
+
+@on_a_loop
+async def test_the_page_has_a_strict_policy_and_names_versions_of_its_files() -> None:
+    service = app()
+    answer = await service.get("/")
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "unsafe" not in policy
+    for name in ("page.css", "main.js", "examples/dog.jpg"):
+        [version] = re.findall(rf'"page/{name}\?v=([0-9a-f]+)"', answer.content.decode())
+        file = await service.request("GET", f"/page/{name}", query=f"v={version}")
+        assert (file.status, file.content) == (200, (FOLDER / name).read_bytes())
+        assert "immutable" in file.headers["cache-control"]
+        assert file.headers["x-content-type-options"] == "nosniff"
+
+
+@on_a_loop
+async def test_a_module_is_asked_for_again_and_answered_with_304() -> None:
+    service = app()
+    first = await service.get("/page/api.js")
+    assert (first.headers["content-type"], first.headers["cache-control"]) == (
+        "text/javascript; charset=utf-8",
+        "no-cache",
+    )
+    again = await service.get("/page/api.js", **{"If-None-Match": first.headers["etag"]})
+    assert (again.status, again.content) == (304, b"")
+
+
+@on_a_loop
+async def test_the_page_is_open_where_keys_are_needed() -> None:
+    service = app(api_keys="one")
+    for path in sorted(page.PUBLIC):
+        assert (await service.get(path)).status == 200
+    assert (await service.get("/model")).status == 401
+
+
+@on_a_loop
+async def test_switched_off_the_root_is_a_list_of_links() -> None:
+    service = app(page=False)
+    answer = await service.get("/")
+    assert answer.status == 200
+    assert b"<script" not in answer.content
+    assert b'href="docs"' in answer.content
+    assert (await service.get("/page/main.js")).status == 404
