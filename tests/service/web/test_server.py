@@ -167,8 +167,9 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     ],
 )
 async def test_a_hang_up_drains_and_is_never_the_second_signal(
-    ended: list[int], received: list[signal.Signals], codes: list[int]
+    ended: list[int], received: list[signal.Signals], codes: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     service = app(port=0, drain_delay=600)
     async with started(service) as server:
         for number in received:
@@ -178,6 +179,10 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
         assert server._drain is not None
         server._drain.cancel()
     assert ended == codes
+    assert [message for message in caplog.messages if "draining" in message] == [f"{received[0].name}: draining"]
+    assert [message for message in caplog.messages if "again" in message] == [
+        f"{signal.Signals(code - 128).name} again: ending at once" for code in codes
+    ]
 
 
 def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:
