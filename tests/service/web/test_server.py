@@ -79,6 +79,31 @@ async def test_callers_that_only_the_kernel_has_accepted_are_answered_when_it_st
 
 
 @on_a_loop
+async def test_connections_that_have_begun_get_time_before_the_listener_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[object] = []
+    original, sleep = server_module.has_callers, asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        if happened == ["ignored"]:
+            happened.append(seconds)
+        await sleep(0 if seconds < 1 else seconds)
+
+    def looked(listener: socket.socket) -> bool:
+        happened.append("looked")
+        return original(listener)
+
+    monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: happened.append("ignored"))
+    monkeypatch.setattr(server_module, "has_callers", looked)
+    async with started(app(port=0)) as server:
+        monkeypatch.setattr(asyncio, "sleep", slept)
+        server.should_exit = True
+        await until(lambda: not server.servers[0].is_serving())
+    assert happened == ["ignored", 0.1, "looked"]
+
+
+@on_a_loop
 async def test_a_connection_that_is_silent_when_the_server_stops_is_heard_before_it_is_closed() -> None:
     for said in (b"", GET):
         async with Wire() as wire:
