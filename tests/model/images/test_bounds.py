@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_memory_is_six_and_a_half_bytes_for_each_pixel_that_is_allowed():
     [(1_000, (1, 1), True), (1_001, (1, 1), False), (20, (10, 10), True), (40, (10, 5), True), (21, (10, 10), False)],
 )
 def test_a_jpeg_may_be_gone_over_so_many_times(scans, size, allowed):
-    encoded = SimpleNamespace(scans=scans)
+    encoded: Any = SimpleNamespace(scans=scans)
     if allowed:
         _check_scans(encoded, size, 100)
     else:
@@ -77,7 +78,7 @@ def test_the_sender_is_told_what_the_reader_says_but_no_accident_inside_it(error
     assert _reason(error) == reason
 
 
-COSTS = {
+COSTS: dict[str, list[tuple[Any, ...]]] = {
     "JPEG": [("RGB", {}, 1, 0.5), ("RGB", {}, 2, 0.25), ("RGB", {}, 8, 0.25), ("RGB", {"progressive": True}, 1, 1.0),
              ("RGB", {"progressive": True}, 4, 0.5)],
     "PNG": [("RGB", {}, 1, 1.0), ("RGBA", {}, 1, 4 / 3), ("L", {}, 1, 1 / 3), ("I;16", {}, 1, 2 / 3)],

@@ -181,7 +181,7 @@ def test_batches_are_looked_at_every_second_and_four_times_in_the_time_that_one_
     )
     engine._loop = SimpleNamespace(call_later=lambda seconds, _: looks.append(seconds))  # type: ignore[assignment]
     for computing, state in ((0.0, "loading"), (timeout, "loading"), (timeout + 0.1, "failed"), (0.0, "failed")):
-        engine._streams.computing_seconds = lambda seconds=computing: seconds  # type: ignore[misc]
+        engine._streams.computing_seconds = lambda seconds=computing: seconds  # type: ignore[method-assign, misc]
         engine._look_at_batches()
         assert engine.status.state == state
     assert looks == [next_look] * 2

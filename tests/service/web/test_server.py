@@ -16,7 +16,7 @@ import pytest
 
 from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
-from service.web.handshakes import heed_handshakes, ignore_handshakes
+from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HEARING_SECONDS
 from service.web.server import Server, stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
@@ -83,7 +83,7 @@ async def test_connections_that_have_begun_get_time_before_the_listener_is_close
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     happened: list[object] = []
-    original, sleep = server_module.has_callers, asyncio.sleep
+    sleep = asyncio.sleep
 
     async def slept(seconds: float) -> None:
         if happened == ["ignored"]:
@@ -92,7 +92,7 @@ async def test_connections_that_have_begun_get_time_before_the_listener_is_close
 
     def looked(listener: socket.socket) -> bool:
         happened.append("looked")
-        return original(listener)
+        return has_callers(listener)
 
     monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: happened.append("ignored"))
     monkeypatch.setattr(server_module, "has_callers", looked)
