@@ -31,8 +31,9 @@ BICUBIC, NEAREST, BOX = Image.Resampling.BICUBIC, Image.Resampling.NEAREST, Imag
 )
 def test_the_size_that_a_picture_is_resized_to(how, resize_size, source, expected):
     chosen = config((16, 16), resize_size, resize=how)
-    assert resized_size(*source, chosen) == expected
-    assert min_decoded_size(chosen)(*source) == (2 * expected[0], 2 * expected[1])
+    width, height = source
+    assert resized_size(width, height, chosen) == expected
+    assert min_decoded_size(chosen)(width, height) == (2 * expected[0], 2 * expected[1])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_a_part_of_the_upright_picture_is_found_in_the_stored_one(orientation):
     upright = stored if turn is None else stored.transpose(turn)
     across, down = _Span(1, 7, 6, 0), _Span(2, 5, 3, 0)
     for scale in (1, 2):
-        box = _stored_box(across, down, DecodedImage(stored, stored.size, scale, orientation))
-        part = stored.crop(tuple(int(scale * edge) for edge in box))
+        left, top, right, bottom = _stored_box(across, down, DecodedImage(stored, stored.size, scale, orientation))
+        part = stored.crop((left * scale, top * scale, right * scale, bottom * scale))
         assert (part if turn is None else part.transpose(turn)).tobytes() == upright.crop((1, 2, 7, 5)).tobytes()
 
 
