@@ -101,9 +101,9 @@ def test_a_box_is_cut_where_it_leaves_the_picture():
 
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("strip", [1, 100, 4_000_000])
-def test_strips_of_any_height_make_the_same_picture(rows_first, strip, monkeypatch):
+@pytest.mark.parametrize("box", [(3.0, 5.0, 45.0, 33.0), (30.0, 20.0, 50.0, 40.0), (0.0, 0.0, 20.0, 15.0)])
+def test_strips_of_any_height_make_the_same_picture(rows_first, strip, box, monkeypatch):
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 50), dtype=np.uint8))
-    box = (3.0, 5.0, 45.0, 33.0)
     whole = resize.resize(picture, (12, 9), box, BICUBIC, convert=lambda piece: piece, rows_first=rows_first)
     monkeypatch.setattr(resize, "_STRIP_PIXELS", strip)
     striped = resize.resize(picture, (12, 9), box, BICUBIC, convert=lambda piece: piece, rows_first=rows_first)
