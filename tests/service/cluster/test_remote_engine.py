@@ -9,6 +9,7 @@ import pytest
 
 from model.prediction import MapRequest
 from service.cluster.protocol import Frame, ModelLoaded, StatusChanged
+from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
@@ -114,6 +115,20 @@ async def test_an_image_that_comes_between_the_end_of_a_connection_and_the_news_
         with pytest.raises(EngineUnavailable, match="started again"):
             await worker.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)
         running.lose_connections(running.servers[0])
+
+
+@on_a_loop
+async def test_a_worker_hears_of_each_change_of_state() -> None:
+    async with service() as running:
+        states: list[str] = []
+        worker = RemoteEngine(running.channels[0], 0, retry_seconds=0.001)
+        running.remotes.append(worker)
+        worker.start(lambda: states.append(worker.status.state))
+        await running.start_engine()
+        await until(lambda: worker.ready)
+        running.lose_connections(running.servers[0])
+        await until(lambda: not worker.ready)
+        assert states == ["ready", "failed"]
 
 
 @on_a_loop
