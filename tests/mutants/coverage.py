@@ -47,8 +47,7 @@ class Recorder:
     def _enter(self, frame: FrameType, event: str, argument: object) -> None:
         code, current = frame.f_code, self._current
         if current is not None and event == "call" and code.co_filename.startswith(self._prefixes):
-            parts = (part for part in code.co_qualname.split(".") if not part.startswith("<"))
-            current.functions.add((code.co_filename.removeprefix(self._root), ".".join(parts)))
+            current.functions.add((code.co_filename.removeprefix(self._root), _function_of(code.co_qualname)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
@@ -75,6 +74,18 @@ class Recorder:
     def json(self) -> str:
         """Return what each test did, by its name."""
         return json.dumps({name: asdict(each) for name, each in self.tests.items()}, default=sorted)
+
+
+def _function_of(qualified: str) -> str:
+    """Return the function that a piece of code stands in, such as the one around a comprehension.
+
+    A lambda in the body of a class, such as a field's default, stays apart: who calls it is not all that may notice a
+    change of the other fields.
+    """
+    *parts, last = qualified.split(".")
+    if last == "<lambda>" and parts and parts[-1] != "<locals>":
+        return qualified
+    return ".".join(part for part in (*parts, last) if not part.startswith("<"))
 
 
 @dataclass

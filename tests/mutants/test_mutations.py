@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import EQUIVALENT, ROOT, equivalent
-from tests.mutants.coverage import Entered, selected
+from tests.mutants.coverage import Entered, _function_of, selected
 from tests.mutants.mutations import Mutant, iterate, mutants
 from tests.mutants.runner import mirrored_tests
 
@@ -86,6 +86,20 @@ def test_tests_that_enter_the_function_are_run_and_the_likeliest_first():
     assert selected(tests, "a.py", "f", Counter(killer=1)) == ["killer", "quick", "slow", "process"]
     assert selected(tests, "a.py", "<module>", Counter()) == ["module", "quick", "slow", "killer", "process"]
     assert len(selected(tests, "constants.py", "<module>", Counter())) == len(tests) - 1
+
+
+@pytest.mark.parametrize(
+    ("qualified", "function"),
+    [
+        ("Box.holds", "Box.holds"),
+        ("Box.holds.<locals>.<genexpr>", "Box.holds"),
+        ("f.<locals>.g.<locals>.<lambda>", "f.g"),
+        ("Box.<lambda>", "Box.<lambda>"),
+        ("<module>", ""),
+    ],
+)
+def test_code_belongs_to_the_function_around_it_but_a_default_to_no_class(qualified, function):
+    assert _function_of(qualified) == function
 
 
 def test_equivalent_mutants_exist_and_each_has_its_reason():

@@ -269,3 +269,34 @@ def test_the_range_of_a_row_of_more_than_a_million_numbers_is_measured():
 )
 def test_a_filter_looks_at_its_radius_beyond_a_part(resample, source, target, expected):
     assert _margin(source, target, resample) == expected
+
+
+def test_the_canvas_of_a_gif_holds_all_its_frames_behind_palettes_of_their_own():
+    header = b"GIF89a" + struct.pack("<HHBBB", 4, 3, 0, 0, 0)
+    first = b"," + struct.pack("<HHHHB", 1, 2, 5, 6, 0x81) + bytes(12) + b"\2\1\0\0"
+    second = b"," + struct.pack("<HHHHB", 10, 20, 30, 40, 0) + b"\2\0"
+
+    for frames, canvas, size in ((first, (6, 8), (6, 8)), (first + second, (6, 8), (40, 60))):
+        picture = unpack(header + frames + b";")
+        assert struct.unpack_from("<HH", picture.data, 6) == canvas  # what is decoded is the first frame
+        assert picture.size == size
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_every_scan_of_a_progressive_jpeg_shows_at_half_its_size(scale):
+    picture = unpack(encode(noise(64, 48), "JPEG", progressive=True, subsampling=0))
+
+    assert isinstance(picture, Jpeg)
+    assert picture.without_fine_scans(scale, {1, 2, 3}) is None
+    assert picture.without_fine_scans(8, {1, 2, 3}) is not None
+
+
+@pytest.mark.parametrize(("kind", "count", "inline"), [(4, 1, True), (3, 2, True), (1, 4, True), (1, 5, False)])
+def test_a_value_of_four_bytes_stands_in_its_entry(kind, count, inline):
+    entry = struct.pack("<HHLL", 256, kind, count, 0x08070605)
+    directory = read_directory(b"II*\0" + struct.pack("<LH", 8, 1) + entry + bytes(4) + b"value")
+
+    assert directory is not None
+    field = directory.fields[0]
+    assert directory.value_offset(field) == (None if inline else 0x08070605)
+    assert directory.value(field, b"value") == (b"\5\6\7\x08" if inline else b"")

@@ -39,7 +39,22 @@ async def test_equals_are_used_in_turn() -> None:
         group = Balancer([await running.ready_worker(0, index) for index in (0, 1)])
         for red in range(6):
             await ask(group, red)
-    assert [len(predictor.launched) for predictor in predictors] == [3, 3]
+    assert [predictor.launched for predictor in predictors] == [[[1], [3], [5]], [[0], [2], [4]]]
+
+
+@on_a_loop
+async def test_while_no_engine_is_ready_the_state_is_that_of_the_first() -> None:
+    async with service(engines=2) as running:
+        group = Balancer([await running.worker(0, index) for index in (0, 1)])
+        await running.start_engine(0)
+        await until(lambda: group.ready)
+        running.counters.restarts[:] = 2, 3
+        running.counters.queue_depth[:] = 4, 5  # of the second one, which is not ready, nothing waits
+        assert (group.status.state, group.status.queue_depth, group.status.restarts) == ("ready", 4, 5)
+        running.lose_connections(running.servers[0])
+        await until(lambda: not group.ready)
+        assert [engine.status.state for engine in group.engines] == ["failed", "loading"]
+        assert group.status.state == "failed"
 
 
 @on_a_loop

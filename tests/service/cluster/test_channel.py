@@ -20,8 +20,8 @@ from tests.service.fakes import expected_indices, on_a_loop
 
 
 @on_a_loop
-@pytest.mark.parametrize("stranger", ["wrong key", "no such worker", "no hello", "garbage", "endless frame"])
-async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
+@pytest.mark.parametrize("stranger", ["wrong key", "no such worker", "no hello", "garbage", "long frame"])
+async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str, caplog: pytest.LogCaptureFixture) -> None:
     async with service() as running:
         await running.start_engine()
         worker = await running.ready_worker()
@@ -31,13 +31,26 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str) -> None:
             "no such worker": encode(Hello(2, channel.key)),
             "no hello": encode(Submit(1, 0, 1, None, 1.0)),
             "garbage": b"\x02\x00\x00\x00\x63xx",
-            "endless frame": b"\xff\xff\xff\xff",
+            "long frame": (1025).to_bytes(4, "little"),
         }[stranger]
         reader, writer = await asyncio.open_unix_connection(sock=channel.connect())
         writer.write(says)
         assert await reader.read() == b""
         writer.close()
+        assert [record.levelname for record in caplog.records if "engine connection" in record.message] == ["ERROR"]
         assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
+async def test_a_worker_says_only_once_which_it_is() -> None:
+    async with service() as running:
+        await running.start_engine()
+        channel = running.channels[0]
+        reader, writer = await asyncio.open_unix_connection(sock=channel.connect())
+        writer.write(encode(Hello(0, channel.key)) + encode(Hello(1, channel.key)))
+        async with asyncio.timeout(10):
+            await reader.read()  # the status, and the end
+        writer.close()
 
 
 @on_a_loop

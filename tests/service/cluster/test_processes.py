@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from service.cluster.processes import OperatingSystem
+from tests.service.cluster.fake_system import FakeSystem
 from tests.service.cluster.scripts import run
 
 pytestmark = pytest.mark.timeout(60)  # processes start
@@ -75,6 +80,17 @@ system.kill(pid, signal.SIGKILL)
 until_ended()
 """
     assert run(PROLOGUE + script) == "True"
+
+
+def test_processor_time_is_that_of_the_user_and_of_the_system_whatever_the_process_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = " ".join(str(field) for field in range(4, 53))  # each field holds its own number
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: f"7 (a) (b 1) R {numbers}" if str(path) == "/proc/7/stat" else ""
+    )
+    seconds = OperatingSystem.cpu_seconds(FakeSystem(), 7)
+    assert seconds == (14 + 15) / os.sysconf("SC_CLK_TCK")
 
 
 def test_no_process_outlives_the_one_that_started_it() -> None:

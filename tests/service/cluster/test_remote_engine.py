@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from model.prediction import MapRequest
-from service.cluster.protocol import Frame, StatusChanged
+from service.cluster.protocol import Frame, ModelLoaded, StatusChanged
+from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
@@ -100,6 +101,56 @@ async def test_an_engine_that_vanishes_fails_what_it_had_and_the_next_one_is_fou
         await running.start_engine()
         await until(lambda: worker.ready)
         assert (await ask(worker, 7)).indices.tolist() == expected_indices(7, 3)
+
+
+@on_a_loop
+async def test_an_image_that_comes_between_the_end_of_a_connection_and_the_news_of_it_is_refused() -> None:
+    async with service() as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        connection = worker._connection
+        assert connection is not None
+        connection.connection_lost(None)
+        assert worker.ready
+        with pytest.raises(EngineUnavailable, match="started again"):
+            await worker.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)
+        running.lose_connections(running.servers[0])
+
+
+@on_a_loop
+async def test_a_worker_hears_of_each_change_of_state() -> None:
+    async with service() as running:
+        states: list[str] = []
+        worker = RemoteEngine(running.channels[0], 0, retry_seconds=0.001)
+        running.remotes.append(worker)
+        worker.start(lambda: states.append(worker.status.state))
+        await running.start_engine()
+        await until(lambda: worker.ready)
+        running.lose_connections(running.servers[0])
+        await until(lambda: not worker.ready)
+        assert states == ["ready", "failed"]
+
+
+@on_a_loop
+async def test_a_status_is_published_only_when_it_has_changed() -> None:
+    async with service() as running:
+        predictor = await running.start_engine(refresh_seconds=0.001)
+        worker = await running.ready_worker()
+        heard: list[EngineStatus] = []
+        original = worker._on_status
+
+        def on_status(frame: StatusChanged | ModelLoaded) -> None:
+            assert isinstance(frame, StatusChanged)
+            heard.append(frame.status)
+            original(frame)
+
+        assert worker._connection is not None
+        worker._connection._on_status = on_status
+        for _ in range(10):
+            running.servers[0]._publish_status()
+        predictor.compiled = "compiled meanwhile"
+        await until(lambda: worker.status.compiled == "compiled meanwhile")
+        assert [status.compiled for status in heard] == ["compiled meanwhile"]
 
 
 @on_a_loop

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from service.cluster import run
 from service.cluster.engine_process import STOP
 from service.cluster.run import Ticker, engine_child, worker_child
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
+from service.engine.messages import ModelInfo
 from service.settings import Settings, load_settings
 from tests.service.cluster.fake_system import FakeSystem
 from tests.service.fakes import FakePredictor, model_info
@@ -117,3 +121,75 @@ def test_what_becomes_ready_only_while_draining_is_not_announced(
     be_ready(shared.counters)
     tick()
     assert caplog.messages == []
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+    """Let `run_web` or `run_engine` return 5 at once; return the arguments that it is called with."""
+    calls: list[tuple[Any, ...]] = []
+
+    def called(*arguments: Any) -> int:
+        calls.append(arguments)
+        return 5
+
+    monkeypatch.setattr(run, name, called)
+    return calls
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
+    """Where processes count, and under which names; this one goes on as before."""
+    calls: list[tuple[Path, str]] = []
+    monkeypatch.setattr(run, "count_in_files", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+def test_a_worker_closes_the_others_listeners_and_counts_under_its_own_name(
+    settings: Settings, shared: SharedResources, counted: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, "run_web")
+    assert worker_child(settings, shared, 1).main() == 5
+    assert [listener.fileno() == -1 for listener in shared.listeners] == [True, False]
+    assert counted == [(shared.metrics.folder, "worker-1")]
+    [(*arguments, metrics)] = calls
+    assert arguments == [settings, shared, 1]
+    assert metrics._folder == shared.metrics.folder
+
+
+def test_an_engine_closes_all_listeners_and_gets_its_own_device(
+    settings: Settings, shared: SharedResources, counted: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, "run_engine")
+
+    def load(_: Settings) -> tuple[FakePredictor, ModelInfo]:
+        return FakePredictor(), model_info()
+
+    assert engine_child(settings, shared, 1, load).main() == 5
+    assert not shared.listening
+    assert counted == [(shared.metrics.folder, "engine-1")]
+    [(own, *arguments, metrics)] = calls
+    assert own == settings.model_copy(update={"device": "cuda:1"})
+    assert arguments == [shared.channels[1], load]
+    assert metrics._folder == shared.metrics.folder
+
+
+def test_a_service_is_a_supervisor_of_all_its_processes_and_leaves_nothing_behind(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    frozen: list[bool] = []
+    seen: list[list[str]] = []
+
+    class Watched(Supervisor):
+        def run(self) -> int:
+            seen.extend([child.name for child in children] for children in (self._workers, self._engines))
+            assert frozen == [True]
+            assert self._drain_timeout == settings.drain_timeout
+            assert list(tmp_path.iterdir()) != []
+            return 6
+
+    monkeypatch.setattr(run, "Supervisor", Watched)
+    monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    assert run.run_cluster(settings, lambda _: (FakePredictor(), model_info())) == 6
+    assert seen == [["worker 0", "worker 1"], ["engine cuda:0", "engine cuda:1"]]
+    assert list(tmp_path.iterdir()) == []

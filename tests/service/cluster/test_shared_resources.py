@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -61,6 +62,13 @@ def test_an_engine_a_device_and_room_for_every_permit_even_while_cancelled_ones_
     assert [channel.device for channel in shared.channels] == ["cuda:0", "cuda:1"]
     assert [channel.slots for channel in shared.channels] == [512, 512]
     assert shared.counters.capacity == 256
+
+
+def test_closing_gives_every_descriptor_back_but_that_of_the_folders_lock(temporary: Path) -> None:
+    gc.collect()  # what other tests have left goes now or not at all
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    SharedResources(load_settings({"workers": 2, "port": 0, "device": "cuda:0,cuda:1"})).close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
 
 
 def test_nothing_is_left_behind(temporary: Path) -> None:

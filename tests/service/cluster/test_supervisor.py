@@ -106,15 +106,16 @@ def test_what_a_dead_child_left_behind_is_seen_to_before_its_successor_starts(se
     assert sorted(service.told[3:]) == ["engine died", "worker 0 died", "worker 1 died"]
 
 
+@pytest.mark.parametrize(("code", "how"), [(1, "code 1"), (0, "code 0"), (-9, "signal 9")])
 @pytest.mark.parametrize("name", ["engine", "worker 0"])
 def test_a_child_that_never_ran_ends_the_service_with_one(
-    name: str, service: Service, caplog: pytest.LogCaptureFixture
+    name: str, code: int, how: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.running.remove(name)
-    service.system.end_at(3, name, 1)
+    service.system.end_at(3, name, code)
     assert service.run() == 1
     assert len(service.system.spawned) == 3
-    assert f"{name} ended with code 1 before it was ready" in caplog.text
+    assert f"{name} ended with {how} before it was ready" in caplog.text
 
 
 def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from model.errors import CheckpointError
+from service.engine import loading
 from service.engine.loading import load_predictor
-from service.settings import load_settings
+from service.settings import Settings, load_settings
+from tests.service.fakes import model_info
 
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
@@ -28,3 +35,45 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "max_batch": 3,
         "gpu_uuid": None,
     }
+
+
+def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    known = model_info(temperature=2.0, device="cuda:1", dtype="bfloat16")
+    facts = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    del facts["device"], facts["dtype"]
+    checkpoint = SimpleNamespace(**facts, notes=("no mean is given", "nor a deviation"))
+    made: list[tuple[Any, dict[str, Any]]] = []
+
+    def predictor(given: Any, **options: Any) -> SimpleNamespace:
+        made.append((given, options))
+        return SimpleNamespace(device="cuda:1", dtype="bfloat16", temperature=3.0)
+
+    monkeypatch.setattr(loading, "checkpoint_from", lambda _: checkpoint)
+    monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
+    chosen = {
+        "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
+    }  # fmt: skip
+    _, info = load_predictor(load_settings(chosen | {"compile": "off"}))
+    assert made == [(checkpoint, chosen | {"compile_mode": "off"})]
+    assert info == known  # what both have is the checkpoint's
+    assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is given back
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+
+    def unreadable(_: Settings) -> None:
+        raise CheckpointError("weights.bin: no such file")
+
+    monkeypatch.setattr(loading, "checkpoint_from", unreadable)
+    with pytest.raises(CheckpointError):
+        load_predictor(load_settings({}))
+    assert os.environ["OMP_WAIT_POLICY"] == used

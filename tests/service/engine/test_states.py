@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from model.errors import CheckpointError, DeviceError
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
-from service.errors import EngineUnavailable
+from service.errors import EngineUnavailable, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
 from tests.service.fakes import running as running_engine
@@ -152,6 +153,7 @@ async def test_the_status_names_the_device_once_it_is_known(running: Running) ->
         await rig.until_state("ready")
         status = rig.engine.status
         assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
+        assert (status.queue_depth, status.restarts) == (0, 0)
         assert rig.engine.info is not None
     assert rig.engine.status.state == "closed"
 
@@ -185,3 +187,39 @@ async def test_an_engine_that_hung_stays_failed_when_its_batch_ends_after_all() 
         await asyncio.sleep(0)
         assert rig.engine.status.state == "failed"
         assert rig.states == ["ready", "failed"]
+
+
+@pytest.mark.parametrize(("timeout", "next_look"), [(20.0, 1.0), (2.0, 0.5)])
+def test_batches_are_looked_at_every_second_and_four_times_in_the_time_that_one_may_take(
+    timeout: float, next_look: float
+) -> None:
+    looks: list[float] = []
+    engine = LocalEngine(
+        lambda: (FakePredictor(), model_info()),
+        device="cpu",
+        queue_size=1,
+        max_delay=0,
+        batch_timeout=timeout,
+        on_batch=lambda _: None,
+    )
+    engine._loop = SimpleNamespace(call_later=lambda seconds, _: looks.append(seconds))  # type: ignore[assignment]
+    for computing, state in ((0.0, "loading"), (timeout, "loading"), (timeout + 0.1, "failed"), (0.0, "failed")):
+        engine._streams.computing_seconds = lambda seconds=computing: seconds  # type: ignore[method-assign, misc]
+        engine._look_at_batches()
+        assert engine.status.state == state
+    assert looks == [next_look] * 2
+
+
+@on_a_loop
+async def test_nothing_is_left_of_an_image_when_its_caller_has_its_outcome() -> None:
+    async with running_engine() as rig:
+        await rig.ask(1)
+        with pytest.raises(InferenceFailed):
+            await rig.ask(BAD)
+        busy, gone = await rig.keep_busy(0), rig.ask_soon(2)
+        await rig.until_queued(1)
+        gone.cancel()
+        await asyncio.wait([gone])
+        rig.predictor.gate.set()
+        await busy
+        assert rig.engine._futures == {}  # type: ignore[attr-defined]

@@ -25,6 +25,9 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
             tasks.append(rig.ask_soon(red))
             await rig.until_queued(red - 1)
         assert rig.predictor.launched == [[0], [1]]
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+        assert len(threads) >= 2
+        assert all(thread.daemon for thread in threads)  # one that hangs does not keep the process alive
         rig.predictor.gate.set()
         results = await asyncio.gather(*tasks)
     assert rig.predictor.launched == [[0], [1], [2, 3, 4]]

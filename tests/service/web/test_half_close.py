@@ -111,3 +111,15 @@ async def test_the_watch_for_a_caller_that_is_gone_ends_with_its_answer() -> Non
         assert wire.closing
         assert not [timer for timer in wire.clock.timers if not timer.cancelled]
         await asyncio.sleep(0)
+
+
+@on_a_loop
+async def test_a_caller_whose_body_broke_its_framing_is_answered_though_it_sends_no_more() -> None:
+    async with Wire() as wire:
+        wire.gate.clear()
+        await wire.send(post(b"no length\r\n", "Transfer-Encoding: chunked", length=False))
+        assert wire.protocol.eof_received()
+        wire.gate.set()
+        await wire.settle()
+        assert b"HTTP/1.1 400 " in wire.transport.written
+        assert wire.closing

@@ -11,7 +11,7 @@ from service.web.http_protocol import LINGER_SECONDS, STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
-from tests.service.web.wire import Clock
+from tests.service.web.wire import Clock, Wire
 
 
 @on_a_loop
@@ -202,6 +202,17 @@ async def test_a_large_head_below_the_bound_is_fine() -> None:
         for _ in range(3):
             await connection.send(head)
             assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(("size", "status"), [(64 << 10, 200), ((64 << 10) + 1, 400)])
+async def test_a_head_may_have_64_kib_and_no_byte_more(size: int, status: int) -> None:
+    unfinished = GET[:-2] + b"X: "
+    async with Wire() as wire:
+        await wire.send(unfinished + b"a" * (size - len(unfinished)))
+        await wire.send(b"\r\n\r\n")
+        await wire.settle()
+        assert wire.answers.statuses == [status]
 
 
 @on_a_loop

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
+from starlette.types import Message
 
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
-from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContextMiddleware
+from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContext, RequestContextMiddleware
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 from tests.service.web.http_communicator import HttpCommunicator
@@ -225,6 +226,36 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
     service = app()
     for response in (await service.classify(), await service.get("/healthz"), await service.classify(b"text")):
         assert "connection" not in response.headers
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("message", "closes"),
+    [
+        ({"body": b"whole"}, False),  # ASGI: what is not said is False
+        ({"body": b"whole", "more_body": False}, False),
+        ({"body": b"half", "more_body": True}, True),
+    ],
+    ids=str,
+)
+async def test_a_body_of_which_nothing_is_unread_keeps_the_connection(message: Message, closes: bool) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", **message}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"headers": [(b"content-length", b"5")]}
+    context = RequestContext(scope, receive, send, Lifecycle(), 0.0, LingerLimits())
+    await context.receive()
+    await context.send({"type": "http.response.start", "status": 204})
+    assert ((b"connection", b"close") in sent[0]["headers"]) is closes
+
+
+def test_what_is_thrown_away_after_a_refusal_is_bounded() -> None:
+    assert LingerLimits() == LingerLimits(seconds=10, idle_seconds=2, max_bytes=256 << 20)
 
 
 @on_a_loop

@@ -84,6 +84,14 @@ def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
     assert int(problem_of(kind("later")).headers["Retry-After"]) >= 1
 
 
+@pytest.mark.parametrize(("length", "kept"), [(499, 499), (500, 500), (501, 499), (100_000, 499)])
+def test_a_detail_has_at_most_500_characters_and_keeps_both_ends(length: int, kept: int) -> None:
+    detail = problem_of(errors.NotFound("a" * (length - 3) + "end")).detail
+    assert len(detail) == kept
+    assert detail.endswith("end")
+    assert ("..." in detail) == (length > 500)
+
+
 def test_401_names_the_scheme() -> None:
     assert problem_of(errors.Unauthorized("who?")).headers == {"WWW-Authenticate": "Bearer"}
 

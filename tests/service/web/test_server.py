@@ -16,7 +16,7 @@ import pytest
 
 from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
-from service.web.handshakes import heed_handshakes, ignore_handshakes
+from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HEARING_SECONDS
 from service.web.server import Server, stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
@@ -76,6 +76,31 @@ async def test_callers_that_only_the_kernel_has_accepted_are_answered_when_it_st
     answers = await asyncio.gather(*(answer_to(caller) for caller in callers))
     assert len(answers) == 50
     assert all(answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer for answer in answers)
+
+
+@on_a_loop
+async def test_connections_that_have_begun_get_time_before_the_listener_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[object] = []
+    sleep = asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        if happened == ["ignored"]:
+            happened.append(seconds)
+        await sleep(0 if seconds < 1 else seconds)
+
+    def looked(listener: socket.socket) -> bool:
+        happened.append("looked")
+        return has_callers(listener)
+
+    monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: happened.append("ignored"))
+    monkeypatch.setattr(server_module, "has_callers", looked)
+    async with started(app(port=0)) as server:
+        monkeypatch.setattr(asyncio, "sleep", slept)
+        server.should_exit = True
+        await until(lambda: not server.servers[0].is_serving())
+    assert happened == ["ignored", 0.1, "looked"]
 
 
 @on_a_loop
@@ -169,8 +194,9 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     ],
 )
 async def test_a_hang_up_drains_and_is_never_the_second_signal(
-    ended: list[int], received: list[signal.Signals], codes: list[int]
+    ended: list[int], received: list[signal.Signals], codes: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     service = app(port=0, drain_delay=600)
     async with started(service) as server:
         for number in received:
@@ -180,6 +206,10 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
         assert server._drain is not None
         server._drain.cancel()
     assert ended == codes
+    assert [message for message in caplog.messages if "draining" in message] == [f"{received[0].name}: draining"]
+    assert [message for message in caplog.messages if "again" in message] == [
+        f"{signal.Signals(code - 128).name} again: ending at once" for code in codes
+    ]
 
 
 def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from model.errors import InputError
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from service.web.routes.classify import _milliseconds
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import app, form, pipeline_of
 
@@ -25,6 +26,10 @@ async def test_a_picture_gets_its_labels_in_both_forms() -> None:
         assert document["predictions"][0] == {"label": "label 7", "index": 7, "score": 0.5}
         assert set(document["timings_ms"]) == {"decode", "queue", "inference", "total"}
         assert document["batch_size"] == 1
+
+
+def test_times_are_told_in_hundredths_of_a_millisecond() -> None:
+    assert _milliseconds(0.0123456) == 12.35
 
 
 @on_a_loop

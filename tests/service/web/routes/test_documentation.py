@@ -66,6 +66,31 @@ async def test_attention_is_documented_with_all_its_parameters() -> None:
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
 
 
+@on_a_loop
+async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_comes() -> None:
+    paths = (await app().get("/openapi.json")).json["paths"]
+    binary = {"type": "string", "format": "binary"}
+    for path, file in (
+        ("/classify", binary),
+        ("/attention", binary),
+        ("/classify/batch", {"type": "array", "minItems": 1, "items": binary}),
+    ):
+        content = paths[path]["post"]["requestBody"]["content"]
+        form = {"type": "object", "required": ["file"], "properties": {"file": file}}
+        assert content.pop("multipart/form-data") == {"schema": form}
+        assert content in ({"application/octet-stream": {"schema": binary}}, {})
+    for method in ("get", "post"):
+        kinds = paths["/attention"][method]["responses"]["200"]["content"]
+        assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
+        assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
+
+
+@on_a_loop
+async def test_a_path_with_a_slash_behind_it_is_another_path() -> None:
+    for path in ("/healthz/", "/classify/"):
+        assert (await app().get(path)).status == 404
+
+
 def operations(document: dict[str, Any]) -> dict[str, Any]:
     """Operations by id."""
     return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}

@@ -1,0 +1,93 @@
+"""One launch: what each image of a batch gets, and what the log and the report say of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from service.engine.base import replicas
+from service.engine.batching import Entry
+from service.engine.launch import launch
+from service.engine.messages import InferenceRequest, InferenceResult
+from service.errors import EngineUnavailable, InferenceFailed
+from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, pixels
+
+
+def entries(*reds: int) -> list[Entry[InferenceRequest]]:
+    return [Entry(InferenceRequest(pixels(red), 3), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)]
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that is one second later with each look, from 100."""
+    return map(float, count(100)).__next__
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, MemoryError])
+def test_a_batch_that_fails_and_each_image_that_fails_alone_are_logged(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor = FakePredictor(error=error)
+    outcomes, report = launch(predictor, entries(1, BAD, 3), "full", ticking())
+    assert predictor.launched == [[1, BAD, 3], [1], [BAD], [3]]
+    assert [type(outcome) for outcome in outcomes] == [InferenceResult, InferenceFailed, InferenceResult]
+    assert report.size == 3
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "a batch of 3 failed, trying its images one by one: it does not compute"),
+        (logging.ERROR, "an image failed alone: it does not compute"),
+    ]
+
+
+def test_a_device_is_checked_only_when_no_image_went_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = FakePredictor()
+    checks: list[bool] = []
+    monkeypatch.setattr(predictor, "check", lambda: checks.append(True))
+    launch(predictor, entries(1, NAN), "idle", ticking())
+    assert checks == []
+    outcomes, _ = launch(predictor, entries(NAN, NAN), "idle", ticking())
+    assert checks == [True]
+    assert [str(outcome) for outcome in outcomes] == ["the model gave no finite score for this image"] * 2
+    launch(predictor, entries(BAD), "idle", ticking())
+    assert checks == [True, True]
+
+
+def test_a_dead_device_is_named() -> None:
+    with pytest.raises(EngineUnavailable, match="the device failed: cuda:3: the model does not run"):
+        launch(FakePredictor(device="cuda:3", device_is_dead=True), entries(1), "idle", ticking())
+
+
+def test_times_are_counted_from_the_launch() -> None:
+    predictor = FakePredictor(batch_sizes=(1, 4), device="cuda:3")
+    outcomes, report = launch(predictor, entries(1, 2, 3), "delay", ticking())
+    assert [(outcome.queue_seconds, outcome.inference_seconds, outcome.batch_size, outcome.indices.tolist())
+            for outcome in outcomes if isinstance(outcome, InferenceResult)] == [
+        (10.0, 1.0, 3, expected_indices(1, 3)),
+        (9.0, 1.0, 3, expected_indices(2, 3)),
+        (8.0, 1.0, 3, expected_indices(3, 3)),
+    ]  # fmt: skip
+    assert (report.device, report.size, report.padding, report.release) == ("cuda:3", 3, 1, "delay")
+    assert report.inference_seconds == 2.0
+
+
+def test_maps_are_asked_for_only_if_an_image_wants_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, asked = FakePredictor(), []
+    original = predictor.predict
+
+    def predict(*arguments: object, **options: object) -> object:
+        asked.append(options)
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(predictor, "predict", predict)
+    launch(predictor, entries(1, 2), "idle", ticking())
+    assert asked == [{"top_k": 3, "maps": ()}]
+
+
+def test_an_engine_alone_and_those_of_a_group_are_told_apart() -> None:
+    class Group:
+        engines = ("one", "two")
+
+    alone = object()
+    assert list(replicas(alone)) == [alone]  # type: ignore[arg-type]
+    assert replicas(Group()) is Group.engines  # type: ignore[arg-type, comparison-overlap]
