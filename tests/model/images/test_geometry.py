@@ -8,7 +8,7 @@ from PIL import Image
 
 from model.images import resize
 from model.images.decode import DecodedImage
-from model.images.preprocess import _TRANSPOSE, _Span, _span, _stored_box, min_decoded_size, resized_size
+from model.images.preprocess import TRANSPOSE, _Span, _span, _stored_box, min_decoded_size, resized_size
 from tests.model.images.pictures import config
 
 BICUBIC, NEAREST, BOX = Image.Resampling.BICUBIC, Image.Resampling.NEAREST, Image.Resampling.BOX
@@ -64,7 +64,7 @@ def test_the_part_of_an_axis_that_is_resized(source, resized, wanted, resample, 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_part_of_the_upright_picture_is_found_in_the_stored_one(orientation):
     stored = Image.fromarray(np.arange(20 * 12, dtype=np.uint8).reshape(12, 20))
-    turn = _TRANSPOSE.get(orientation)
+    turn = TRANSPOSE.get(orientation)
     upright = stored if turn is None else stored.transpose(turn)
     across, down = _Span(1, 7, 6, 0), _Span(2, 5, 3, 0)
     for scale in (1, 2):
