@@ -27,9 +27,12 @@ async function start() {
     const [model, { labels }] = await Promise.all([send("GET", "model"), send("GET", "labels")]);
     service = { ...offered, model, labels, methods: model.attention_methods ?? offered.methods };
   } catch (error) {
-    if (error.code !== "unauthorized") showError(error, new File([], ""));
+    if (error.code === "unauthorized") return; // the key comes first
+    showError(error, new File([], ""));
+    setTimeout(start, 1000 * Math.min(error.retryAfter ?? 2, 10)); // a model that loads, a service that starts again
     return;
   }
+  byId("error").hidden = true;
   const { model } = service;
   byId("model").textContent = `${model.name} on ${model.device}, ${model.dtype}, input ${model.input_size[0]}×${model.input_size[1]}, ${model.classes} classes`;
   const allowed = TOP_K.filter((count) => count < model.classes).concat(model.classes <= 50 ? model.classes : []);
@@ -38,6 +41,7 @@ async function start() {
   setOptions();
   panels = [];
   addPanel();
+  if (shown) show(shown);
   queue.add(pictures.filter((picture) => ["waiting", "failed"].includes(picture.state)));
 }
 

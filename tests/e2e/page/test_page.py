@@ -1,90 +1,19 @@
-"""The page at / in a real browser, with the bundled model and real pictures."""
+"""The page at / in a real browser, with the bundled model, DeiT-tiny and real pictures."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
-import shlex
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.e2e.page.browser import Browser, Page, Tab, chromium, expect, tab
+from tests.e2e.page.browser import Browser, expect, tab
+from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, map_shown, pixels, send_event
 from tests.e2e.serving import Serve, Served
 
 pytestmark = pytest.mark.timeout(90)  # a server and a browser start
-
-Open = Callable[..., AbstractContextManager[Tab]]
-
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-DOG, HARBOUR = EXAMPLES / "dog.jpg", EXAMPLES / "harbour.jpg"
-PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def server(browser: Browser, serve_module: Serve) -> Served:
-    """Serves the bundled model."""
-    return serve_module(checkpoint="bundled", backend="torch", max_upload_bytes="200kB")
-
-
-@pytest.fixture(scope="module")
-def open_page(browser: Browser, server: Served) -> Open:
-    return partial(tab, browser, f"{server.url}/")
-
-
-def answers(page: Page) -> list[str]:
-    """The labels on screen, when they are there."""
-    expect(page.locator(".answer").first).to_be_visible()
-    return page.locator(".answer .label").all_inner_texts()
-
-
-def choose(page: Page, *files: Path | dict[str, object]) -> None:
-    page.locator("#files").set_input_files(list(files))  # type: ignore[arg-type]
-
-
-def map_shown(page: Page, index: int = 0) -> None:
-    """Wait for a map."""
-    expect(page.locator(".map .readout").nth(index)).to_contain_text("Strongest")
-    expect(page.locator("figure.map").nth(index)).not_to_have_attribute("aria-busy", "true")
-
-
-def pixels(page: Page, selector: str) -> np.ndarray:
-    """The pixels of a canvas: uint8 [rows, columns, 4]."""
-    url = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL('image/png')")
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA"))
-
-
-def send_event(page: Page, kind: str, files: list[Path]) -> None:
-    """Drop or paste files as a person would: the event with its data."""
-    content = [[path.name, base64.b64encode(path.read_bytes()).decode()] for path in files]
-    page.evaluate(
-        """([kind, files]) => {
-          const data = new DataTransfer();
-          for (const [name, text] of files) {
-            const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-            data.items.add(new File([bytes], name, { type: "image/jpeg" }));
-          }
-          const options = { bubbles: true, cancelable: true };
-          document.querySelector("#drop").dispatchEvent(kind === "paste"
-            ? new ClipboardEvent("paste", { ...options, clipboardData: data })
-            : new DragEvent("drop", { ...options, dataTransfer: data }));
-        }""",
-        [kind, content],
-    )
 
 
 def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(open_page: Open, server: Served) -> None:
@@ -169,138 +98,28 @@ def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
             expect(found.page.locator("#progress-text")).to_have_text("1 of 1 done, 1 failed")
 
 
-def test_a_busy_service_is_asked_again(open_page: Open) -> None:
-    refused: list[bool] = []
+def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> None:
+    refused: set[str] = set()
 
     def refuse_once(route):
-        if refused:
+        path = urlsplit(route.request.url).path
+        if path in refused:
             return route.fallback()
-        refused.append(True)
-        problem = {"code": "queue_full", "detail": "", "status": 503}
-        headers = {"Retry-After": "1", "Content-Type": "application/problem+json"}
+        refused.add(path)
+        problem = {"code": "engine_unavailable" if path == "/model" else "queue_full", "detail": "", "status": 503}
+        headers = {"Retry-After": "4" if path == "/model" else "1", "Content-Type": "application/problem+json"}
         return route.fulfill(status=503, headers=headers, body=json.dumps(problem))
 
     with open_page() as found:
         found.refusals_expected = True
-        found.page.route("**/classify?*", refuse_once)
-        choose(found.page, DOG)
-        assert answers(found.page)[0] == "dog"
-
-
-def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
-    pillow_heif = pytest.importorskip("pillow_heif")
-    buffer = io.BytesIO()
-    with Image.open(DOG) as picture:
-        pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
-    with open_page() as found:
-        choose(found.page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
-        assert answers(found.page)[0] == "dog"
-        expect(found.page.locator("#photo-caption")).to_contain_text("as the model saw it")
-        map_shown(found.page)
-        assert pixels(found.page, ".photo .base")[..., :3].std() > 20
-
-
-def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: Open, server: Served) -> None:
-    with open_page() as found:
         page = found.page
+        page.route(re.compile("/(model$|classify)"), refuse_once)
+        page.reload()
+        expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
         choose(page, DOG)
-        map_shown(page)
-        page.locator(".method").select_option("cls")
-        before = pixels(page, ".heat")
-        page.locator(".layer").select_option("1")
-        page.locator(".head").select_option("2")
-        expect(page.locator("#curl-text")).to_contain_text("layer=1&head=2")
-        map_shown(page)
-        assert (pixels(page, ".heat") != before).any()
-        page.get_by_label("Compare two maps").check()
-        expect(page.locator("figure.map")).to_have_count(2)
-        map_shown(page, 1)
-        page.locator("figure.map").nth(1).locator(".head").select_option("max")
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-        assert document["classification"]["predictions"][0]["label"] == "dog"
-        [first, second] = document["maps"]
-        assert [(found["layer"], found["head"]) for found in (first, second)] == [(1, 2), (1, "max")]
-        query = f"/attention?id={first['id']}&method=cls&layer=1&head=2&format=json"
-        np.testing.assert_allclose(first["values"], server.get(query).json()["values"], atol=1e-6)
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download PNG").click()
-        assert saved.value.suggested_filename == "dog-map.png"
-        with Image.open(saved.value.path()) as picture:
-            assert picture.width > picture.height
-        page.get_by_label("Compare two maps").uncheck()
-        expect(page.locator("figure.map")).to_have_count(1)
-
-
-def test_opacity_and_patches(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        smooth = pixels(page, ".heat")
-        page.get_by_label("Smooth").uncheck()
-        squares = pixels(page, ".heat")
-        assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
-        page.get_by_label("Opacity of the map").fill("25")
-        expect(page.locator(".heat")).to_have_css("opacity", "0.25")
-
-
-def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        box = page.locator(".map .stack").bounding_box()
-        assert box is not None
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        [shown] = json.loads(Path(saved.value.path()).read_text())["maps"]
-        values = np.array(shown["values"])
-        region = shown.get("region")
-        with Image.open(DOG) as picture:
-            width, height = picture.size
-        left, top, across, down = (
-            (region["x"] / width, region["y"] / height, region["width"] / width, region["height"] / height)
-            if region
-            else (0, 0, 1, 1)
-        )
-
-        def told(row: int, column: int) -> re.Pattern[str]:
-            share = 100 * values[row, column] / values.sum()
-            return re.compile(rf"Row {row + 1}, column {column + 1}: {re.escape(f'{share:.3g}')}\d* %")
-
-        x = box["x"] + box["width"] * (left + across * 2.5 / 8)
-        page.mouse.move(x, box["y"] + box["height"] * (top + down * 3.5 / 8))
-        readout = page.locator(".readout")
-        expect(readout).to_have_text(told(3, 2))
-        expect(page.locator(".patch")).to_be_visible()
-        page.mouse.move(1, 1)
-        expect(page.locator(".patch")).to_be_hidden()
-        page.get_by_label("Compare two maps").focus()
-        page.keyboard.press("Tab")
-        row, column = divmod(int(values.argmax()), 8)
-        expect(readout).to_have_text(told(row, column))
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("ArrowLeft")
-        expect(readout).to_have_text(told(min(7, row + 1), max(0, column - 1)))
-
-
-def test_the_curl_calls_give_what_is_on_screen(open_page: Open, tmp_path: Path) -> None:
-    (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
-    with open_page() as found:
-        page = found.page
-        choose(page, tmp_path / "a dog, 'small'.jpg")
-        labels = answers(page)
-        map_shown(page)
-        page.get_by_text("The same with curl").click()
-        classify, attention = page.locator("#curl-text").inner_text().splitlines()
-        run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=20)
-        answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
-        assert [found["label"] for found in answer["predictions"]] == labels
-        run([*shlex.split(attention), "--silent", "--fail", "--noproxy", "*"])
-        with Image.open(tmp_path / "map.png") as drawn:
-            assert drawn.format == "PNG"
+        assert answers(page)[0] == "dog"
+        expect(page.get_by_role("alert")).to_be_hidden()
+        assert refused == {"/model", "/classify"}
 
 
 def test_more_answers_can_be_asked_for(open_page: Open) -> None:
@@ -389,72 +208,6 @@ def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
         assert answers(page)
         map_shown(page)
         expect(page.locator("#curl-text")).to_contain_text("/vision/classify?top_k=5")
-
-
-@pytest.fixture(scope="module")
-def explains(server: Served) -> None:
-    if "relevance" not in server.get("/model").json()["attention_methods"]:
-        pytest.skip("the service offers no method that explains a class")
-
-
-@pytest.mark.usefixtures("explains")
-def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        labels = answers(page)
-        map_shown(page)
-        expect(page.locator(".method")).to_have_value("relevance")
-        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[0])
-        of_first = pixels(page, ".heat")
-        page.locator(".answer").nth(2).click()
-        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[2])
-        map_shown(page)
-        assert (pixels(page, ".heat") != of_first).any()
-        page.get_by_label("Compare two maps").check()
-        map_shown(page, 1)
-        expect(page.locator(".class").nth(1)).to_have_value(
-            str(server.get("/labels").json()["labels"].index(labels[1]))
-        )
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-        chosen = document["classification"]["predictions"][2]["index"]
-        shown = document["maps"][0]
-        query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
-        np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
-        # What has no layer offers none.
-        expect(page.locator(".layer").first).to_be_hidden()
-
-
-@pytest.mark.usefixtures("explains")
-def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        for method in server.get("/model").json()["attention_methods"]:
-            page.locator(".method").select_option(method)
-            expect(page.locator("#curl-text")).to_contain_text(f"method={method}")
-            map_shown(page)
-            assert pixels(page, ".heat")[..., 3].any(), method
-
-
-def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
-    wide = io.BytesIO()
-    with Image.open(DOG) as picture:
-        picture.resize((300, 100)).save(wide, "JPEG")
-    region = server.client.post("/attention?format=json", content=wide.getvalue()).json().get("region")
-    if region is None:
-        pytest.skip("the service does not say which part of a picture the model saw")
-    with open_page() as found:
-        choose(found.page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
-        map_shown(found.page)
-        heat = pixels(found.page, ".heat")
-        assert heat.shape[:2] == (100, 300)
-        left, right = region["x"], region["x"] + region["width"]
-        columns = np.flatnonzero(heat[..., 3].any(axis=0))
-        assert left - 2 <= columns.min() <= columns.max() <= right + 2
 
 
 def test_deit_tiny_behind_a_key(browser: Browser, serve_module: Serve, shared: Path) -> None:

@@ -1,0 +1,61 @@
+"""What a person does on the page, and what is to be seen there."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.e2e.page.browser import Page, Tab, expect
+
+Open = Callable[..., AbstractContextManager[Tab]]
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+DOG, HARBOUR = EXAMPLES / "dog.jpg", EXAMPLES / "harbour.jpg"
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+
+
+def answers(page: Page) -> list[str]:
+    """The labels on screen, when they are there."""
+    expect(page.locator(".answer").first).to_be_visible()
+    return page.locator(".answer .label").all_inner_texts()
+
+
+def choose(page: Page, *files: Path | dict[str, object]) -> None:
+    page.locator("#files").set_input_files(list(files))  # type: ignore[arg-type]
+
+
+def map_shown(page: Page, index: int = 0) -> None:
+    """Wait for a map."""
+    expect(page.locator(".map .readout").nth(index)).to_contain_text("Strongest")
+    expect(page.locator("figure.map").nth(index)).not_to_have_attribute("aria-busy", "true")
+
+
+def pixels(page: Page, selector: str) -> np.ndarray:
+    """The pixels of a canvas: uint8 [rows, columns, 4]."""
+    url = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL('image/png')")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA"))
+
+
+def send_event(page: Page, kind: str, files: list[Path]) -> None:
+    """Drop or paste files as a person would: the event with its data."""
+    content = [[path.name, base64.b64encode(path.read_bytes()).decode()] for path in files]
+    page.evaluate(
+        """([kind, files]) => {
+          const data = new DataTransfer();
+          for (const [name, text] of files) {
+            const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+            data.items.add(new File([bytes], name, { type: "image/jpeg" }));
+          }
+          const options = { bubbles: true, cancelable: true };
+          document.querySelector("#drop").dispatchEvent(kind === "paste"
+            ? new ClipboardEvent("paste", { ...options, clipboardData: data })
+            : new DragEvent("drop", { ...options, dataTransfer: data }));
+        }""",
+        [kind, content],
+    )

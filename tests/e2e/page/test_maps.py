@@ -1,0 +1,197 @@
+"""The maps of the page at / in a real browser, with the bundled model and real pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.e2e.page.browser import expect
+from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, pixels
+from tests.e2e.serving import Served
+
+pytestmark = pytest.mark.timeout(90)  # a server and a browser start
+
+
+def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    buffer = io.BytesIO()
+    with Image.open(DOG) as picture:
+        pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
+    with open_page() as found:
+        choose(found.page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
+        assert answers(found.page)[0] == "dog"
+        expect(found.page.locator("#photo-caption")).to_contain_text("as the model saw it")
+        map_shown(found.page)
+        assert pixels(found.page, ".photo .base")[..., :3].std() > 20
+
+
+def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        page.locator(".method").select_option("cls")
+        before = pixels(page, ".heat")
+        page.locator(".layer").select_option("1")
+        page.locator(".head").select_option("2")
+        expect(page.locator("#curl-text")).to_contain_text("layer=1&head=2")
+        map_shown(page)
+        assert (pixels(page, ".heat") != before).any()
+        page.get_by_label("Compare two maps").check()
+        expect(page.locator("figure.map")).to_have_count(2)
+        map_shown(page, 1)
+        page.locator("figure.map").nth(1).locator(".head").select_option("max")
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download JSON").click()
+        document = json.loads(Path(saved.value.path()).read_text())
+        assert document["classification"]["predictions"][0]["label"] == "dog"
+        [first, second] = document["maps"]
+        assert [(found["layer"], found["head"]) for found in (first, second)] == [(1, 2), (1, "max")]
+        query = f"/attention?id={first['id']}&method=cls&layer=1&head=2&format=json"
+        np.testing.assert_allclose(first["values"], server.get(query).json()["values"], atol=1e-6)
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download PNG").click()
+        assert saved.value.suggested_filename == "dog-map.png"
+        with Image.open(saved.value.path()) as picture:
+            assert picture.width > picture.height
+        page.get_by_label("Compare two maps").uncheck()
+        expect(page.locator("figure.map")).to_have_count(1)
+
+
+def test_opacity_and_patches(open_page: Open) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        smooth = pixels(page, ".heat")
+        page.get_by_label("Smooth").uncheck()
+        squares = pixels(page, ".heat")
+        assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
+        page.get_by_label("Opacity of the map").fill("25")
+        expect(page.locator(".heat")).to_have_css("opacity", "0.25")
+
+
+def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        box = page.locator(".map .stack").bounding_box()
+        assert box is not None
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download JSON").click()
+        [shown] = json.loads(Path(saved.value.path()).read_text())["maps"]
+        values = np.array(shown["values"])
+        region = shown.get("region")
+        with Image.open(DOG) as picture:
+            width, height = picture.size
+        left, top, across, down = (
+            (region["x"] / width, region["y"] / height, region["width"] / width, region["height"] / height)
+            if region
+            else (0, 0, 1, 1)
+        )
+
+        def told(row: int, column: int) -> re.Pattern[str]:
+            share = 100 * values[row, column] / values.sum()
+            return re.compile(rf"Row {row + 1}, column {column + 1}: {re.escape(f'{share:.3g}')}\d* %")
+
+        x = box["x"] + box["width"] * (left + across * 2.5 / 8)
+        page.mouse.move(x, box["y"] + box["height"] * (top + down * 3.5 / 8))
+        readout = page.locator(".readout")
+        expect(readout).to_have_text(told(3, 2))
+        expect(page.locator(".patch")).to_be_visible()
+        page.mouse.move(1, 1)
+        expect(page.locator(".patch")).to_be_hidden()
+        page.get_by_label("Compare two maps").focus()
+        page.keyboard.press("Tab")
+        row, column = divmod(int(values.argmax()), 8)
+        expect(readout).to_have_text(told(row, column))
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowLeft")
+        expect(readout).to_have_text(told(min(7, row + 1), max(0, column - 1)))
+
+
+def test_the_curl_calls_give_what_is_on_screen(open_page: Open, tmp_path: Path) -> None:
+    (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
+    with open_page() as found:
+        page = found.page
+        choose(page, tmp_path / "a dog, 'small'.jpg")
+        labels = answers(page)
+        map_shown(page)
+        page.get_by_text("The same with curl").click()
+        classify, attention = page.locator("#curl-text").inner_text().splitlines()
+        run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=20)
+        answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
+        assert [found["label"] for found in answer["predictions"]] == labels
+        run([*shlex.split(attention), "--silent", "--fail", "--noproxy", "*"])
+        with Image.open(tmp_path / "map.png") as drawn:
+            assert drawn.format == "PNG"
+
+
+@pytest.mark.usefixtures("explains")
+def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        labels = answers(page)
+        map_shown(page)
+        expect(page.locator(".method")).to_have_value("relevance")
+        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[0])
+        of_first = pixels(page, ".heat")
+        page.locator(".answer").nth(2).click()
+        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[2])
+        map_shown(page)
+        assert (pixels(page, ".heat") != of_first).any()
+        page.get_by_label("Compare two maps").check()
+        map_shown(page, 1)
+        expect(page.locator(".class").nth(1)).to_have_value(
+            str(server.get("/labels").json()["labels"].index(labels[1]))
+        )
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download JSON").click()
+        document = json.loads(Path(saved.value.path()).read_text())
+        chosen = document["classification"]["predictions"][2]["index"]
+        shown = document["maps"][0]
+        query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
+        np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
+        # What has no layer offers none.
+        expect(page.locator(".layer").first).to_be_hidden()
+
+
+@pytest.mark.usefixtures("explains")
+def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        for method in server.get("/model").json()["attention_methods"]:
+            page.locator(".method").select_option(method)
+            expect(page.locator("#curl-text")).to_contain_text(f"method={method}")
+            map_shown(page)
+            assert pixels(page, ".heat")[..., 3].any(), method
+
+
+def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
+    wide = io.BytesIO()
+    with Image.open(DOG) as picture:
+        picture.resize((300, 100)).save(wide, "JPEG")
+    region = server.client.post("/attention?format=json", content=wide.getvalue()).json().get("region")
+    if region is None:
+        pytest.skip("the service does not say which part of a picture the model saw")
+    with open_page() as found:
+        choose(found.page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
+        map_shown(found.page)
+        heat = pixels(found.page, ".heat")
+        assert heat.shape[:2] == (100, 300)
+        left, right = region["x"], region["x"] + region["width"]
+        columns = np.flatnonzero(heat[..., 3].any(axis=0))
+        assert left - 2 <= columns.min() <= columns.max() <= right + 2
