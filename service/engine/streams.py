@@ -79,6 +79,11 @@ class Streams:
         with self._wake:
             self._queue_of(entry.item).cancel(entry)
             self._on_queue(len(self))
+            self._wake_if_explanations_alone_wait()
+
+    def _wake_if_explanations_alone_wait(self) -> None:
+        if len(self._explanations) and not len(self._queue):
+            self._wake.notify_all()
 
     def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
         return self._explanations if request.map is not None and request.map.needs_pass else self._queue
@@ -154,8 +159,8 @@ class Streams:
                 self._on_queue(len(self))
                 if poll.batch:
                     self._launched_at[stream] = self._clock()
-                    if queue is self._queue and len(self._explanations) and not len(queue):
-                        self._wake.notify_all()
+                    if queue is self._queue:
+                        self._wake_if_explanations_alone_wait()
                     return poll
                 self._wake.wait(poll.wait)
         return None

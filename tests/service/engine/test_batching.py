@@ -154,6 +154,10 @@ class QueueMachine(RuleBasedStateMachine):
     def length_counts_those_that_wait(self) -> None:
         assert len(self.queue) == len(self.waiting) <= self.capacity
 
+    @invariant()
+    def age_is_that_of_the_oldest(self) -> None:
+        assert self.queue.age() == (self.clock.now - self.waiting[0].arrived if self.waiting else 0.0)
+
     def teardown(self) -> None:
         if hasattr(self, "queue"):
             assert self.queue.close() == self.waiting
