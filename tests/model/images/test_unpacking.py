@@ -14,7 +14,7 @@ from model.images.colour import converter
 from model.images.control import UNCONTROLLED
 from model.images.exif import read_directory
 from model.images.formats import unpack
-from model.images.formats.heif import Heif
+from model.images.formats.heif import Heif, _check_boxes
 from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import preprocess
 from model.images.resize import _margin
@@ -300,3 +300,10 @@ def test_a_value_of_four_bytes_stands_in_its_entry(kind, count, inline):
     field = directory.fields[0]
     assert directory.value_offset(field) == (None if inline else 0x08070605)
     assert directory.value(field, b"value") == (b"\5\6\7\x08" if inline else b"")
+
+
+def test_a_box_whose_size_has_64_bits_may_stand_before_others():
+    long = struct.pack(">L4sQ", 1, b"free", 16)
+
+    for boxes in (long, long + long, long + struct.pack(">L4s", 8, b"free")):
+        _check_boxes(boxes)
