@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
         )
     if arguments.explanations is not None:
-        return explanations.run(arguments)
+        return explanations.measure_maps(arguments)
     from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415  torch takes seconds to import
 
     pictures = open_evaluation_set(arguments.data)

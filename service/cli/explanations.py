@@ -70,7 +70,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def measure_maps(arguments: argparse.Namespace) -> int:
     """Measure the maps, print the table and write the files; return 1 if a picture was left out."""
     for path in (arguments.csv, arguments.figure):
         if path is not None and not path.parent.is_dir():

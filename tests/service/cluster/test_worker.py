@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.images.preprocess import ModelInput
+from model.images.region import Region
 from service.cluster import worker
 from service.cluster.balancer import Balancer
 from service.cluster.remote_engine import RemoteEngine
@@ -136,7 +138,8 @@ def test_limits_are_those_of_the_settings_over_all_workers(made: Callable[..., W
 
 def test_pictures_are_kept_by_the_clock_and_within_the_bytes_of_the_settings(made: Callable[..., Worker]) -> None:
     one = made(recent_ttl=5, recent_bytes=2 * 4096)
-    kept = [one.store.put(np.zeros((8, 8, 3), np.uint8)) for _ in range(3)]
+    picture = ModelInput(np.zeros((8, 8, 3), np.uint8), Region(0, 0, 8, 8))
+    kept = [one.store.put(picture) for _ in range(3)]
     assert [one.store.get(each) is not None for each in kept] == [False, True, True]
     one.counters.seconds[0] = 4
     assert one.store.get(kept[2]) is not None
