@@ -1,0 +1,41 @@
+"""The processes of a service under test, as the kernel sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.serving import Served
+
+
+class Processes:
+    """The processes of a service, as the kernel sees them."""
+
+    def __init__(self, server: Served) -> None:
+        self.supervisor = server.process.process.pid
+
+    @property
+    def all(self) -> set[int]:
+        children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children").read_text()
+        return {int(pid) for pid in children.split()}
+
+    @property
+    def engine(self) -> int:
+        """The one that has torch."""
+        [pid] = [pid for pid in self.all if "libtorch" in maps(pid)]
+        return pid
+
+    @property
+    def workers(self) -> set[int]:
+        return self.all - {self.engine}
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"  # ended, and not yet looked at by its parent
