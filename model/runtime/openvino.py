@@ -6,6 +6,7 @@ traced once, in float32; OpenVINO rounds to bfloat16 itself. https://docs.openvi
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import queue
@@ -45,7 +46,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in PRECISIONS:
         return f"it has no {str(dtype).removeprefix('torch.')} here"
     capability, _ = PRECISIONS[dtype]
-    offered = _openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    offered = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
@@ -165,7 +166,7 @@ class _Requests:
             # Decoding takes turns with computing on the same cores: the system knows better which one is free.
             "ENABLE_CPU_PINNING": False,
         }
-        compiled = _openvino().Core().compile_model(graph, "CPU", options)
+        compiled = _core().compile_model(graph, "CPU", options)
         self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
         for _ in range(streams):
             self._free.put(compiled.create_infer_request())
@@ -196,6 +197,18 @@ def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
         graph = frontend.convert(frontend.load(decoder))
     graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
     return graph
+
+
+@functools.cache
+def _core() -> openvino.Core:
+    """Return the one core of this process, which is never freed.
+
+    The CPU plugin gives the thread that first uses a core another stack for signal handlers, and unmaps that stack
+    when the core is freed. Freed on another thread, as the garbage collector may, it stays in use: the next signal that
+    Python handles on the first thread ends the process.
+    """
+    core: openvino.Core = _openvino().Core()
+    return core
 
 
 def _openvino() -> Any:

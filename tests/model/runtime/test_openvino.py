@@ -185,3 +185,22 @@ def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == "[]"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_another() -> None:
+    code = """
+import gc, os, signal, threading
+import numpy as np
+from openvino import Model, opset13
+from model.runtime.openvino import _core
+
+given = opset13.parameter([1], np.float32)
+compiled = [_core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]
+freeing = threading.Thread(target=lambda: (compiled.clear(), gc.collect()))
+freeing.start()
+freeing.join()
+signal.signal(signal.SIGUSR1, lambda *_: print("heard"))
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
