@@ -23,8 +23,11 @@ import numpy as np
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster.shared_memory import SharedFile, whole_pages
+from service.web.image_store import StoreUsage
 
-_RING = struct.Struct("<QQQ")
+_RING = struct.Struct("<QQQQ")
+"""The first picture, the one after the last, the bytes of a cell, and how many pictures were pushed out."""
+
 _CELL = struct.Struct("<16sQIII4d")
 """What stands before the pixels: token, second of expiry, shape and region."""
 
@@ -57,15 +60,16 @@ class SharedImageStore:
             return None
         token = secrets.token_bytes(_TOKEN_BYTES)
         with self._file.locked():
-            _, first, after, cell = self._look()
+            live, first, after, cell, evicted = self._look()
             if cell != cost:  # the first picture of all
                 first, cell = after, cost
             if after - first >= self._max_bytes // cell:
+                evicted += first == live  # else it has expired
                 first += 1  # its cell is the one that is written now
             header = _CELL.pack(token, self._clock() + self._ttl, *pixels.shape, *picture.region)
             self._file.write(self._at(after, cell), header + pixels.tobytes())
             # Only now: a worker that is killed before this line has kept nothing.
-            self._write_ring(first, after + 1, cell)
+            self._write_ring(first, after + 1, cell, evicted)
         return base64.urlsafe_b64encode(token + after.to_bytes(8, "big")).decode()
 
     def get(self, image_id: str) -> ModelInput | None:
@@ -78,7 +82,7 @@ class SharedImageStore:
             return None
         number = int.from_bytes(given[_TOKEN_BYTES:], "big")
         with self._file.locked():
-            live, _, after, cell = self._look()
+            live, _, after, cell, _ = self._look()
             if not live <= number < after:
                 return None
             data = self._file.read(self._at(number, cell), cell)
@@ -89,13 +93,13 @@ class SharedImageStore:
         pixels = np.frombuffer(data, np.uint8, math.prod(shape), _CELL.size).reshape(shape)
         return ModelInput(pixels, Region(*shape_and_region[3:]))
 
-    def usage(self) -> tuple[int, int]:
-        """Return (pictures, bytes) kept now."""
+    def usage(self) -> StoreUsage:
+        """Return what is kept now."""
         with self._file.locked():
-            live, _, after, cell = self._look()
-        return after - live, (after - live) * cell
+            live, _, after, cell, evicted = self._look()
+        return StoreUsage(after - live, (after - live) * cell, evicted)
 
-    def _look(self) -> tuple[int, int, int, int]:
+    def _look(self) -> tuple[int, int, int, int, int]:
         """Free some of the expired pictures.
 
         Returns:
@@ -103,27 +107,28 @@ class SharedImageStore:
             first: the oldest whose cell is not freed.
             after: the next one to write.
             cell: bytes of a cell.
+            evicted: pictures that were pushed out before their time was over.
         """
-        first, after, cell = _RING.unpack(self._file.read(0, _RING.size).ljust(_RING.size, b"\0"))
+        first, after, cell, evicted = _RING.unpack(self._file.read(0, _RING.size).ljust(_RING.size, b"\0"))
         now = self._clock()
         if first == after or self._expires(first, cell) > now:
-            return first, first, after, cell
+            return first, first, after, cell, evicted
         # All live equally long, so they expire in the order of their numbers.
         live = first + bisect.bisect(range(first, after), now, key=lambda number: self._expires(number, cell))
         cells = self._max_bytes // cell
         # As many as lie side by side, up to the end of the ring.
         count = min(live - first, cells - first % cells, max(1, _FREE_BYTES // cell))
         self._file.free(self._at(first, cell), count * cell)
-        self._write_ring(first + count, after, cell)
-        return live, first + count, after, cell
+        self._write_ring(first + count, after, cell, evicted)
+        return live, first + count, after, cell, evicted
 
     def _expires(self, number: int, cell: int) -> int:
         """Return the second from which a picture is expired."""
         _, expires, *_ = _CELL.unpack(self._file.read(self._at(number, cell), _CELL.size))
         return int(expires)
 
-    def _write_ring(self, first: int, after: int, cell: int) -> None:
-        self._file.write(0, _RING.pack(first, after, cell))
+    def _write_ring(self, first: int, after: int, cell: int, evicted: int) -> None:
+        self._file.write(0, _RING.pack(first, after, cell, evicted))
 
     def _at(self, number: int, cell: int) -> int:
         """Return the offset of a cell; the ring's own numbers have the first page."""

@@ -117,9 +117,13 @@ class Metrics:
         """Read the engines' state at every scrape instead of following each change."""
         self._state.statuses = statuses
 
-    def watch_recent(self, usage: Callable[[], tuple[int, int]]) -> None:
-        """Read how many pictures and bytes are kept at every scrape."""
+    def watch_recent(self, usage: Callable[[], tuple[int, int, int]]) -> None:
+        """Read how many pictures and bytes are kept, and how many pictures were pushed out, at every scrape."""
         self._state.usage = usage
+
+    def watch_places(self, places: Callable[[], tuple[int, int]]) -> None:
+        """Read how many places for images are taken, and how many there are, at every scrape."""
+        self._state.places = places
 
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
@@ -147,7 +151,8 @@ class _StateCollector(Collector):
 
     def __init__(self) -> None:
         self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
-        self.usage: Callable[[], tuple[int, int]] | None = None
+        self.usage: Callable[[], tuple[int, int, int]] | None = None
+        self.places: Callable[[], tuple[int, int]] | None = None
         self.counts_tasks = False
         self.models: dict[str, tuple[str, ...]] = {}
 
@@ -174,9 +179,16 @@ class _StateCollector(Collector):
             tasks = _tasks()
             yield GaugeMetricFamily("vit_event_loop_tasks", "Tasks of the event loop that is scraped", value=tasks)
         if self.usage is not None:
-            pictures, size = self.usage()
+            pictures, size, evicted = self.usage()
             yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
             yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
+            yield CounterMetricFamily(
+                "vit_recent_evicted_total", "Pictures pushed out before their time was over", value=evicted
+            )
+        if self.places is not None:
+            taken, limit = self.places()
+            yield GaugeMetricFamily("vit_admitted_images", "Images in the service, of all stages", value=taken)
+            yield GaugeMetricFamily("vit_admitted_images_limit", "Images that the service admits at once", value=limit)
 
 
 def _tasks() -> int:

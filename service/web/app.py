@@ -122,6 +122,7 @@ def create_app(
 
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
     metrics.watch_recent(image_store.usage)
+    metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = [key.get_secret_value() for key in settings.api_keys]

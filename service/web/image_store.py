@@ -6,13 +6,27 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from model.images.preprocess import ModelInput
 
 # An array's header, the region's numbers and the dictionary's entry; small pictures would otherwise cost more than is
 # counted.
 _OVERHEAD_BYTES = 768
+
+
+class StoreUsage(NamedTuple):
+    """What a store holds.
+
+    Attributes:
+        pictures: kept now.
+        size: bytes of those.
+        evicted: pictures that were pushed out before their time was over, since the start.
+    """
+
+    pictures: int = 0
+    size: int = 0
+    evicted: int = 0
 
 
 class ImageStore(Protocol):
@@ -24,8 +38,8 @@ class ImageStore(Protocol):
     def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
 
-    def usage(self) -> tuple[int, int]:
-        """Return the number of pictures and of bytes kept now."""
+    def usage(self) -> StoreUsage:
+        """Return what is kept now."""
 
 
 class MemoryImageStore:
@@ -40,6 +54,7 @@ class MemoryImageStore:
         self._clock = clock
         self._pictures: OrderedDict[str, tuple[float, ModelInput]] = OrderedDict()
         self._bytes = 0
+        self._evicted = 0
 
     def put(self, picture: ModelInput) -> str | None:
         """Keep a picture, and return its id, 128 bits of the system's randomness, or None if nothing is kept."""
@@ -49,6 +64,7 @@ class MemoryImageStore:
         self._drop_expired()
         while self._bytes + cost > self._max_bytes:
             self._drop_oldest()
+            self._evicted += 1
         image_id = secrets.token_urlsafe(16)
         self._pictures[image_id] = (self._clock() + self._ttl, picture)
         self._bytes += cost
@@ -60,10 +76,10 @@ class MemoryImageStore:
         found = self._pictures.get(image_id)
         return found[1] if found else None
 
-    def usage(self) -> tuple[int, int]:
-        """Return the number of pictures and of bytes kept now."""
+    def usage(self) -> StoreUsage:
+        """Return what is kept now."""
         self._drop_expired()
-        return len(self._pictures), self._bytes
+        return StoreUsage(len(self._pictures), self._bytes, self._evicted)
 
     def _drop_expired(self) -> None:
         now = self._clock()

@@ -32,7 +32,8 @@ class Nvml(SimpleNamespace):
 def metric_names() -> set[str]:
     metrics = Metrics()
     metrics.watch_engines(lambda: [STATUS])
-    metrics.watch_recent(lambda: (0, 0))
+    metrics.watch_recent(lambda: (0, 0, 0))
+    metrics.watch_places(lambda: (0, 0))
     gpus = GpuCollector(Nvml())
     gpus.watch("cuda:0", uuid="")
     gpus.read()

@@ -63,7 +63,7 @@ def test_each_id_leads_every_worker_to_its_own_picture(kept: Kept) -> None:
             found = recent.get(image_id)
             assert found is not None
             assert same(found, picture(value))
-    assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL)
+    assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL, 0)
 
 
 def test_a_worker_reads_what_was_kept_before_it_came(file: SharedFile) -> None:
@@ -77,7 +77,7 @@ def test_the_oldest_goes_when_memory_is_full(kept: Kept) -> None:
     ids = [put(kept.one if value % 3 else kept.two, picture(value)) for value in range(23)]
     alive = [kept.two.get(image_id) is not None for image_id in ids]
     assert alive == [False] * 18 + [True] * 5
-    assert kept.one.usage() == (5, 5 * CELL)
+    assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL, 18)
 
 
 def test_a_picture_is_good_for_its_time_and_no_longer(kept: Kept) -> None:
@@ -89,9 +89,9 @@ def test_a_picture_is_good_for_its_time_and_no_longer(kept: Kept) -> None:
     kept.now += 1
     assert kept.two.get(first) is None
     assert kept.one.get(second) is not None
-    assert kept.one.usage() == (1, CELL)
+    assert kept.one.usage() == (1, CELL, 0)
     kept.now += 30
-    assert kept.one.usage() == (0, 0)
+    assert kept.one.usage() == (0, 0, 0)
 
 
 def test_an_expired_picture_is_overwritten(file: SharedFile) -> None:
@@ -132,11 +132,12 @@ def test_however_many_pictures_expire_a_call_frees_few_and_none_is_returned(call
             elif call == "get":
                 assert kept.two.get(ids[-1]) is None
             else:
-                assert kept.two.usage() == (1, MIB)
+                assert kept.two.usage() == (1, MIB, 7)
             assert file.changed <= 6 * MIB
         assert all(kept.one.get(image_id) is None for image_id in ids)
         assert kept.one.get(young) is not None
-        count, size = kept.one.usage()
+        count, size, evicted = kept.one.usage()
+        assert evicted == 7  # those that expired are none
         assert count == (21 if call == "put" else 1)
         assert size <= memory_of(file) < size + MIB  # the system has back what the others took
 
@@ -176,7 +177,7 @@ def test_pictures_of_another_size_replace_all(kept: Kept) -> None:
     found = kept.one.get(new)
     assert found is not None
     assert same(found, picture(2, rows=150))
-    assert kept.one.usage() == (1, 2 * CELL)
+    assert kept.one.usage() == (1, 2 * CELL, 0)
 
 
 @pytest.mark.parametrize(("ttl", "max_bytes"), [(0, 5 * CELL), (60, 0), (60, CELL - 1)])
@@ -184,4 +185,4 @@ def test_where_nothing_is_kept_there_is_no_id(ttl: float, max_bytes: int, file: 
     kept = Kept(file, ttl, max_bytes)
     assert kept.one.put(picture(1)) is None
     assert kept.one.get("A" * 32) is None
-    assert kept.one.usage() == (0, 0)
+    assert kept.one.usage() == (0, 0, 0)

@@ -20,6 +20,7 @@ COUNTERS = {
     "vit_rejected_total": {"reason"},
     "vit_cancelled_total": set(),
     "vit_engine_restarts_total": {"device"},
+    "vit_recent_evicted_total": set(),
 }
 GAUGES = {
     "vit_queue_depth": {"device"},
@@ -28,6 +29,8 @@ GAUGES = {
     "vit_model_info": {"model", "architecture", "device", "dtype", "version"},
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
+    "vit_admitted_images": set(),
+    "vit_admitted_images_limit": set(),
 }
 OF_ONE_PROCESS: dict[str, set[str]] = {"vit_event_loop_tasks": set()}
 HISTOGRAMS = {
@@ -47,7 +50,8 @@ def metrics() -> Metrics:
     """Return metrics with every series touched once."""
     metrics = Metrics()
     metrics.watch_engines(lambda: [status()])
-    metrics.watch_recent(lambda: (1, 2))
+    metrics.watch_recent(lambda: (1, 2, 3))
+    metrics.watch_places(lambda: (4, 5))
     metrics.set_model(model_info(), "1.2.3")
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
@@ -151,7 +155,8 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         count_in_files(tmp_path, name)
         metrics = Metrics(tmp_path)
         metrics.watch_engines(lambda: [status(device="cuda:0"), status(device="cuda:1", depth=2)])
-        metrics.watch_recent(lambda: (1, 2))
+        metrics.watch_recent(lambda: (1, 2, 3))
+        metrics.watch_places(lambda: (4, 5))
         metrics.set_model(model_info(device="cuda:0"), "1.2.3")
         metrics.set_model(model_info(device="cuda:1"), "1.2.3")
         metrics.requests.labels("/classify", "200").inc(0)
@@ -190,6 +195,9 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
         assert scraped(metrics, "vit_engine_up", device="cuda:1") == 1
         assert scraped(metrics, "vit_queue_depth", device="cuda:1") == 2
         assert scraped(metrics, "vit_recent_bytes") == 2
+        assert scraped(metrics, "vit_recent_evicted_total") == 3
+        assert scraped(metrics, "vit_admitted_images") == 4
+        assert scraped(metrics, "vit_admitted_images_limit") == 5
 
 
 def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:

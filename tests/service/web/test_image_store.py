@@ -75,7 +75,8 @@ def test_the_oldest_goes_when_memory_is_full_and_the_bound_holds() -> None:
     bound = 5_000
     store, _ = kept(max_bytes=bound)
     ids = [put(store, picture(value)) for value in range(50)]
-    count, used = store.usage()
+    count, used, evicted = store.usage()
+    assert evicted == 50 - count
     assert 0 < used <= bound
     assert used >= count * picture(0).pixels.nbytes
     alive = [store.get(image_id) is not None for image_id in ids]
@@ -101,7 +102,7 @@ def test_a_picture_larger_than_the_memory_is_not_kept_and_pushes_nothing_out() -
 def test_zero_keeps_nothing() -> None:
     for store, _ in (kept(ttl=0), kept(max_bytes=0)):
         assert store.put(picture(1)) is None
-        assert store.usage() == (0, 0)
+        assert store.usage() == (0, 0, 0)
 
 
 def test_memory_of_expired_pictures_is_given_back() -> None:
@@ -109,4 +110,4 @@ def test_memory_of_expired_pictures_is_given_back() -> None:
     for value in range(10):
         put(store, picture(value))
     clock.now += 60
-    assert store.usage() == (0, 0)
+    assert store.usage() == (0, 0, 0)
