@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers screenshots clean
+.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -26,6 +26,7 @@ help:
 	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
+	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -109,6 +110,9 @@ bench: $(VENV)/.test
 
 bench-peers: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers.make_environments
+
+dashboard: $(VENV)/.test
+	$(BIN)/python -m deploy.grafana.dashboard
 
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots
