@@ -48,6 +48,12 @@ class TooManyImages(ServiceError):
     """The request has more files than allowed."""
 
 
+class TooManyRequests(ServiceError):
+    """The API key has as many requests in flight as it may."""
+
+    retry_after = 1
+
+
 class UnsupportedMediaType(ServiceError):
     """The body is of a kind that holds no image."""
 

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
 from model.errors import first_problem
+from service.api_keys import parse_keys
 from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
@@ -47,6 +48,11 @@ def _device(value: object) -> object:
         if len(set(devices)) < len(devices):
             raise ValueError("expected each device once")
         _check_platform("one device")
+    return value
+
+
+def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    parse_keys(key.get_secret_value() for key in value)
     return value
 
 
@@ -171,8 +177,11 @@ class Settings(BaseSettings):
     )
 
     # Who may ask.
-    api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, NoDecode] = Field(
-        (), description="comma-separated; when set, `Authorization: Bearer` is needed"
+    api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, AfterValidator(_distinct_keys), NoDecode] = Field(
+        (), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed"
+    )
+    key_max_requests: int = Field(
+        0, ge=0, le=1_000_000, description="requests in flight that one key may have, over all workers; 0: no limit"
     )
     page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")

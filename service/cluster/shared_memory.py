@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.web.admission import Limiter
+from service.web.keys import KeyLimiter
 from service.web.receiving import ByteBudget
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -124,6 +125,7 @@ class SharedCounters:
         lock: guards what is read and written in one step.
         permits_taken: [workers]; written by the worker.
         received_bytes: [workers], of bodies whose requests are not answered yet; written by the worker.
+        key_requests: [workers, keys], in flight; written by the worker.
         outstanding: [workers, engines], images without an outcome yet; written by the worker.
         worker_state: [workers], see `LISTENING` and `SERVING`; written by the worker.
         worker_beats: [workers], see `service.cluster.heartbeat`; written by the worker.
@@ -137,10 +139,11 @@ class SharedCounters:
     LISTENING = 1
     SERVING = 2
 
-    def __init__(self, *, workers: int, engines: int, capacity: int) -> None:
+    def __init__(self, *, workers: int, engines: int, capacity: int, keys: int = 0) -> None:
         self.capacity = capacity
         self.lock = SharedFile("counters")
         self.permits_taken, self.worker_state, self.received_bytes, self.worker_beats = _shared_zeros(4, workers)
+        self.key_requests = _shared_zeros(workers, max(1, keys))
         self.outstanding = _shared_zeros(workers, engines)
         self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = _shared_zeros(4, engines)
         self.seconds = _shared_zeros(1)
@@ -162,6 +165,7 @@ class SharedCounters:
         """Clear the cells of a worker that ended, so that its permits and its bytes are free."""
         self.permits_taken[worker] = 0
         self.received_bytes[worker] = 0
+        self.key_requests[worker] = 0
         self.outstanding[worker] = 0
         self.worker_state[worker] = 0
 
@@ -225,3 +229,27 @@ class SharedByteBudget(ByteBudget):
         """Give back `count` bytes."""
         super().give_back(count)
         self._cells[self._worker] = self.in_use
+
+
+class SharedKeyLimiter(KeyLimiter):
+    """Limits each key's requests over all web workers together; counts those of one."""
+
+    def __init__(self, counters: SharedCounters, worker: int, keys: int, limit: int) -> None:
+        super().__init__(keys, limit)
+        self._counters = counters
+        self._worker = worker
+
+    def taken(self, key: int) -> int:
+        """Return the requests in flight of a key, over all workers."""
+        return int(self._counters.key_requests[:, key].sum())
+
+    def acquire(self, key: int) -> None:
+        """Count one request more; raises `TooManyRequests`, see `KeyLimiter.acquire`."""
+        with self._counters.lock.locked():  # others can only release meanwhile
+            super().acquire(key)
+            self._counters.key_requests[self._worker, key] = self.in_use[key]
+
+    def release(self, key: int) -> None:
+        """Count one request less."""
+        super().release(key)
+        self._counters.key_requests[self._worker, key] = self.in_use[key]

@@ -31,7 +31,9 @@ class SharedResources:
         self.listeners = listen(settings.host, settings.port, settings.workers)
         self.port: int = self.listeners[0].getsockname()[1]
         self.listening = True
-        self.counters = SharedCounters(workers=settings.workers, engines=len(devices), capacity=settings.queue_size)
+        self.counters = SharedCounters(
+            workers=settings.workers, engines=len(devices), capacity=settings.queue_size, keys=len(settings.api_keys)
+        )
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
         self.channels = [

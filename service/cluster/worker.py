@@ -13,7 +13,7 @@ from service.cluster.balancer import Balancer
 from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_image_store import SharedImageStore
-from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedLimiter
+from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.metrics.metrics import Metrics
@@ -63,6 +63,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
             clock=lambda: int(counters.seconds[0]),
         ),
         SharedByteBudget(counters, worker, settings.max_receiving_bytes),
+        SharedKeyLimiter(counters, worker, len(settings.api_keys), settings.key_max_requests),
     )
     server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
     counters.worker_state[worker] = SharedCounters.LISTENING

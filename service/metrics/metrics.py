@@ -109,6 +109,14 @@ class Metrics:
         self.inflight = Gauge(
             "vit_inflight_requests", "Requests being handled", registry=registry, multiprocess_mode="livesum"
         )
+        self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
+        self.key_inflight = Gauge(
+            "vit_key_inflight_requests",
+            "Requests being handled, by API key",
+            ["key"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
         self.cancelled = counter("vit_cancelled_total", "Requests whose caller went away before the answer")
         self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)

@@ -16,14 +16,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.api_keys import parse_keys
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter
 from service.web.image_store import ImageStore, MemoryImageStore
+from service.web.keys import ApiKeyMiddleware, KeyLimiter
 from service.web.lifecycle import Lifecycle
-from service.web.middleware import ApiKeyMiddleware, LingerLimits, ProblemMiddleware, RequestContextMiddleware
+from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
@@ -63,6 +65,7 @@ def create_app(
     limiter: Limiter | None = None,
     image_store: ImageStore | None = None,
     byte_budget: ByteBudget | None = None,
+    key_limiter: KeyLimiter | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
     linger: LingerLimits | None = None,
@@ -78,6 +81,7 @@ def create_app(
         limiter: one that other processes count in too; by default this application's own.
         image_store: one that other processes keep pictures in too; by default this application's own.
         byte_budget: one that other processes take bytes from too; by default this application's own.
+        key_limiter: one that other processes count in too; by default this application's own.
         clock: monotonic seconds, for requests' deadlines and durations.
         hold_seconds: after which a request that finds no engine is refused, see `ProblemMiddleware`.
     """
@@ -125,9 +129,11 @@ def create_app(
     metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
-    keys = [key.get_secret_value() for key in settings.api_keys]
+    keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
-    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, keys, public), metrics, hold_seconds=hold_seconds)
+    key_limiter = key_limiter or KeyLimiter(len(keys), settings.key_max_requests)
+    guarded = ApiKeyMiddleware(app, keys, public, key_limiter, metrics)
+    layers: ASGIApp = ProblemMiddleware(guarded, metrics, hold_seconds=hold_seconds)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,

@@ -3,14 +3,13 @@
 RequestContextMiddleware      request id, start time, metrics, log line, unread bodies
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
-      ApiKeyMiddleware        Authorization: Bearer
+      ApiKeyMiddleware        Authorization: Bearer, see `service.web.keys`
         routes
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -76,6 +74,7 @@ class RequestContext:
     Attributes:
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
+        key_name: of the API key, None without one.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class RequestContext:
         self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
         self.status: int | None = None
+        self.key_name: str | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -158,6 +158,7 @@ class RequestContextMiddleware:
         # A child of a metric is looked up under a lock; there are few of them.
         self._requests = lru_cache(maxsize=512)(metrics.requests.labels)
         self._duration = lru_cache(maxsize=64)(metrics.request_duration.labels)
+        self._key_requests = lru_cache(maxsize=512)(metrics.key_requests.labels)
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
         self._clock = clock
@@ -189,6 +190,8 @@ class RequestContextMiddleware:
         status = context.status or CLIENT_DISCONNECTED
         self._requests(endpoint, str(status)).inc()
         self._duration(endpoint).observe(seconds)
+        if context.key_name is not None:
+            self._key_requests(context.key_name, str(status)).inc()
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         level = logging.DEBUG if path in PROBES else logging.INFO
@@ -200,9 +203,13 @@ class RequestContextMiddleware:
                 "status": status,
                 "duration_ms": round(1000 * seconds, 1),
             }
+            line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
+            if context.key_name is not None:
+                fields["key"] = context.key_name
+                line += " %(key)s"
             logger.log(
                 level,
-                "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s",
+                line,
                 # Paths come from outside: no line break may start a log line of their own.
                 {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
                 extra={"fields": fields},
@@ -240,25 +247,3 @@ class ProblemMiddleware:
             await Response(content, problem.status, problem.headers, MEDIA_TYPE)(scope, receive, send)
             if problem.code == INTERNAL_ERROR:
                 raise
-
-
-class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys."""
-
-    def __init__(self, app: ASGIApp, keys: Iterable[str], public: Iterable[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-        self._public = frozenset(public)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection; raises `Unauthorized` if its key is missing or wrong."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in self._public and not self._knows(scope):
-            raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
-        await self._app(scope, receive, send)
-
-    def _knows(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        offered = given.strip().encode("latin-1")  # the bytes as they were sent
-        # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
-        matches = [hmac.compare_digest(offered, key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)

@@ -55,6 +55,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.MissingImage: (422, "invalid_image"),
     errors.InvalidParameter: (422, "invalid_parameter"),
     model_errors.InputError: (422, "invalid_parameter"),
+    errors.TooManyRequests: (429, "too_many_requests"),
     errors.InferenceFailed: (500, "inference_failed"),
     errors.UnsupportedTransferCoding: (501, "not_implemented"),
     errors.QueueFull: (503, "queue_full"),
@@ -79,7 +80,7 @@ def problem_of(error: Exception) -> Problem:
 
 def _headers(error: Exception) -> dict[str, str]:
     match error:
-        case errors.Unavailable():
+        case errors.Unavailable() | errors.TooManyRequests():
             return {"Retry-After": str(error.retry_after)}
         case errors.Unauthorized():
             return {"WWW-Authenticate": "Bearer"}

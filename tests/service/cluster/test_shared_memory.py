@@ -12,10 +12,11 @@ from service.cluster.shared_memory import (
     SharedByteBudget,
     SharedCounters,
     SharedFile,
+    SharedKeyLimiter,
     SharedLimiter,
     whole_pages,
 )
-from service.errors import QueueFull
+from service.errors import QueueFull, TooManyRequests
 from tests.service.cluster.scripts import run
 
 
@@ -84,7 +85,7 @@ def test_processes_never_take_more_places_than_there_are() -> None:
     script = """
 import os
 from service.cluster.shared_memory import SharedCounters, SharedLimiter
-from service.errors import QueueFull
+from service.errors import QueueFull, TooManyRequests
 
 counters = SharedCounters(workers=3, engines=1, capacity=2)
 for worker in range(3):
@@ -152,3 +153,25 @@ def test_a_file_in_memory_never_shrinks_under_those_who_map_it() -> None:
     file.grow(1)
     assert np.frombuffer(memory, np.uint8).sum() == 0
     file.close()
+
+
+def test_a_keys_requests_are_counted_over_all_workers() -> None:
+    with closing(SharedCounters(workers=2, engines=1, capacity=9, keys=2)) as counters:
+        one, two = (SharedKeyLimiter(counters, worker, keys=2, limit=2) for worker in range(2))
+        with one.request(0), two.request(0):
+            for limiter in (one, two):
+                with pytest.raises(TooManyRequests, match="2 requests in flight"):
+                    limiter.acquire(0)
+            with one.request(1):
+                assert counters.key_requests.tolist() == [[1, 1], [1, 0]]
+            counters.forget_worker(1)  # it died
+            one.acquire(0)
+        assert two.limit == 2
+
+
+def test_zero_limits_no_key() -> None:
+    with closing(SharedCounters(workers=1, engines=1, capacity=9, keys=1)) as counters:
+        limiter = SharedKeyLimiter(counters, 0, keys=1, limit=0)
+        for _ in range(100):
+            limiter.acquire(0)
+        assert counters.key_requests.tolist() == [[100]]

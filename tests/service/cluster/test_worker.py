@@ -23,12 +23,19 @@ from service.cluster.balancer import Balancer
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
-from service.errors import QueueFull
+from service.errors import QueueFull, TooManyRequests
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
 from tests.service.fakes import model_info, on_a_loop
 
-LIMITS = {"queue_size": 3, "max_receiving_bytes": 4 << 20, "max_request_bytes": 1 << 20, "max_upload_bytes": 1 << 20}
+LIMITS = {
+    "queue_size": 3,
+    "max_receiving_bytes": 4 << 20,
+    "max_request_bytes": 1 << 20,
+    "max_upload_bytes": 1 << 20,
+    "api_keys": "one,two",
+    "key_max_requests": 4,
+}
 
 
 @pytest.fixture
@@ -75,7 +82,8 @@ class Worker:
         monkeypatch.setattr(worker.WorkerServer, "run", run)
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
         self.exit_code = worker.run_web(settings, shared, index, Metrics())
-        _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, self.budget = self.arguments
+        _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, *limits = self.arguments
+        self.budget, self.key_limiter = limits
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""
@@ -134,6 +142,11 @@ def test_limits_are_those_of_the_settings_over_all_workers(made: Callable[..., W
     assert one.budget.take(1 << 20)
     assert not one.budget.take(1)
     assert one.counters.received_bytes.tolist() == [3 << 20, 1 << 20]
+    one.counters.key_requests[0] = (1, 4)
+    one.key_limiter.acquire(0)
+    with pytest.raises(TooManyRequests):
+        one.key_limiter.acquire(1)
+    assert one.counters.key_requests.tolist() == [[1, 4], [1, 0]]
 
 
 def test_pictures_are_kept_by_the_clock_and_within_the_bytes_of_the_settings(made: Callable[..., Worker]) -> None:

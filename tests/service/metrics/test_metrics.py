@@ -21,6 +21,7 @@ COUNTERS = {
     "vit_cancelled_total": set(),
     "vit_engine_restarts_total": {"device"},
     "vit_recent_evicted_total": set(),
+    "vit_key_requests_total": {"key", "code"},
 }
 GAUGES = {
     "vit_queue_depth": {"device"},
@@ -30,6 +31,7 @@ GAUGES = {
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
     "vit_admitted_images": set(),
+    "vit_key_inflight_requests": {"key"},
     "vit_admitted_images_limit": set(),
 }
 OF_ONE_PROCESS: dict[str, set[str]] = {"vit_event_loop_tasks": set()}
@@ -57,6 +59,8 @@ def metrics() -> Metrics:
     metrics.request_duration.labels("/classify").observe(0.1)
     metrics.stage_duration.labels("decode").observe(0.1)
     metrics.rejected.labels("queue_full").inc()
+    metrics.key_requests.labels("key1", "200").inc()
+    metrics.key_inflight.labels("key1").inc()
     metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
     return metrics
 
@@ -163,6 +167,8 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.request_duration.labels("/classify")
         metrics.stage_duration.labels("decode")
         metrics.rejected.labels("queue_full").inc(0)
+        metrics.key_requests.labels("key1", "200").inc(0)
+        metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
         return metrics
 

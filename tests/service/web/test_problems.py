@@ -21,6 +21,7 @@ CONTRACT = {
     (417, "expectation_failed"),
     (422, "invalid_image"),
     (422, "invalid_parameter"),
+    (429, "too_many_requests"),
     (500, "inference_failed"),
     (501, "not_implemented"),
     (503, "queue_full"),

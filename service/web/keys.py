@@ -1,0 +1,93 @@
+"""Asks for API keys, and limits the requests that each has in flight."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api_keys import ApiKey
+from service.errors import TooManyRequests, Unauthorized
+from service.metrics.metrics import Metrics
+from service.web.middleware import PROBES, request_context
+
+
+class KeyLimiter:
+    """Counts the requests in flight of each key, at most `limit` of one; 0 is no limit. Belongs to one event loop."""
+
+    def __init__(self, keys: int, limit: int) -> None:
+        self.limit = limit
+        self.in_use = [0] * keys
+
+    def taken(self, key: int) -> int:
+        """Return the requests in flight of a key."""
+        return self.in_use[key]
+
+    def acquire(self, key: int) -> None:
+        """Count one request more; raises `TooManyRequests` when the key has as many as it may."""
+        if self.limit and self.taken(key) >= self.limit:
+            raise TooManyRequests(f"this key has {self.limit} requests in flight already, and may have no more")
+        self.in_use[key] += 1
+
+    def release(self, key: int) -> None:
+        """Count one request less."""
+        self.in_use[key] -= 1
+
+    @contextmanager
+    def request(self, key: int) -> Iterator[None]:
+        """Count one request while it is handled."""
+        self.acquire(key)
+        try:
+            yield
+        finally:
+            self.release(key)
+
+
+class ApiKeyMiddleware:
+    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys.
+
+    Args:
+        keys: those that are known.
+        public: paths that need none.
+        limiter: of the same keys, in the same order.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey], public: Iterable[str], limiter: KeyLimiter, metrics: Metrics
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._public = frozenset(public)
+        self._limiter = limiter
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection.
+
+        Raises:
+            Unauthorized: its key is missing or wrong.
+            TooManyRequests: its key has as many requests in flight as it may.
+        """
+        if scope["type"] != "http" or not self._keys or scope["path"] in self._public:
+            await self._app(scope, receive, send)
+            return
+        key = self._find(scope)
+        if key is None:
+            raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+        request_context(scope).key_name = self._keys[key].name
+        if scope["path"] in PROBES:
+            await self._app(scope, receive, send)
+            return
+        with self._limiter.request(key), self._metrics.key_inflight.labels(self._keys[key].name).track_inprogress():
+            await self._app(scope, receive, send)
+
+    def _find(self, scope: Scope) -> int | None:
+        """Return the index of a request's key, or None."""
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        offered = given.strip().encode("latin-1")  # the bytes as they were sent
+        # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
+        matches = [hmac.compare_digest(offered, key.secret) for key in self._keys]
+        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
