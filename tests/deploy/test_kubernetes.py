@@ -1,0 +1,198 @@
+"""The Kubernetes manifests: built by kustomize, valid for the cluster's schemas, and in line with the service."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.settings import ENV_PREFIX, Settings
+from tests.conftest import REPOSITORY
+
+KUBERNETES = REPOSITORY / "deploy/kubernetes"
+OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
+COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdir())
+CUSTOM = {"ServiceMonitor": "monitoring.coreos.com", "ScaledObject": "keda.sh"}
+"""Kinds that Kubernetes itself does not know, by the group of their definitions."""
+
+
+@lru_cache
+def kustomize(folder: Path) -> list[dict[str, Any]]:
+    """The manifests that `kubectl apply -k` would send."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
+    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def build(overlay: str) -> list[dict[str, Any]]:
+    """The manifests of an overlay."""
+    return kustomize(KUBERNETES / "overlays" / overlay)
+
+
+def built_with(folder: Path, overlay: str, components: list[str]) -> list[dict[str, Any]]:
+    """The manifests of an overlay of one's own: one of ours, with components."""
+    shutil.copytree(KUBERNETES, folder, dirs_exist_ok=True)
+    own = folder / "overlays" / "own"
+    own.mkdir()
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "pictures",
+        "resources": [f"../{overlay}"],
+        "components": [f"../../components/{name}" for name in components],
+    }
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return kustomize(own)
+
+
+def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    [found] = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
+def container(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    [found] = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return found  # type: ignore[no-any-return]
+
+
+def settings_of(manifests: list[dict[str, Any]]) -> dict[str, str]:
+    values: dict[str, str] = one(manifests, "ConfigMap")["data"]
+    return values
+
+
+@pytest.mark.parametrize(("overlay", "version"), [*product(OVERLAYS, ["1.29", "1.33", "1.37"])])
+def test_kubernetes_own_schemas_accept_every_manifest(overlay: str, version: str, tmp_path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    known = [item for item in built_with(tmp_path, overlay, COMPONENTS) if item["kind"] not in CUSTOM]
+    assert len(known) >= 6
+    for manifest in known:
+        validator.validate(manifest, version, strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    deployment = one(build("cpu"), "Deployment")
+    wrong = {**deployment, "spec": {**deployment["spec"], "replica": 2}}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(wrong, "1.33", strict=True)
+
+
+def test_custom_resources_are_as_their_definitions_ask(tmp_path: Path) -> None:
+    """`VIT_CRDS` is a folder with the definitions, from the releases of KEDA and the Prometheus operator."""
+    if "VIT_CRDS" not in os.environ:
+        pytest.skip("no definitions of custom resources: set VIT_CRDS to a folder with their YAML files")
+    jsonschema = pytest.importorskip("jsonschema")
+    definitions = [
+        document
+        for file in Path(os.environ["VIT_CRDS"]).glob("*.yaml")
+        for document in yaml.safe_load_all(file.read_text())
+        if document
+    ]
+    schemas = {
+        (definition["spec"]["group"], version["name"], definition["spec"]["names"]["kind"]): version["schema"][
+            "openAPIV3Schema"
+        ]
+        for definition in definitions
+        for version in definition["spec"]["versions"]
+    }
+    for manifest in built_with(tmp_path, "cpu", COMPONENTS):
+        if manifest["kind"] in CUSTOM:
+            group, _, version = manifest["apiVersion"].partition("/")
+            schema = closed(schemas[group, version, manifest["kind"]])
+            jsonschema.validate({key: manifest[key] for key in ("spec",)}, {"properties": schema["properties"]})
+
+
+def closed(schema: Any) -> Any:
+    """The schema with every object closed to properties that it does not name, as a cluster prunes them."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    if isinstance(found.get("properties"), dict) and "additionalProperties" not in found and "type" in found:
+        found["additionalProperties"] = bool(found.get("x-kubernetes-preserve-unknown-fields"))
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_settings_exist_and_have_values_that_are_allowed(overlay: str) -> None:
+    given = settings_of(build(overlay))
+    values = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in given.items()}
+    assert values.keys() <= Settings.model_fields.keys()
+    Settings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_has_time_to_drain(overlay: str) -> None:
+    manifests = build(overlay)
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    command, seconds = container(manifests)["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    drain = float(settings_of(manifests)["VIT_DRAIN_TIMEOUT"])
+    assert pod["terminationGracePeriodSeconds"] > float(seconds) + drain
+    # As process 1, Python would ignore a SIGTERM that comes before it handles signals.
+    assert pod["shareProcessNamespace"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_ask_what_they_are_for_and_give_a_model_time_to_load(overlay: str) -> None:
+    ours = container(build(overlay))
+    assert [ours[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")] == [
+        "/readyz",
+        "/readyz",
+        "/healthz",
+    ]
+    assert ours["startupProbe"]["periodSeconds"] * ours["startupProbe"]["failureThreshold"] >= 600
+    [port] = ours["ports"]
+    assert {ours[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")} == {port["name"]}
+    assert f"VIT_PORT={port['containerPort']}" in (REPOSITORY / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
+    manifests = build(overlay)
+    pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
+    user = int(re.search(r"^USER (\d+)", (REPOSITORY / "Dockerfile").read_text(), re.M)[1])  # type: ignore[index]
+    assert pod["securityContext"]["runAsUser"] == user
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert not pod["automountServiceAccountToken"]
+    context = ours["securityContext"]
+    assert context["readOnlyRootFilesystem"]
+    assert not context["allowPrivilegeEscalation"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    # What the image writes to.
+    assert {mount["mountPath"] for mount in ours["volumeMounts"]} == {"/cache", "/tmp"}
+
+
+def test_selectors_find_the_pods(tmp_path: Path) -> None:
+    manifests = built_with(tmp_path, "cpu", COMPONENTS)
+    labels = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    service = one(manifests, "Service")
+    assert service["spec"]["selector"].items() <= labels.items()
+    for kind, path in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        assert one(manifests, kind)["spec"][path]["matchLabels"].items() <= labels.items()
+    monitor = one(manifests, "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    for kind in ("ScaledObject", "HorizontalPodAutoscaler"):
+        assert (
+            one(manifests, kind)["spec"]["scaleTargetRef"]["name"] == one(manifests, "Deployment")["metadata"]["name"]
+        )
+
+
+def test_the_gpu_overlay_asks_for_a_gpu_and_the_cpu_overlay_for_none() -> None:
+    limits = {overlay: container(build(overlay))["resources"]["limits"] for overlay in OVERLAYS}
+    assert limits["gpu"]["nvidia.com/gpu"] == "1"
+    assert "nvidia.com/gpu" not in limits["cpu"]
+    assert settings_of(build("gpu"))["VIT_DEVICE"] == "cuda"
