@@ -60,8 +60,11 @@ $(VENV)/.check: $(VENV)/.run
 run: $(VENV)/.run
 	@exec $(BIN)/vitserve serve
 
+# Whole files go to one process a core, so that servers and models that the tests of a file share are made once; in the
+# order of tests/conftest.py, which begins with the long ones. Four at most: each holds torch and its servers in memory.
+# A test that crashes its process fails and is begun again with the rest of its file, which must not go on for ever.
 test: $(VENV)/.test
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED))

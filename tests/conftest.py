@@ -12,6 +12,10 @@ from tests import launcher
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# One process of several that each have a core: threads of all of them on all cores would wait for one another. The
+# processes that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -23,6 +27,21 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data: {folder} does not exist (set VIT_SHARED)")
     return folder
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests may take longest, so that no process is alone with one at the end.
+
+    How long a test may take stands in its mark `timeout`. One process alone keeps the usual order.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    longest: dict[Path, float] = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

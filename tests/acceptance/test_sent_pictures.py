@@ -15,7 +15,7 @@ from model.evaluation.evaluate import predict_uploads
 from model.evaluation.evaluation_set import EvaluationSet, open_evaluation_set
 from model.runtime.predictor import Predictor
 
-pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
+pytestmark = pytest.mark.timeout(400)  # three thousand pictures are made, sent and answered before the first test
 
 COUNT = 1000
 PROMISED = 0.015

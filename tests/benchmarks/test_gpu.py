@@ -87,7 +87,7 @@ def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(cache
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_servers_are_measured_against_decoding_and_the_engine(cache: Path) -> None:
-    found = smoke(cache / "out", "http,latency,start", "--seconds", "1.5")
+    found = smoke(cache / "out", "http,latency,start", "--seconds", "0.7")
     http = found["http"]
     assert http["share"] == pytest.approx(http["rate"] / min(http["decode_rate"], http["engine_rate"]), abs=0.01)
     assert http["rounds"][0]["http"]["refused"] == http["rounds"][0]["http"]["broken"] == 0

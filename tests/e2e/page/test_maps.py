@@ -18,7 +18,7 @@ from tests.e2e.page.browser import expect
 from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, pixels
 from tests.e2e.serving import Served
 
-pytestmark = pytest.mark.timeout(90)  # a server and a browser start
+pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
 def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:

@@ -13,7 +13,7 @@ from tests.e2e.page.browser import Browser, expect, tab
 from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, map_shown, pixels, send_event
 from tests.e2e.serving import Serve, Served
 
-pytestmark = pytest.mark.timeout(90)  # a server and a browser start
+pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
 def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(open_page: Open, server: Served) -> None:

@@ -89,9 +89,13 @@ def generated() -> list[bytes]:
     return found
 
 
-def real(shared: Path) -> list[bytes]:
+@pytest.fixture(scope="module")
+def photographs(shared: Path) -> list[tuple[bytes, Image.Image]]:
+    """Each file with its picture, which all cases begin with."""
     folders = (shared / "data" / "imagenet-samples", shared / "data" / "photos")
-    return [p.read_bytes() for f in folders for p in sorted(f.iterdir()) if p.suffix.lower() in (".jpeg", ".jpg")]
+    files = [p.read_bytes() for f in folders for p in sorted(f.iterdir()) if p.suffix.lower() in (".jpeg", ".jpg")]
+    assert len(files) > 50
+    return [(data, upright(data)) for data in files]
 
 
 def upright(data: bytes) -> Image.Image:
@@ -129,9 +133,11 @@ def timm_case(case: str) -> tuple[PreprocessConfig, Any]:
     return config, reference
 
 
-def largest_difference(config: PreprocessConfig, reference: Any, data: bytes) -> float:
+def largest_difference(
+    config: PreprocessConfig, reference: Any, data: bytes, picture: Image.Image | None = None
+) -> float:
     got = preprocess(data, config, scaled_decode=False).astype(np.float64)
-    expected = reference(upright(data))
+    expected = reference(picture or upright(data))
     assert got.shape == expected.shape
     return float(np.abs(got - expected).max())
 
@@ -306,10 +312,8 @@ def test_pixels_are_those_of_timms_transforms(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [*PROCESSORS, *CROPS])
-def test_pixels_on_real_pictures(case: str, shared: Path, tmp_path: Path) -> None:
+def test_pixels_on_real_pictures(case: str, photographs: list[tuple[bytes, Image.Image]], tmp_path: Path) -> None:
     config, reference = huggingface_case(case, tmp_path) if case in PROCESSORS else timm_case(case)
-    pictures = real(shared)
-    assert len(pictures) > 50
-    worst = max(largest_difference(config, reference, data) for data in pictures)
-    print(f"preprocessing {case}: {worst:.0f} of 255 on {len(pictures)} pictures")  # noqa: T201
+    worst = max(largest_difference(config, reference, *photograph) for photograph in photographs)
+    print(f"preprocessing {case}: {worst:.0f} of 255 on {len(photographs)} pictures")  # noqa: T201
     assert worst <= 1

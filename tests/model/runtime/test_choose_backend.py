@@ -29,7 +29,7 @@ def made(**options: Any) -> Predictor:
         ({"dtype": "float16"}, TorchCpu, "OpenVINO is not possible: "),
         ({"backend": "torch", "ops": StandInOps()}, Cuda, "torch is requested"),
     ],
-    ids=str,
+    ids=["requested", "compiled", "half precision", "on an accelerator"],
 )
 def test_torch_runs_the_network_for_a_reason(options: dict[str, Any], kind: type, reason: str) -> None:
     predictor = made(**options)

@@ -196,7 +196,7 @@ async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> 
     ("query", "size"), [("size=100", (100, 100)), ("size=1", (1, 1)), ("size=2048", (2048, 2048)), ("", (384, 384))]
 )
 async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, int]) -> None:
-    service = app()
+    service = app(request_timeout=60)  # a large one takes long on a busy machine
     response = await service.get("/attention", f"id={await kept(service)}&{query}")
     assert Image.open(io.BytesIO(response.content)).size == size
 
