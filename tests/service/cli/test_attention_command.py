@@ -92,7 +92,7 @@ def test_the_map_lies_over_the_whole_photo(
     assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 8
 
 
-@pytest.mark.parametrize("method", ["relevance", "rollout", "gae", "legrad", "cls"])
+@pytest.mark.parametrize("method", ["relevance", "rollout", "rollout:max:0.5", "gae", "legrad", "cls"])
 def test_each_method_gives_the_map_of_its_function(
     method: str, checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +105,8 @@ def test_each_method_gives_the_map_of_its_function(
     from model.runtime.torch_backend import Normalise
 
     files = [pictures / "b.png", pictures / "a.jpg"]
-    common = ["--method", method, "--checkpoint", checkpoint, "--dtype", "float32"]
+    flags = ["--fusion", "max", "--discard", "0.5"] if ":" in method else ["--method", method]
+    common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
     assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
     loaded = load_checkpoint(str(checkpoint))
     for file in files:
@@ -145,6 +146,8 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
         (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
+        (["--fusion", "max", "--method", "gae"], "--fusion and --discard do not apply to method gae"),
+        (["--discard", "1"], "discard 1.0: expected at least 0, and less than 1"),
         (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
         (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
     ],
