@@ -111,7 +111,7 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
         if choice.drawn:
             panels.append(client.heat_map(file, **wanted, **choice.look))
         values = client.attention_array(file, **wanted) if choice.numbers else None
-        drawing = in_a_row([_opened(panel) for panel in panels]) if panels else None
+        drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
         return FileMaps(file, best.label, best.score, facts, drawing, values)
 
     for file, found in client.stream(files, ask, concurrency=4):
@@ -214,7 +214,7 @@ def _drawn(
     drawings = [draw_heatmap(map_, picture=under, region=region, **look) for map_ in values]
     if choice.side_by_side:
         drawings.insert(0, draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=look.get("size")))
-    return in_a_row(drawings)
+    return in_a_row(drawings, len(drawings))
 
 
 def _opened(png: bytes) -> Image.Image:

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
+from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
 from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput
-from model.images.side_by_side import side_by_side
+from model.images.sheet import in_a_row
 from model.prediction import (
     CLASS_SPECIFIC,
     MAX_CLASSES,
@@ -212,8 +212,8 @@ def _png(
             control=control,
         )
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = [render_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found]
-    return drawings[0] if len(drawings) == 1 else side_by_side(drawings, control=control)
+    drawings = (draw_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found)
+    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE, control=control), control)
 
 
 def _npy(found: list[AttentionMap]) -> bytes:

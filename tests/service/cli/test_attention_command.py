@@ -60,7 +60,7 @@ def test_classes_stand_beside_the_picture(
     code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--size", "50", "--method", "gae")
     assert code == 0
     assert "gae of tabby, tabby cat and tiger, 2x2 patches" in out
-    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 8, 50)
+    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 4, 50)
     with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
         photo = np.asarray(row.crop((0, 0, 50, 50)), float)
         # The model's input is the middle of the picture, which is wider than high.
@@ -89,7 +89,7 @@ def test_the_map_lies_over_the_whole_photo(
     assert (pixels[:, 26:124] == 255).all()
     assert (pixels[:, [*range(24), *range(126, 150)]] < 128).all()
     assert run(capsys, *common, "-o", tmp_path / "bar.png", "--colorbar", "--no-smooth", "--side-by-side")[0] == 0
-    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 8
+    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
 
 
 @pytest.mark.parametrize("method", ["relevance", "rollout", "rollout:max:0.5", "gae", "legrad", "cls"])
@@ -214,7 +214,7 @@ def test_a_server_is_asked_for_what_the_flags_say(
     plain = {"view": "photo", "size": "40"}
     assert server.queries == [plain | {"alpha": "0"}, plain | {"method": "relevance", "class": "tiger,0"}]
     with Image.open(target) as row:
-        assert row.size == (2 * 40 + 8, 30)
+        assert row.size == (2 * 40 + 4, 30)
         assert (row.getpixel((0, 0)), row.getpixel((48, 0))) == ((0, 0, 255), (255, 0, 0))
 
 
