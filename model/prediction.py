@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,10 @@ from model.errors import InputError
 Head = int | Literal["mean", "max"]
 """One attention head by number, or all of them combined."""
 
+Fusion = Literal["mean", "max", "min"]
+"""How rollout combines the heads of a block."""
+
+FUSIONS: Final[tuple[Fusion, ...]] = ("mean", "max", "min")
 
 METHODS: Final = ("relevance", "cls", "rollout", "gae", "legrad")
 """Ways to make a map, the default first: `cls` is the attention row itself, `model.explanation` has the others."""
@@ -27,13 +31,56 @@ MAX_CLASSES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Rollout:
+    """The parameters of the method `rollout`.
+
+    Requests and maps carry them in the name of their method, so that images with the same ones are computed together.
+
+    Attributes:
+        fusion: how the heads of a block are combined.
+        discard: share of an image's weights in each block, at least 0 and below 1, that are set to zero, the smallest
+            first.
+    """
+
+    fusion: Fusion = "mean"
+    discard: float = 0.0
+
+    @property
+    def method(self) -> str:
+        """Return the name of the method with these parameters: `rollout`, or for example `rollout:max:0.9`."""
+        return "rollout" if self == Rollout() else f"rollout:{self.fusion}:{self.discard!r}"
+
+    @classmethod
+    def of(cls, method: str) -> Rollout | None:
+        """Return the parameters in the name of a method, or None if it is the name of another method."""
+        name, _, rest = method.partition(":")
+        fusion, _, discard = rest.partition(":")
+        if name != "rollout":
+            return None
+        return cls(cast(Fusion, fusion), float(discard)) if rest else cls()
+
+
+def parse_rollout(fusion: str | None, discard: float | None) -> Rollout:
+    """Return the parameters of a rollout; None is the default.
+
+    Raises:
+        InputError: there is no such fusion, or the share is not at least 0 and below 1.
+    """
+    if fusion is not None and fusion not in FUSIONS:
+        raise InputError("fusion", f"fusion {fusion[:20]!r}: expected one of {', '.join(FUSIONS)}")
+    if discard is not None and not 0 <= discard < 1:
+        raise InputError("discard", f"discard {discard}: expected at least 0, and less than 1")
+    return Rollout(fusion or "mean", discard or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class MapRequest:
     """A request for one map.
 
     Attributes:
         layer: 0 ... depth-1; None with every method but `cls`.
         head: 0 ... heads-1, or how all heads are combined; None with every method but `cls`.
-        method: one of `METHODS`.
+        method: one of `METHODS`, or the name of a rollout with its parameters (see `Rollout`).
         class_index: the class whose map is wanted, with the methods that are class-specific; None is the best class.
     """
 

@@ -103,6 +103,10 @@ class AttentionDocument(BaseModel):
     label: Annotated[str | None, Field(description="the label of that class")] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
+    fusion: Annotated[
+        Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
+    ] = None
+    discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
     grid: RowsColumns
     values: list[list[float]]
     kept_mass: float

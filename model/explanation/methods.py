@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -17,6 +18,7 @@ from model.explanation.legrad import legrad
 from model.explanation.relevance import relevance
 from model.explanation.rollout import rollout
 from model.network.vit import VisionTransformer
+from model.prediction import Rollout
 
 _WEIGHTS_BYTES: Final = 64 << 20
 """Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""
@@ -36,13 +38,27 @@ class Method:
     class_specific: bool = True
 
 
+def _rollout(model: VisionTransformer, pixels: Tensor, classes: Tensor, *, parameters: Rollout) -> Tensor:
+    return rollout(model, pixels, fusion=parameters.fusion, discard_ratio=parameters.discard)
+
+
+class _Table(dict[str, Method]):
+    """Methods by name; that of a rollout with parameters is made when it is looked up."""
+
+    def __missing__(self, name: str) -> Method:
+        parameters = Rollout.of(name)
+        if parameters is None:
+            raise KeyError(name)
+        return Method(partial(_rollout, parameters=parameters), class_specific=False)
+
+
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
-    {
-        "relevance": Method(relevance),
-        "rollout": Method(lambda model, pixels, classes: rollout(model, pixels), class_specific=False),
-        "gae": Method(gae),
-        "legrad": Method(legrad),
-    }
+    _Table(
+        relevance=Method(relevance),
+        rollout=Method(partial(_rollout, parameters=Rollout()), class_specific=False),
+        gae=Method(gae),
+        legrad=Method(legrad),
+    )
 )
 
 
@@ -52,7 +68,7 @@ def explain(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: s
     Args:
         pixels: [B, C, H, W], normalised, in the model's dtype.
         classes: int64 [B].
-        method: a name in `METHODS`.
+        method: a name in `METHODS`, or that of a rollout with parameters (`Rollout.method`).
 
     Returns:
         float32 [B, rows, columns], not negative, each map summing to 1. Where a method finds nothing, the map is even.
@@ -69,12 +85,14 @@ def explain_with_mass(model: VisionTransformer, pixels: Tensor, classes: Tensor,
     Raises:
         InputError: there is no such method.
     """
-    if method not in METHODS:
-        raise InputError("method", f"method {method[:20]!r}: expected one of {', '.join(METHODS)}")
+    try:
+        tokens = METHODS[method].tokens
+    except KeyError:
+        raise InputError("method", f"method {method[:20]!r}: expected one of {', '.join(METHODS)}") from None
     config = model.config
     images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
     parts = zip(torch.split(pixels, images), torch.split(classes, images), strict=True)
-    return _maps(torch.cat([METHODS[method].tokens(model, *part) for part in parts]).float(), config)
+    return _maps(torch.cat([tokens(model, *part) for part in parts]).float(), config)
 
 
 def _maps(tokens: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:

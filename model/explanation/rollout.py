@@ -5,16 +5,13 @@ It knows no class. Head fusion and the discarding of the smallest weights are ad
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from model.explanation.explicit_forward import block_inputs, blocks_of, over_all_tokens, weigh, weigh_pool
 from model.explanation.readout import readout
 from model.network.vit import VisionTransformer
-
-Fusion = Literal["mean", "max", "min"]
+from model.prediction import Fusion
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from model.images.region import Region
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png", "render_heatmap"]
+__all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png"]
 
 MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
@@ -48,18 +48,6 @@ class Look(TypedDict, total=False):
     size: int | None
     smooth: bool
     colorbar: bool
-
-
-def render_heatmap(
-    values: NDArray[np.float32],
-    *,
-    picture: NDArray[np.uint8] | None,
-    region: Region | None = None,
-    control: WorkControl = UNCONTROLLED,
-    **look: Unpack[Look],
-) -> bytes:
-    """Return what `draw_heatmap` draws as a PNG; raises as it does."""
-    return encode_png(draw_heatmap(values, picture=picture, region=region, control=control, **look), control)
 
 
 def draw_heatmap(

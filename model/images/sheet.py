@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from PIL import Image, ImageDraw, ImageFont
 
+from model.images.control import UNCONTROLLED, WorkControl
+
+_ROW_GAP: Final = 4
+"""White pixels between two pictures of a row."""
+
 _GAP: Final = 8
-"""Pixels between two pictures."""
+"""Pixels between two pictures of a sheet."""
 
 _MAX_CELL: Final = 320
 """Pixels of a cell's longer side on a sheet of few pictures."""
@@ -18,16 +23,38 @@ _MAX_SHEET: Final = 8192
 """Pixels that a sheet has at most along each side: with many pictures, the cells get smaller."""
 
 
-def in_a_row(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Return the pictures side by side, their upper edges level, on white; a single one as it is."""
-    if len(pictures) == 1:
-        return pictures[0]
-    width = sum(picture.width + _GAP for picture in pictures) - _GAP
-    row = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white")
-    left = 0
+def in_a_row(
+    pictures: Iterable[Image.Image],
+    count: int,
+    *,
+    max_width: int | None = None,
+    control: WorkControl = UNCONTROLLED,
+) -> Image.Image:
+    """Return RGB pictures side by side, their upper edges level, on white; a single one as it is.
+
+    Args:
+        count: how many there are. They are taken one by one, and each is made small before the next, so that pictures
+            that are drawn as they are taken are never in memory whole together.
+        max_width: pixels of the row at most: each picture that has more than its share of them is made smaller.
+        control: may end the work between its steps. What it raises is raised here.
+    """
+    room = None if max_width is None else (max_width - _ROW_GAP * (count - 1)) // count
+    fitted = []
     for picture in pictures:
+        control.check()
+        if count > 1 and room is not None and picture.width > room:
+            size = room, max(1, round(picture.height * room / picture.width))
+            fitted.append(picture.resize(size, Image.Resampling.LANCZOS))
+        else:
+            fitted.append(picture)
+    if count == 1:
+        return fitted[0]
+    width = sum(picture.width + _ROW_GAP for picture in fitted) - _ROW_GAP
+    row = Image.new("RGB", (width, max(picture.height for picture in fitted)), "white")
+    left = 0
+    for picture in fitted:
         row.paste(picture, (left, 0))
-        left += picture.width + _GAP
+        left += picture.width + _ROW_GAP
     return row
 
 

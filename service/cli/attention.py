@@ -14,7 +14,7 @@ from tqdm import tqdm
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE
 from model.images.sheet import ContactSheet
-from model.prediction import METHODS
+from model.prediction import FUSIONS, METHODS
 from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_server
 from service.cli.image_files import find_images
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
     parser.add_argument("--npy", action="store_true", help="write the numbers instead of a PNG")
     parser.add_argument(
-        "--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls)"
+        "--method",
+        help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls; with --fusion or "
+        "--discard, rollout)",
     )
     parser.add_argument(
         "--class",
@@ -46,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
+    parser.add_argument("--fusion", choices=FUSIONS, help="of method rollout: how heads are combined (default: mean)")
+    parser.add_argument("--discard", type=float, help="of method rollout: share of weights set to zero (default: 0)")
     parser.add_argument("--view", choices=("input", "photo"), help="what the model saw (default), or the whole photo")
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
     parser.add_argument("--no-overlay", dest="overlay", action="store_const", const=False, help="the map alone")
@@ -80,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         classes=arguments.classes,
         layer=arguments.layer,
         head=arguments.head,
+        fusion=arguments.fusion,
+        discard=arguments.discard,
         look={name: vars(arguments)[name] for name in _LOOK if vars(arguments)[name] is not None},
         side_by_side=arguments.side_by_side,
         drawn=not numbers or arguments.sheet is not None,

@@ -24,9 +24,11 @@ from model.prediction import (
     METHODS,
     AttentionMap,
     MapRequest,
+    Rollout,
     parse_classes,
     parse_head,
     parse_layer,
+    parse_rollout,
 )
 from service.cli.image_files import read_input, read_photo
 from service.client import Client, ClientError
@@ -57,6 +59,8 @@ class MapChoice:
     classes: Sequence[str] = ()
     layer: int | None = None
     head: str | None = None
+    fusion: str | None = None
+    discard: float | None = None
     look: dict[str, Any] = field(default_factory=dict)
     side_by_side: bool = False
     drawn: bool = True
@@ -90,7 +94,8 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
         ClientError: the server does not answer at all.
     """
     client.labels()
-    asked = {"method": choice.method, "layer": choice.layer, "head": choice.head, "class_": choice.classes or None}
+    asked = {name: getattr(choice, name) for name in ("method", "layer", "head", "fusion", "discard")}
+    asked["class_"] = choice.classes or None
     wanted: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     facts = ", ".join(
         f"{name.rstrip('_')} {' and '.join(value) if name == 'class_' else value}" for name, value in wanted.items()
@@ -106,7 +111,7 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
         if choice.drawn:
             panels.append(client.heat_map(file, **wanted, **choice.look))
         values = client.attention_array(file, **wanted) if choice.numbers else None
-        drawing = in_a_row([_opened(panel) for panel in panels]) if panels else None
+        drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
         return FileMaps(file, best.label, best.score, facts, drawing, values)
 
     for file, found in client.stream(files, ask, concurrency=4):
@@ -168,15 +173,20 @@ def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
         InputError: the model has no such class, layer, head or method, or one does not apply to the other.
     """
     of_row = choice.layer is not None or choice.head is not None
-    method = choice.method or ("cls" if of_row else METHODS[0])
+    of_rollout = choice.fusion is not None or choice.discard is not None
+    method = choice.method or ("cls" if of_row else "rollout" if of_rollout else METHODS[0])
     if method not in METHODS:
         raise InputError("method", f"--method {method}: expected one of {', '.join(METHODS)}")
     if choice.classes and method not in CLASS_SPECIFIC:
         raise InputError("class", f"--class does not apply to method {method}")
+    if of_rollout and method != "rollout":
+        raise InputError("fusion", f"--fusion and --discard do not apply to method {method}")
     if method == "cls":
         return [MapRequest(parse_layer(choice.layer, info.config.depth), parse_head(choice.head, info.config.heads))]
     if of_row:
         raise InputError("layer", f"--layer and --head do not apply to method {method}")
+    if method == "rollout":
+        return [MapRequest.explained(parse_rollout(choice.fusion, choice.discard).method)]
     classes = parse_classes(",".join(choice.classes), info.labels) if choice.classes else [None]
     return [MapRequest.explained(method, index) for index in classes]
 
@@ -184,7 +194,10 @@ def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
 def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
     first = maps[0]
     of_classes = " and ".join(labels[one.class_index] for one in maps if one.class_index is not None)
+    rollout = Rollout.of(first.method)
     what = f"layer {first.layer}, head {first.head}" if first.method == "cls" else first.method
+    if rollout is not None:
+        what = f"rollout, fusion {rollout.fusion}, discard {rollout.discard:g}"
     rows, columns = first.values.shape
     patches = f"{rows}x{columns} patches, kept mass {first.kept_mass:.2f}"
     return f"{what}{' of ' if of_classes else ''}{of_classes}, {patches}"
@@ -201,7 +214,7 @@ def _drawn(
     drawings = [draw_heatmap(map_, picture=under, region=region, **look) for map_ in values]
     if choice.side_by_side:
         drawings.insert(0, draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=look.get("size")))
-    return in_a_row(drawings)
+    return in_a_row(drawings, len(drawings))
 
 
 def _opened(png: bytes) -> Image.Image:

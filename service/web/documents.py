@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.images.region import Region
-from model.prediction import AttentionMap
+from model.prediction import AttentionMap, Rollout
 from service.schemas import Prediction, RegionDocument
 
 
@@ -25,8 +26,10 @@ def ranked_predictions(
 
 def map_fields(found: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
     """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
+    rollout = Rollout.of(found.method)
     return {
-        "method": found.method,
+        "method": found.method if rollout is None else "rollout",
+        **({} if rollout is None else asdict(rollout)),
         "class": found.class_index,
         "label": None if found.class_index is None else labels[found.class_index],
         "grid": found.values.shape,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from model.errors import InputError
-from model.prediction import MAX_CLASSES, parse_classes, parse_head, parse_layer
+from model.prediction import (
+    FUSIONS,
+    MAX_CLASSES,
+    METHODS,
+    Rollout,
+    parse_classes,
+    parse_head,
+    parse_layer,
+    parse_rollout,
+)
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
@@ -70,3 +79,23 @@ def test_a_class_that_is_not_one_is_an_error(text: str, says: str) -> None:
     with pytest.raises(InputError, match=says) as error:
         parse_classes(text, LABELS)
     assert error.value.parameter == "class"
+
+
+@pytest.mark.parametrize("fusion", [None, *FUSIONS])
+@pytest.mark.parametrize("discard", [None, 0.0, 0.9, 0.1 + 0.2, 1e-7])
+def test_a_rollout_is_known_by_the_name_of_its_method(fusion: str | None, discard: float | None) -> None:
+    wanted = parse_rollout(fusion, discard)
+    assert (wanted.fusion, wanted.discard) == (fusion or "mean", discard or 0.0)
+    assert Rollout.of(wanted.method) == wanted
+    assert Rollout.of("rollout") == Rollout()
+    assert [name for name in METHODS if Rollout.of(name)] == ["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "discard", "parameter"),
+    [("median", None, "fusion"), ("max", 1.0, "discard"), (None, -0.1, "discard"), (None, float("nan"), "discard")],
+)
+def test_a_rollout_that_there_is_not_is_an_error(fusion: str | None, discard: float | None, parameter: str) -> None:
+    with pytest.raises(InputError, match=parameter) as error:
+        parse_rollout(fusion, discard)
+    assert error.value.parameter == parameter

@@ -13,6 +13,13 @@ export class ApiError extends Error {
   }
 }
 
+const TRIES = 4;
+const BUSY = [429, 502, 503];
+
+// What an answer means that is not the service's own, but a proxy's.
+const BY_STATUS = { 401: "unauthorized", 408: "request_timeout", 413: "upload_too_large", 429: "queue_full", 502: "engine_unavailable",
+  503: "engine_unavailable", 504: "deadline_exceeded" };
+
 let key = ""; // in memory only: a reload forgets it
 let askForKey = null;
 
@@ -20,30 +27,33 @@ export const setKey = (value) => { key = value; };
 export const keyIsUsed = () => key !== "";
 export const onUnauthorized = (listener) => { askForKey = listener; };
 
-/** Send one request; resolves with {body, headers}, rejects with an ApiError, or an AbortError when cancelled. */
+/** Send one request; resolves with the answer's body, rejects with an ApiError, or an AbortError when cancelled. */
 export function send(method, path, { query = {}, file = null, type = "json", signal, onProgress } = {}) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest(); // unlike fetch it tells how much of an upload is through
     const given = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
     const search = new URLSearchParams(given).toString();
     request.open(method, new URL(search ? `${path}?${search}` : path, document.baseURI));
-    if (key) request.setRequestHeader("Authorization", `Bearer ${key}`);
     request.responseType = "blob";
-    const fail = (code) => reject(new ApiError({ code, status: 0, detail: "" }));
-    const abort = () => { request.abort(); reject(new DOMException("cancelled", "AbortError")); };
-    request.onerror = () => fail("no_answer");
-    request.ontimeout = request.onerror;
+    const fail = (code, detail = "") => reject(new ApiError({ code, status: 0, detail }));
+    try { if (key) request.setRequestHeader("Authorization", `Bearer ${key}`); } catch { // characters that no key has
+      askForKey?.();
+      return fail("unauthorized");
+    }
+    const abort = () => { request.abort(); reject(signal.reason); };
+    request.onerror = async () => fail(file && !(await isReadable(file)) ? "unreadable" : "no_answer");
     request.onload = async () => {
       signal?.removeEventListener("abort", abort);
       const blob = request.response;
       if (request.status < 400) {
-        const body = type === "blob" ? blob : type === "text" ? await blob.text() : JSON.parse(await blob.text());
-        return resolve(body);
+        try { return resolve(type === "blob" ? blob : type === "text" ? await blob.text() : JSON.parse(await blob.text())); } catch {
+          return fail("other", "the answer is not JSON");
+        }
       }
-      const text = await blob.text();
-      let problem;
-      try { problem = JSON.parse(text); } catch { problem = { detail: text.slice(0, 200) }; }
-      problem = { code: "other", ...problem, status: request.status };
+      const { status } = request;
+      let problem = { code: BY_STATUS[status] ?? "other", detail: `${status} ${request.statusText}` };
+      if (blob.type.startsWith("application/problem+json")) problem = JSON.parse(await blob.text());
+      problem = { ...problem, status };
       if (request.status === 401) askForKey?.();
       return reject(new ApiError(problem, Number(request.getResponseHeader("Retry-After")) || 1));
     };
@@ -57,15 +67,22 @@ export function send(method, path, { query = {}, file = null, type = "json", sig
   });
 }
 
-/** What this server offers, from its own description: methods, whether they take a class, what classify attends with. */
-export async function discover() {
-  const { paths } = await send("GET", "openapi.json");
-  const parameters = (path, method) =>
-    Object.fromEntries((paths[path]?.[method]?.parameters ?? []).map((found) => [found.name, found.schema ?? {}]));
-  const attention = parameters("/attention", "get");
-  const classify = JSON.stringify(parameters("/classify", "post").attention ?? {});
-  const methods = attention.method?.enum ?? ["cls"];
-  const first = methods.includes("relevance") ? "relevance" : attention.method?.default ?? methods[0];
-  const drawing = Object.keys(parameters("/attention", "post"));
-  return { methods, first, drawing, takesClass: "class" in attention, fused: classify.includes('"relevance"') ? "relevance" : null };
+const isReadable = (file) => file.stream().getReader().read().then(() => true, () => false);
+
+/** As `send`, but when the service is busy it is asked again after the time that it names; `onBusy()` hears of that. */
+export async function sendPatiently(method, path, options) {
+  for (let left = TRIES - 1; ; left -= 1) {
+    try {
+      return await send(method, path, options);
+    } catch (error) {
+      if (left === 0 || !BUSY.includes(error.status)) throw error;
+      options.onBusy?.();
+      await pause(1000 * Math.min(error.retryAfter, 10), options.signal);
+    }
+  }
 }
+
+const pause = (milliseconds, signal) => new Promise((resolve, reject) => {
+  setTimeout(resolve, milliseconds);
+  signal.addEventListener("abort", () => reject(signal.reason));
+});

@@ -2,6 +2,7 @@
 
 const WORDS = {
   no_answer: "The service does not answer. Is it running, and are you still connected?",
+  unreadable: "This file cannot be read: it is a folder, or it was changed or moved meanwhile.",
   unauthorized: "The service wants an API key, or does not know this one.",
   upload_too_large: "This file is larger than the service accepts.",
   image_too_large: "This picture has more pixels than the service accepts. Scale it down first.",
@@ -26,6 +27,7 @@ export const isHeic = (file) => HEIC.test(file.name) || /^image\/hei[cf]/.test(f
 
 /** What to tell about a picture that failed: a sentence, what helps, and the service's own words. */
 export function explain(error, file) {
+  if (error.name === "AbortError") return { lines: ["Cancelled."], own: "" };
   const lines = [error.message];
   if (error.code === "unsupported_media_type" && isHeic(file)) {
     lines[0] = "This is a HEIC picture, as iPhones take them, and this service was installed without support for HEIC.";

@@ -3,7 +3,7 @@
 import { send } from "./api.js";
 
 const EVERY = 2000; // milliseconds
-const WINDOW = 10; // looks, so 20 seconds
+const WINDOW = 21_000; // milliseconds: the tenth look back is in it
 
 /** Sum the samples of Prometheus' text by name, and a histogram's by its bound. */
 export function parse(text) {
@@ -48,14 +48,16 @@ export function watchLoad() {
   async function look() {
     if (document.hidden) return;
     try {
-      looks.push({ at: performance.now(), sums: parse(await send("GET", "metrics", { type: "text" })) });
-    } catch {
+      const sums = parse(await send("GET", "metrics", { type: "text" }));
+      if (sums.vit_images_total < looks.at(-1)?.sums.vit_images_total) looks.length = 0; // a service that was started again
+      looks.push({ at: performance.now(), sums });
+    } catch (error) {
       looks.length = 0;
       for (const id of ["rate", "batch", "queue", "p50"]) show(id, "–");
-      show("note", "the service does not show its metrics here");
+      show("note", error.code === "no_answer" ? "the service does not answer" : "the service does not show its metrics here");
       return;
     }
-    if (looks.length > WINDOW + 1) looks.shift();
+    while (looks[0].at < looks.at(-1).at - WINDOW) looks.shift();
     show("note", "over the last 20 seconds");
     const [first, last] = [looks[0], looks.at(-1)];
     if (first === last) return;

@@ -1,6 +1,6 @@
 // The page: its parts, and what is on screen.
 
-import { discover, onUnauthorized, send, setKey } from "./api.js";
+import { keyIsUsed, onUnauthorized, send, setKey } from "./api.js";
 import { curlCalls } from "./curl.js";
 import { explain } from "./errors.js";
 import { percent } from "./heatmap.js";
@@ -12,6 +12,7 @@ import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 
 const byId = (id) => document.getElementById(id);
+const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const TOP_K = [1, 3, 5, 10, 20, 50];
 
 const pictures = [];
@@ -23,9 +24,8 @@ const queue = new Queue(pictureChanged);
 
 async function start() {
   try {
-    const offered = await discover();
     const [model, { labels }] = await Promise.all([send("GET", "model"), send("GET", "labels")]);
-    service = { ...offered, model, labels, methods: model.attention_methods ?? offered.methods };
+    service = { model, labels, methods: model.attention_methods };
   } catch (error) {
     if (error.code === "unauthorized") return; // the key comes first
     showError(error, new File([], ""));
@@ -40,13 +40,13 @@ async function start() {
   byId("top-k").value = Math.min(5, model.classes);
   setOptions();
   panels = [];
-  addPanel();
+  setPanels();
   if (shown) show(shown);
   queue.add(pictures.filter((picture) => ["waiting", "failed"].includes(picture.state)));
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value), fused: service.fused };
+  queue.options = { topK: Number(byId("top-k").value) };
 }
 
 function addPanel() {
@@ -54,15 +54,30 @@ function addPanel() {
   panel.smooth = byId("smooth").checked;
   panel.find(".heat").style.opacity = byId("opacity").value / 100;
   panels.push(panel);
-  byId("figures").replaceChildren(document.querySelector("figure.photo"), ...panels.map(({ element }) => element));
+  byId("figures").replaceChildren(byId("figures").firstElementChild, ...panels.map(({ element }) => element));
   return panel;
+}
+
+/** One panel, or two where maps are compared. */
+function setPanels() {
+  const count = byId("compare").checked ? 2 : 1;
+  while (panels.length > count) panels.pop().element.remove();
+  while (panels.length < count) {
+    const panel = addPanel();
+    panel.choice = { ...panels[0].choice };
+    if (panels.length > 1 && !panel.classSpecific) panel.choice.head = panel.choice.head === "max" ? "mean" : "max";
+    panel.find(".layer").value = panel.choice.layer ?? service.model.layers - 1;
+    panel.find(".head").value = panel.choice.head;
+    if (shown) panel.show(shown, classOf(panels.length - 1));
+  }
+  mapsChanged();
 }
 
 // Pictures.
 
 function addFiles(files) {
   byId("error").hidden = true;
-  const added = files.map((file) => new Picture(file));
+  const added = files.map((file) => new Picture(file, showProgress));
   pictures.push(...added);
   for (const picture of added) {
     byId("pictures").append(thumbnail(picture));
@@ -72,19 +87,20 @@ function addFiles(files) {
   if (service) queue.add(added);
 }
 
+const isUnanswered = ({ state }) => ["failed", "cancelled"].includes(state);
+
 function thumbnail(picture) {
-  const item = document.createElement("li");
-  const button = document.createElement("button");
-  button.type = "button";
-  button.append(document.createElement("canvas"), Object.assign(document.createElement("span"), { className: "mark" }));
+  const item = make("li");
+  const button = make("button", { type: "button" });
+  button.append(make("canvas"), make("span", { className: "mark" }));
   button.addEventListener("click", () => show(picture));
   item.append(button);
   picture.button = button;
   return item;
 }
 
-const STATES = { waiting: "waits", sending: "is being classified", answered: "answered", failed: "failed", cancelled: "cancelled" };
-const MARKS = { waiting: "…", sending: "…", answered: "", failed: "failed", cancelled: "stopped" };
+const STATES = { waiting: "waits", sending: "is being classified", busy: "waits, as the service is busy", answered: "answered", failed: "failed", cancelled: "cancelled" };
+const MARKS = { waiting: "…", sending: "…", busy: "busy", answered: "", failed: "failed", cancelled: "stopped" };
 
 function pictureChanged(picture) {
   const canvas = picture.button.querySelector("canvas");
@@ -105,7 +121,8 @@ function pictureChanged(picture) {
 function showProgress() {
   const { round, done, busy } = queue;
   byId("progress").value = round.length ? queue.progress : 0;
-  byId("cancel").disabled = !busy;
+  byId("cancel").disabled = !busy && !pictures.some(({ asking }) => asking);
+  byId("again").disabled = !service || busy || !(pictures.some(isUnanswered) || panels.some((panel) => panel.failed));
   const stopped = round.filter(({ state }) => state === "cancelled").length;
   const failed = round.filter(({ state }) => state === "failed").length;
   const rest = [stopped && `${stopped} cancelled`, failed && `${failed} failed`].filter(Boolean).map((text) => `, ${text}`).join("");
@@ -132,32 +149,29 @@ function showPicture() {
   panels.forEach((panel, index) => panel.show(shown, classOf(index)));
 }
 
-/** The class whose map a panel shows first: the first answer, beside it the second. */
-const classOf = (index) => shown.answer?.predictions[Math.min(index, shown.answer.predictions.length - 1)].index ?? null;
+/** The class whose map a panel shows first: the first answer, and beside it the second, or the first beside the second. */
+function classOf(panel) {
+  const [first, second] = (shown.answer?.predictions ?? []).map(({ index }) => index);
+  return (panel && second !== Number(panels[0].choice.class) ? second : first) ?? first ?? null;
+}
 
 function showAnswer() {
   const { answer, error, state } = shown;
   byId("error").hidden = true;
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
-  byId("timing").textContent = answer ? `${answer.timings_ms.total} ms in the service, ${answer.timings_ms.inference} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
+  byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
   if (state === "failed") showError(error, shown.file);
 }
 
 function bar({ label, index, score }) {
-  const item = document.createElement("li");
-  const canChoose = service.takesClass && service.methods.some((name) => !["cls", "rollout"].includes(name));
-  const row = document.createElement(canChoose ? "button" : "div");
-  row.className = "answer";
-  row.title = label;
-  const part = (name, text = "") => Object.assign(document.createElement("span"), { className: name, textContent: text });
+  const row = make("button", { type: "button", className: "answer", title: label });
+  const part = (className, textContent = "") => make("span", { className, textContent });
   const fillPart = part("fill");
   fillPart.style.width = `${100 * score}%`;
   row.append(fillPart, part("label", label), part("score", percent(score)));
-  if (canChoose) {
-    row.type = "button";
-    row.dataset.index = index;
-    row.addEventListener("click", () => panels[0].choose({ class: index }));
-  }
+  row.dataset.index = index;
+  row.addEventListener("click", () => panels[0].choose({ class: index }));
+  const item = make("li");
   item.append(row);
   return item;
 }
@@ -165,7 +179,7 @@ function bar({ label, index, score }) {
 function showError(error, file) {
   const { lines, own } = explain(error, file);
   const box = byId("error");
-  box.replaceChildren(lines.join(" "), Object.assign(document.createElement("small"), { textContent: own }));
+  box.replaceChildren(lines.join(" "), make("small", { textContent: own }));
   box.hidden = false;
 }
 
@@ -174,7 +188,8 @@ function showError(error, file) {
 function mapsChanged() {
   if (!service) return;
   const chosen = panels.filter((panel) => panel.classSpecific).map((panel) => Number(panel.choice.class));
-  for (const row of document.querySelectorAll(".answer[data-index]")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
+  for (const row of document.querySelectorAll(".answer")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
+  showProgress();
   const ready = shown !== null && panels.some((panel) => panel.map);
   byId("save-png").disabled = byId("save-json").disabled = !ready;
   if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, topK: queue.options.topK, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
@@ -182,8 +197,7 @@ function mapsChanged() {
 
 /** What the service's PNG takes to look as the maps on screen. */
 function drawingOptions() {
-  const options = { format: "png", alpha: byId("opacity").value / 100, view: "photo", smooth: byId("smooth").checked ? undefined : false };
-  return Object.fromEntries(Object.entries(options).filter(([name]) => service.drawing.includes(name)));
+  return { alpha: byId("opacity").value / 100, view: "photo", smooth: byId("smooth").checked ? undefined : false };
 }
 
 byId("opacity").addEventListener("input", (event) => {
@@ -197,26 +211,20 @@ byId("smooth").addEventListener("change", (event) => {
   }
   mapsChanged();
 });
-byId("compare").addEventListener("change", (event) => {
-  if (!service) return;
-  if (!event.target.checked) {
-    panels.pop().element.remove();
-    mapsChanged();
-    return;
-  }
-  const panel = addPanel();
-  panel.choice = { ...panels[0].choice };
-  if (!panels[0].classSpecific) panel.choice.head = panel.choice.head === "max" ? "mean" : "max";
-  panel.find(".layer").value = panel.choice.layer ?? service.model.layers - 1;
-  panel.find(".head").value = panel.choice.head;
-  if (shown) panel.show(shown, classOf(1));
-});
+byId("compare").addEventListener("change", () => service && setPanels());
 byId("top-k").addEventListener("change", () => {
   setOptions();
   const again = pictures.filter(({ state }) => state === "answered");
   if (again.length) queue.add(again);
 });
-byId("cancel").addEventListener("click", () => queue.cancel());
+byId("cancel").addEventListener("click", () => {
+  queue.cancel();
+  for (const picture of pictures) picture.cancel(); // its maps
+});
+byId("again").addEventListener("click", () => {
+  queue.add(pictures.filter(isUnanswered));
+  for (const panel of panels) if (panel.failed) panel.refresh();
+});
 byId("save-png").addEventListener("click", () => savePng(shown, panels, byId("opacity").value / 100));
 byId("save-json").addEventListener("click", () => saveJson(shown, panels));
 byId("copy").addEventListener("click", async () => {
@@ -230,8 +238,11 @@ byId("copy").addEventListener("click", async () => {
 });
 
 onUnauthorized(() => {
+  if (keyIsUsed() && byId("key-form").hidden) {
+    byId("key-note").textContent = "The service does not know this key.";
+    setTimeout(() => byId("key").select()); // when the form is there again
+  }
   byId("key-form").hidden = false;
-  if (byId("key").value) byId("key-note").textContent = "The service does not know this key.";
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -9,18 +9,20 @@ const WITHOUT_CLASS = ["cls", "rollout"];
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
 
 export class MapPanel {
-  /** `element`: its figure; `service`: {model, labels, methods, takesClass, first}; `onChange` runs after a map is shown. */
+  /** `element`: its figure; `service`: {model, labels, methods}; `onChange` runs after a map is shown. */
   constructor(element, service, onChange) {
     this.service = service;
     this.onChange = onChange;
     this.element = element;
     this.find = (selector) => this.element.querySelector(selector);
-    this.choice = { method: service.first, class: null, layer: null, head: "mean" };
+    this.choice = { method: service.methods[0], class: null, layer: null, head: "mean" };
     this.picture = null;
     this.document = null; // the map's JSON
     this.map = null; // its values as `readMap` returns them
     this.smooth = true;
     this.patch = null; // index of the one pointed at
+    this.failed = false;
+    this.classChosen = false; // by hand: another answer of the same picture does not change it
     const { layers, heads } = service.model;
     fill(this.find(".method"), service.methods.map((name) => [name, NAMES[name] ?? name]));
     fill(this.find(".layer"), Array.from({ length: layers }, (_, index) => [index, index === layers - 1 ? `${index} (last)` : index]));
@@ -40,7 +42,7 @@ export class MapPanel {
     this.showControls();
   }
 
-  get classSpecific() { return this.service.takesClass && !WITHOUT_CLASS.includes(this.choice.method); }
+  get classSpecific() { return !WITHOUT_CLASS.includes(this.choice.method); }
 
   /** The query of the map on screen, without what the service assumes by itself. */
   get query() {
@@ -52,14 +54,16 @@ export class MapPanel {
 
   choose(change) {
     this.choice = { ...this.choice, ...change };
-    if (change.class !== undefined && !this.classSpecific) this.choice.method = this.service.methods.find((name) => !WITHOUT_CLASS.includes(name)) ?? this.choice.method;
+    if (change.class !== undefined) this.classChosen = true;
+    if (change.class !== undefined && !this.classSpecific) [this.choice.method] = this.service.methods;
     this.showControls();
     return this.refresh();
   }
 
   show(picture, classIndex) {
+    if (picture !== this.picture) this.classChosen = false;
     this.picture = picture;
-    this.choice.class = classIndex;
+    if (!this.classChosen) this.choice.class = classIndex;
     this.map = this.document = null;
     this.fillClasses();
     this.showControls();
@@ -75,6 +79,7 @@ export class MapPanel {
       fill(element, options);
       return element;
     };
+    if (!answers.length) return select.replaceChildren();
     const all = this.service.labels.map((label, index) => [index, `${label} (${index})`]);
     const named = new Set(answers.map(({ index }) => index));
     select.replaceChildren(group("Answers", answers.map(({ label, index, score }) => [index, `${label}: ${percent(score)}`])),
@@ -98,18 +103,21 @@ export class MapPanel {
       this.document = this.map = null;
       note.textContent = "\u00a0";
       this.draw();
+      this.onChange();
       return;
     }
     this.element.setAttribute("aria-busy", "true");
+    this.find(".readout").textContent = "Waiting for the map";
+    this.failed = false;
     try {
       const found = await picture.map(this.query);
-      if (!found.region && !picture.seen) await picture.see();
       if (wanted !== this.wanted) return;
       this.document = found;
       this.map = readMap(found);
-      note.textContent = picture.photo === null || !found.region ? "Drawn over what the model saw of the picture" : "\u00a0";
+      note.textContent = picture.photo === null ? "Drawn over what the model saw of the picture" : "\u00a0";
     } catch (error) {
       if (wanted !== this.wanted) return;
+      this.failed = true;
       this.document = this.map = null;
       const { lines, own } = explain(error, picture.file);
       note.textContent = [...lines, own].join(" ");
@@ -124,7 +132,7 @@ export class MapPanel {
   get ground() {
     const { picture, document: found } = this;
     if (!found) return { base: null, region: WHOLE };
-    if (!found.region || !picture.photo) return { base: picture.seen ?? picture.photo, region: WHOLE };
+    if (!picture.photo) return { base: picture.seen, region: WHOLE };
     const [width, height] = picture.size;
     const { x, y, width: across, height: down } = found.region;
     return { base: picture.photo, region: { x: x / width, y: y / height, width: across / width, height: down / height } };
@@ -196,12 +204,7 @@ export class MapPanel {
 }
 
 export function fill(select, options) {
-  select.replaceChildren(...options.map(([value, text]) => {
-    const option = document.createElement("option");
-    option.value = value;
-    option.textContent = text;
-    return option;
-  }));
+  select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
 }
 
 /** Paint a picture into a figure whose frame has its size already, so that nothing on the page moves. */

@@ -1,17 +1,22 @@
 // One picture on the page: its file, how it looks, the answer, and the maps that were asked for.
 
-import { send } from "./api.js";
+import { sendPatiently } from "./api.js";
 
-const LARGEST_SIDE = 2048; // of what is kept for drawing
+const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
+
+const FUSED = "relevance"; // the map that comes with the classes
 
 let lastNumber = 0;
+let decoding = Promise.resolve(); // one at a time: a photo takes 50 MB and more until it is drawn small
 
 export class Picture {
-  constructor(file) {
+  /** `onAsking()` runs when a request for a map begins or ends. */
+  constructor(file, onAsking) {
     this.file = file;
+    this.onAsking = onAsking;
     this.number = ++lastNumber;
     this.name = file.name || `picture ${this.number}`;
-    this.state = "waiting"; // then "sending", and "answered", "failed" or "cancelled"
+    this.state = "waiting"; // then "sending" or "busy", and "answered", "failed" or "cancelled"
     this.progress = 0;
     this.answer = null;
     this.error = null;
@@ -19,10 +24,20 @@ export class Picture {
     this.size = null; // [width, height] of the upright original
     this.seen = null; // what the model saw, a canvas
     this.maps = new Map();
+    this.asking = 0; // requests for maps under way
+    this.controller = new AbortController();
+  }
+
+  /** End every request of this picture. */
+  cancel() {
+    this.controller.abort();
+    this.controller = new AbortController();
   }
 
   /** Decode the picture where the browser can. Exif orientation is applied, as by the service. */
-  async decode() {
+  decode() { return (this.decoded = decoding = decoding.then(() => this.decodeNow())); }
+
+  async decodeNow() {
     try {
       const bitmap = await createImageBitmap(this.file, { imageOrientation: "from-image" });
       this.size = [bitmap.width, bitmap.height];
@@ -32,11 +47,13 @@ export class Picture {
     }
   }
 
-  async classify({ topK, fused, signal, onProgress }) {
-    this.answer = await send("POST", "classify", { query: { top_k: topK, attention: fused }, file: this.file, signal, onProgress });
+  async classify({ topK, ...listeners }) {
+    const { signal } = this.controller;
+    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: FUSED }, file: this.file, signal, ...listeners });
     const found = this.answer.attention;
     const [first] = this.answer.predictions;
-    if (fused && found) this.maps.set(keyOf({ method: fused, class: first.index }), { ...found, id: this.answer.id, method: fused });
+    this.maps.set(keyOf({ method: FUSED, class: first.index }), { ...found, id: this.answer.id });
+    await this.decoded;
     if (this.photo === null) await this.see();
   }
 
@@ -51,7 +68,7 @@ export class Picture {
     return this.maps.get(name);
   }
 
-  /** Draw what the model saw into `seen`: where a map says nothing of its place in the original, it lies over this. */
+  /** Draw what the model saw into `seen`: maps lie over this where the browser cannot show the picture. */
   async see() {
     if (this.seen) return;
     const png = await this.attention({ method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
@@ -61,22 +78,31 @@ export class Picture {
 
   /** GET /attention of the kept picture; POST it again where it is not kept any more. */
   async attention(query, type) {
-    if (this.answer?.id) {
-      try {
-        return await send("GET", "attention", { query: { ...query, id: this.answer.id }, type });
-      } catch (error) {
-        if (error.code !== "not_found") throw error;
-        this.answer.id = null;
+    const { signal } = this.controller;
+    this.asking += 1;
+    this.onAsking();
+    try {
+      if (this.answer?.id) {
+        try {
+          return await sendPatiently("GET", "attention", { query: { ...query, id: this.answer.id }, type, signal });
+        } catch (error) {
+          if (error.code !== "not_found") throw error;
+          this.answer.id = null;
+        }
       }
+      return await sendPatiently("POST", "attention", { query, file: this.file, type, signal });
+    } finally {
+      this.asking -= 1;
+      this.onAsking();
     }
-    return send("POST", "attention", { query, file: this.file, type });
   }
 }
 
 const keyOf = (choice) => ["method", "class", "layer", "head"].map((name) => choice[name] ?? "").join("|");
 
 function drawn(bitmap) {
-  const scale = Math.min(1, LARGEST_SIDE / Math.max(bitmap.width, bitmap.height));
+  const longer = Math.max(bitmap.width, bitmap.height);
+  const scale = Math.max(SIDES[0], Math.min(SIDES[1], longer)) / longer;
   const canvas = document.createElement("canvas");
   canvas.width = Math.max(1, Math.round(bitmap.width * scale));
   canvas.height = Math.max(1, Math.round(bitmap.height * scale));

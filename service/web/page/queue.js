@@ -1,8 +1,6 @@
-// The pictures that are to be classified, a few at a time; busy answers are tried again, cancelled ones are not.
+// The pictures that are to be classified, a few at a time.
 
 const AT_ONCE = 4;
-const TRIES = 4;
-const BUSY = ["queue_full", "receiving_full", "engine_unavailable", "draining"];
 
 export class Queue {
   /** `onChange(picture)` runs after each step of a picture. */
@@ -12,7 +10,6 @@ export class Queue {
     this.waiting = [];
     this.running = new Set();
     this.round = []; // the pictures that the progress bar counts
-    this.controller = new AbortController();
   }
 
   get busy() { return this.waiting.length + this.running.size > 0; }
@@ -36,9 +33,8 @@ export class Queue {
   }
 
   cancel() {
-    this.controller.abort();
-    this.controller = new AbortController();
     for (const picture of this.waiting.splice(0)) this.finish(picture, "cancelled");
+    for (const picture of this.running) picture.cancel();
   }
 
   pump() {
@@ -50,31 +46,19 @@ export class Queue {
   }
 
   async run(picture) {
-    const { signal } = this.controller;
-    picture.state = "sending";
-    picture.error = null;
-    this.onChange(picture);
+    const change = (found) => {
+      Object.assign(picture, found);
+      this.onChange(picture);
+    };
+    change({ state: "sending", error: null });
+    const onProgress = (progress) => change({ state: "sending", progress });
+    const onBusy = () => change({ state: "busy" });
     try {
-      await this.classify(picture, signal);
+      await picture.classify({ ...this.options, onProgress, onBusy });
       this.end(picture, "answered");
     } catch (error) {
       picture.error = error;
       this.end(picture, error.name === "AbortError" ? "cancelled" : "failed");
-    }
-  }
-
-  async classify(picture, signal) {
-    const onProgress = (share) => {
-      picture.progress = share;
-      this.onChange(picture);
-    };
-    for (let left = TRIES - 1; ; left -= 1) {
-      try {
-        return await picture.classify({ ...this.options, signal, onProgress });
-      } catch (error) {
-        if (left === 0 || !BUSY.includes(error.code)) throw error;
-        await pause(1000 * Math.min(error.retryAfter, 10), signal);
-      }
     }
   }
 
@@ -90,14 +74,4 @@ export class Queue {
   }
 }
 
-const isDone = (picture) => !["waiting", "sending"].includes(picture.state);
-
-function pause(milliseconds, signal) {
-  return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      reject(new DOMException("cancelled", "AbortError"));
-    }, { once: true });
-  });
-}
+const isDone = (picture) => !["waiting", "sending", "busy"].includes(picture.state);

@@ -13,19 +13,21 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
+from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
 from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput
-from model.images.side_by_side import side_by_side
+from model.images.sheet import in_a_row
 from model.prediction import (
     CLASS_SPECIFIC,
     MAX_CLASSES,
     METHODS,
     AttentionMap,
+    Fusion,
     MapRequest,
     parse_classes,
     parse_head,
     parse_layer,
+    parse_rollout,
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
@@ -63,7 +65,7 @@ class AttentionQuery(BaseModel, frozen=True):
     method: Annotated[
         str | None,
         Field(
-            description=f"default `{METHODS[0]}`, or `cls` with a layer or head",
+            description=f"default `{METHODS[0]}`, or `cls` with a layer or head, or `rollout` with a fusion or discard",
             json_schema_extra={"enum": list(METHODS)},
         ),
     ] = None
@@ -79,6 +81,13 @@ class AttentionQuery(BaseModel, frozen=True):
     head: Annotated[
         str | None,
         Field(description="`cls`: `mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
+    ] = None
+    fusion: Annotated[
+        Fusion | None, Field(description="`rollout`: how the heads of a block are combined; default `mean`")
+    ] = None
+    discard: Annotated[
+        float | None,
+        Field(ge=0, lt=1, description="`rollout`: share of each block's weights set to zero, the smallest; default 0"),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
     overlay: Annotated[bool | None, Field(description="PNG: over a picture; default true")] = None
@@ -203,8 +212,8 @@ def _png(
             control=control,
         )
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = [render_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found]
-    return drawings[0] if len(drawings) == 1 else side_by_side(drawings, control=control)
+    drawings = (draw_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found)
+    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE, control=control), control)
 
 
 def _npy(found: list[AttentionMap]) -> bytes:
@@ -217,13 +226,29 @@ def _npy(found: list[AttentionMap]) -> bytes:
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
     """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
     of_row = query.layer is not None or query.head is not None
-    method = query.method if query.method is not None else "cls" if of_row else METHODS[0]
+    of_rollout = query.fusion is not None or query.discard is not None
+    method = query.method
+    if method is None:
+        method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
     if method not in METHODS:
         raise InvalidParameter(f"method {method!r}: this service offers {', '.join(METHODS)}")
     if query.class_ is not None and method not in CLASS_SPECIFIC:
         raise InvalidParameter(f"class does not apply to method {method!r}")
     if of_row and method != "cls":
         raise InvalidParameter(f"{'head' if query.layer is None else 'layer'} does not apply to method {method!r}")
+    if of_rollout and method != "rollout":
+        raise InvalidParameter(f"{'discard' if query.fusion is None else 'fusion'} does not apply to method {method!r}")
+    _check_drawing(query)
+    if method == "cls":
+        return [MapRequest(parse_layer(query.layer, info.config.depth), parse_head(query.head, info.config.heads))]
+    if method == "rollout":
+        return [MapRequest.explained(parse_rollout(query.fusion, query.discard).method)]
+    classes = [None] if query.class_ is None else parse_classes(query.class_, info.labels)
+    return [MapRequest.explained(method, class_index) for class_index in classes]
+
+
+def _check_drawing(query: AttentionQuery) -> None:
+    """Raise `InvalidParameter` if the query says how to draw what is not drawn, or in a way that there is not."""
     if query.format != "png":
         for name in ("overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"):
             if getattr(query, name) is not None:
@@ -233,7 +258,3 @@ def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
     for name in ("alpha", "view") if query.overlay is False else ():
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} does not apply without overlay")
-    if method == "cls":
-        return [MapRequest(parse_layer(query.layer, info.config.depth), parse_head(query.head, info.config.heads))]
-    classes = [None] if query.class_ is None else parse_classes(query.class_, info.labels)
-    return [MapRequest.explained(method, class_index) for class_index in classes]

@@ -1,35 +1,47 @@
-"""One browser, and one server with the bundled model, for all tests of a module."""
+"""One browser for all tests of the page, and one server for each model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.page.browser import Browser, chromium, tab
 from tests.e2e.page.steps import Open
-from tests.e2e.serving import Serve, Served
+from tests.e2e.serving import Served
+
+# Not for the whole session: while the browser runs, Playwright's event loop counts as running in this thread, and
+# other tests could start none of their own.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
 
 
-@pytest.fixture(scope="module")
-def server(browser: Browser, serve_module: Serve) -> Served:
+@pytest.fixture(scope="package")
+def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model."""
-    return serve_module(checkpoint="bundled", backend="torch", max_upload_bytes="200kB")
+    yield from _serving(tmp_path_factory, checkpoint="bundled", max_upload_bytes="200kB")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
+def locked_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[Served]:
+    """Serves DeiT-tiny behind keys."""
+    checkpoint = shared / "weights/deit_tiny_imagenet"
+    yield from _serving(tmp_path_factory, checkpoint=checkpoint, api_keys="secret,other", metrics_public=False)
+
+
+@pytest.fixture(scope="package")
 def open_page(browser: Browser, server: Served) -> Open:
     return partial(tab, browser, f"{server.url}/")
 
 
-@pytest.fixture(scope="module")
-def explains(server: Served) -> None:
-    if "relevance" not in server.get("/model").json()["attention_methods"]:
-        pytest.skip("the service offers no method that explains a class")
+def _serving(folders: pytest.TempPathFactory, **settings: Any) -> Iterator[Served]:
+    served = Served(folders.mktemp("page") / "server.log", device="cpu", backend="torch", threads=1, **settings)
+    yield served
+    served.kill()

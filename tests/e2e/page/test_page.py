@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.page.browser import Browser, expect, tab
 from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, map_shown, pixels, send_event
-from tests.e2e.serving import Serve, Served
+from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -68,12 +68,87 @@ def test_several_pictures_are_answered_each_and_can_be_looked_at(open_page: Open
         expect(thumbnails.nth(1)).to_have_attribute("aria-label", "dog.jpg: dog")
 
 
+def test_what_a_proxy_says_is_told_in_plain_words(open_page: Open) -> None:
+    told = {
+        413: "larger than the service accepts",
+        429: "more work than it can take",
+        502: "not ready yet",
+        504: "too busy to answer in time",
+        500: "could not answer",
+        200: "could not answer",  # a page to sign in, for example
+    }
+
+    def answer(route):
+        [status] = map(int, re.findall(rb'filename="(\d+)', route.request.post_data_buffer))
+        route.fulfill(status=status, body="<html>nginx", content_type="text/html", headers={"Retry-After": "0.01"})
+
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        page.route("**/classify?*", answer)
+        for status, words in told.items():
+            choose(page, {"name": f"{status}.jpg", "mimeType": "", "buffer": DOG.read_bytes()})
+            expect(page.locator("#photo-caption")).to_have_text(f"{status}.jpg")
+            expect(page.get_by_role("alert")).to_contain_text(words)
+            expect(page.get_by_role("alert")).not_to_contain_text("nginx")
+
+
+def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(open_page: Open, tmp_path: Path) -> None:
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        page.route("**/classify?*", lambda route: route.abort())
+        page.route("**/metrics", lambda route: route.abort())
+        choose(page, DOG)
+        expect(page.get_by_role("alert")).to_contain_text("The service does not answer")
+        expect(page.locator("#live-note")).to_have_text("the service does not answer")
+        page.unroute("**/classify?*")
+        page.get_by_role("button", name="Try again").click()
+        assert answers(page)[0] == "dog"
+        expect(page.get_by_role("button", name="Try again")).to_be_disabled()
+        (tmp_path / "gone.jpg").write_bytes(DOG.read_bytes())
+
+        def change_file_and_send(route):
+            (tmp_path / "gone.jpg").unlink()
+            route.abort()
+
+        page.route("**/classify?*", change_file_and_send)
+        choose(page, tmp_path / "gone.jpg")
+        expect(page.locator("#photo-caption")).to_have_text("gone.jpg")
+        expect(page.get_by_role("alert")).to_contain_text("cannot be read")
+        # Nothing is left of the picture before it.
+        expect(page.locator("#save-png")).to_be_disabled()
+        expect(page.locator(".class option")).to_have_count(0)
+
+
+def test_the_maps_under_way_are_cancelled(open_page: Open) -> None:
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        expect(page.locator("#cancel")).to_be_disabled()
+        page.route("**/attention?*", lambda route: None)  # never answered
+        with page.expect_request("**/attention?*") as asked:
+            page.locator(".method").select_option("gae")
+        page.locator("#cancel").click()
+        expect(page.locator(".map-note")).to_have_text("Cancelled.")
+        expect(page.locator("#cancel")).to_be_disabled()
+        assert asked.value.failure == "net::ERR_ABORTED"
+        page.unroute("**/attention?*")
+        page.get_by_role("button", name="Try again").click()
+        map_shown(page)
+        expect(page.locator("#curl-text")).to_contain_text("gae")
+
+
 def test_what_was_not_sent_yet_can_be_cancelled(open_page: Open) -> None:
     with open_page() as found:
         page = found.page
         page.route("**/classify?*", lambda route: None)  # never answered
         send_event(page, "drop", [DOG] * 6)
         expect(page.locator("#progress-text")).to_have_text("0 of 6 done")
+        cancel = page.locator("#cancel").bounding_box()
+        assert cancel is not None and cancel["height"] < 45  # its word on one line
         page.locator("#cancel").click()
         expect(page.locator("#progress-text")).to_have_text("6 of 6 done, 6 cancelled")
         expect(page.locator("#cancel")).to_be_disabled()
@@ -99,42 +174,72 @@ def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
 
 
 def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> None:
-    refused: set[str] = set()
+    busy = {"/model": "engine_unavailable", "/classify": "queue_full", "/attention": "queue_full"}
+
+    def refuse(route):
+        code = busy.get(urlsplit(route.request.url).path)
+        if code is None:
+            return route.fallback()
+        problem = {"code": code, "detail": "", "status": 503}
+        headers = {"Retry-After": "0.02", "Content-Type": "application/problem+json"}
+        return route.fulfill(status=503, headers=headers, body=json.dumps(problem))
 
     def refuse_once(route):
-        path = urlsplit(route.request.url).path
-        if path in refused:
-            return route.fallback()
-        refused.add(path)
-        problem = {"code": "engine_unavailable" if path == "/model" else "queue_full", "detail": "", "status": 503}
-        headers = {"Retry-After": "4" if path == "/model" else "1", "Content-Type": "application/problem+json"}
-        return route.fulfill(status=503, headers=headers, body=json.dumps(problem))
+        refuse(route)
+        busy.pop(urlsplit(route.request.url).path)
 
     with open_page() as found:
         found.refusals_expected = True
         page = found.page
-        page.route(re.compile("/(model$|classify)"), refuse_once)
+        page.route("**/model", refuse)
         page.reload()
+        page.get_by_label("Compare two maps").check()
         expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
+        busy.pop("/model")
+        expect(page.locator("figure.map")).to_have_count(2)  # as was asked for when there was none
+        expect(page.get_by_role("alert")).to_be_hidden()
+        page.get_by_label("Compare two maps").uncheck()
+        page.route("**/classify?*", refuse_once, times=1)
+        page.route("**/attention?*", refuse_once, times=1)
         choose(page, DOG)
         assert answers(page)[0] == "dog"
-        expect(page.get_by_role("alert")).to_be_hidden()
-        assert refused == {"/model", "/classify"}
+        map_shown(page)
+        page.locator(".method").select_option("rollout")
+        map_shown(page)
+        expect(page.locator("#curl-text")).to_contain_text("rollout")
+        assert busy == {}
 
 
 def test_more_answers_can_be_asked_for(open_page: Open) -> None:
     with open_page() as found:
         choose(found.page, DOG)
         assert len(answers(found.page)) == 5
+        found.page.locator(".answer").nth(2).click()
         found.page.locator("#top-k").select_option("10")
         expect(found.page.locator(".answer")).to_have_count(10)
+        expect(found.page.locator(".answer").nth(2)).to_have_attribute("aria-pressed", "true")  # as it was chosen
 
 
 def test_the_load_is_shown(open_page: Open) -> None:
     with open_page() as found:
         page = found.page
+        # A service that was started again counts from zero.
+        page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
+        page.clock.install()
+        with page.expect_response("**/metrics"):
+            page.reload()
         expect(page.locator("#live-queue")).to_have_text("\u2013")
+        page.unroute("**/metrics")
         choose(page, DOG)
+        assert answers(page)
+        for _ in range(2):
+            with page.expect_response("**/metrics"):
+                page.clock.run_for(2000)
+        expect(page.locator("#live-rate")).to_have_text("0.0")
+        choose(page, DOG)
+        expect(page.locator("#progress-text")).to_have_text("1 of 1 done")
+        expect(page.locator("#pictures .mark").last).to_be_empty()
+        page.clock.run_for(2000)
         expect(page.locator("#live-rate")).to_have_text(re.compile(r"^0\.[1-9]|^[1-9]"))
         expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
         expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
@@ -210,16 +315,17 @@ def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
         expect(page.locator("#curl-text")).to_contain_text("/vision/classify?top_k=5")
 
 
-def test_deit_tiny_behind_a_key(browser: Browser, serve_module: Serve, shared: Path) -> None:
-    served = serve_module(checkpoint=shared / "weights/deit_tiny_imagenet", backend="torch", api_keys="secret,other")
-    with tab(browser, f"{served.url}/") as found:
+def test_deit_tiny_behind_a_key(browser: Browser, locked_server: Served) -> None:
+    with tab(browser, f"{locked_server.url}/") as found:
         found.refusals_expected = True
         page = found.page
         choose(page, DOG)  # it waits for the key
-        page.get_by_label("API key").fill("wrong")
-        page.get_by_role("button", name="Use this key").click()
-        expect(page.locator("#key-note")).to_have_text("The service does not know this key.")
-        page.get_by_label("API key").fill("secret")
+        for wrong in ("wrong", "\u043a\u043b\u044e\u0447"):  # the second cannot even be sent
+            page.get_by_label("API key").fill(wrong)
+            page.get_by_role("button", name="Use this key").click()
+            expect(page.locator("#key-note")).to_have_text("The service does not know this key.")
+            expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type("secret")  # over the wrong one, which is selected
         page.keyboard.press("Enter")
         assert answers(page)[0] == "Tibetan terrier, chrysanthemum dog"
         expect(page.locator("#key-form")).to_be_hidden()

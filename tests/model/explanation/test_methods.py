@@ -15,7 +15,7 @@ from model.explanation import methods
 from model.explanation.methods import METHODS, explain, explain_with_mass
 from model.explanation.rollout import rollout
 from model.network.vit import VisionTransformer
-from model.prediction import CLASS_SPECIFIC
+from model.prediction import CLASS_SPECIFIC, Rollout
 from model.prediction import METHODS as NAMES
 from tests.model.explanation.plain_reference import Reference, forward, read
 
@@ -186,6 +186,9 @@ def test_rollout_fuses_heads_and_discards_by_each_image_alone(family: str, fusio
     pixels = pictures(model)
     found = rollout(model, pixels, fusion=fusion, discard_ratio=ratio)
     torch.testing.assert_close(found, plain_rollout(model, pixels, fusion, ratio), rtol=0, atol=1e-5)
+    patches = found[:, model.config.prefix_tokens :]
+    named = explain(model, pixels, CLASSES, Rollout(fusion, ratio).method)
+    torch.testing.assert_close(named.flatten(1), patches / patches.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("method", METHODS)

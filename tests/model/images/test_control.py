@@ -11,8 +11,8 @@ import pytest
 
 from model.errors import ImageTooLarge, InvalidImage
 from model.images import resize
-from model.images.control import WorkControl
-from model.images.heatmap import render_heatmap
+from model.images.control import UNCONTROLLED, WorkControl
+from model.images.heatmap import draw_heatmap, encode_png
 from model.images.photo import upright_photo
 from model.images.preprocess import preprocess
 from model.images.region import Region
@@ -185,12 +185,16 @@ def test_the_photo_under_a_map_is_decoded_and_shrunk_under_control() -> None:
 def test_drawing_ends_between_its_steps() -> None:
     values = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
     picture = np.asarray(noise(64, 64))
+
+    def png(control: WorkControl) -> bytes:
+        return encode_png(draw_heatmap(values, picture=picture, size=400, control=control), control)
+
     whole = Counter()
-    drawn = render_heatmap(values, picture=picture, size=400, control=whole)
-    assert drawn == render_heatmap(values, picture=picture, size=400)
+    drawn = png(whole)
+    assert drawn == png(UNCONTROLLED)
     assert whole.checks > 2 + len(drawn) // 65_536
     for last in range(1, whole.checks + 1):
         ended = Counter(last)
         with pytest.raises(Unwanted):
-            render_heatmap(values, picture=picture, size=400, control=ended)
+            png(ended)
         assert ended.checks == last

@@ -16,7 +16,7 @@ from PIL import Image
 from model.errors import InputError
 from model.images.colorbar import tick_ratios
 from model.images.colormaps import colour_table
-from model.images.heatmap import COLORMAPS, MAX_SIZE, render_heatmap
+from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
 from model.images.region import Region
 from tests.model.images.pictures import difference, scene
 
@@ -25,7 +25,7 @@ RAMP = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
 
 
 def drawn(values: npt.ArrayLike, picture: np.ndarray | None = None, **options) -> np.ndarray:
-    png = render_heatmap(np.asarray(values, dtype=np.float32), picture=picture, **options)
+    png = encode_png(draw_heatmap(np.asarray(values, dtype=np.float32), picture=picture, **options))
     image = Image.open(io.BytesIO(png))
     assert image.format == "PNG" and image.mode == "RGB"
     return np.asarray(image)
@@ -305,11 +305,11 @@ def test_size_is_the_longer_side_and_the_pictures_shape_stays(picture, size, sha
 )
 def test_a_parameter_outside_what_is_offered_names_itself(parameter, value):
     with pytest.raises(InputError, match=parameter) as error:
-        render_heatmap(RAMP, picture=None, **{parameter: value})
+        draw_heatmap(RAMP, picture=None, **{parameter: value})
 
     assert error.value.parameter == parameter
 
 
 def test_an_unknown_colormap_is_told_the_known_ones():
     with pytest.raises(InputError, match="viridis"):
-        render_heatmap(RAMP, picture=None, colormap="rainbows")
+        draw_heatmap(RAMP, picture=None, colormap="rainbows")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.images.heatmap import MAX_SIZE
 from model.images.sheet import ContactSheet, in_a_row
 
 COLOURS = ["red", "lime", "blue", "yellow", "cyan"]
@@ -20,11 +21,27 @@ def count(image: Image.Image, colour: str) -> int:
 
 
 def test_pictures_stand_side_by_side_whole() -> None:
-    row = in_a_row([picture("red"), picture("lime", (30, 90))])
+    row = in_a_row([picture("red"), picture("lime", (30, 90))], 2)
     assert row.height == 90
     assert [count(row, colour) for colour in COLOURS[:2]] == [60 * 40, 30 * 90]
     alone = picture("red")
-    assert in_a_row([alone]) is alone
+    assert in_a_row([alone], 1) is alone
+    assert in_a_row([alone], 1, max_width=alone.width) is alone
+
+
+def test_pictures_stand_in_order_with_white_between() -> None:
+    row = np.asarray(in_a_row((picture(colour, (10, 6)) for colour in COLOURS[:3]), 3, max_width=MAX_SIZE))
+    assert row.shape == (6, 38, 3)
+    for place, colour in enumerate(COLOURS[:3]):
+        assert (row[:, 14 * place : 14 * place + 10] == np.asarray(picture(colour, (1, 1)))).all()
+    assert (row[:, 10:14] == 255).all()
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_row_is_never_wider_than_it_may_be(number: int) -> None:
+    row = in_a_row([picture("red", (2048, 1024))] * number, number, max_width=MAX_SIZE)
+    assert MAX_SIZE - number < row.width <= MAX_SIZE
+    assert row.height == pytest.approx(row.width / number / 2, abs=2)
 
 
 def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None:

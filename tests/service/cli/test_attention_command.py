@@ -60,7 +60,7 @@ def test_classes_stand_beside_the_picture(
     code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--size", "50", "--method", "gae")
     assert code == 0
     assert "gae of tabby, tabby cat and tiger, 2x2 patches" in out
-    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 8, 50)
+    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 4, 50)
     with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
         photo = np.asarray(row.crop((0, 0, 50, 50)), float)
         # The model's input is the middle of the picture, which is wider than high.
@@ -89,10 +89,10 @@ def test_the_map_lies_over_the_whole_photo(
     assert (pixels[:, 26:124] == 255).all()
     assert (pixels[:, [*range(24), *range(126, 150)]] < 128).all()
     assert run(capsys, *common, "-o", tmp_path / "bar.png", "--colorbar", "--no-smooth", "--side-by-side")[0] == 0
-    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 8
+    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
 
 
-@pytest.mark.parametrize("method", ["relevance", "rollout", "gae", "legrad", "cls"])
+@pytest.mark.parametrize("method", ["relevance", "rollout", "rollout:max:0.5", "gae", "legrad", "cls"])
 def test_each_method_gives_the_map_of_its_function(
     method: str, checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +105,8 @@ def test_each_method_gives_the_map_of_its_function(
     from model.runtime.torch_backend import Normalise
 
     files = [pictures / "b.png", pictures / "a.jpg"]
-    common = ["--method", method, "--checkpoint", checkpoint, "--dtype", "float32"]
+    flags = ["--fusion", "max", "--discard", "0.5"] if ":" in method else ["--method", method]
+    common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
     assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
     loaded = load_checkpoint(str(checkpoint))
     for file in files:
@@ -145,6 +146,8 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
         (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
+        (["--fusion", "max", "--method", "gae"], "--fusion and --discard do not apply to method gae"),
+        (["--discard", "1"], "discard 1.0: expected at least 0, and less than 1"),
         (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
         (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
     ],
@@ -211,7 +214,7 @@ def test_a_server_is_asked_for_what_the_flags_say(
     plain = {"view": "photo", "size": "40"}
     assert server.queries == [plain | {"alpha": "0"}, plain | {"method": "relevance", "class": "tiger,0"}]
     with Image.open(target) as row:
-        assert row.size == (2 * 40 + 8, 30)
+        assert row.size == (2 * 40 + 4, 30)
         assert (row.getpixel((0, 0)), row.getpixel((48, 0))) == ((0, 0, 255), (255, 0, 0))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import METHODS, AttentionMap, Head, MapRequest
+from model.prediction import METHODS, AttentionMap, Head, MapRequest, Rollout
 from service.cluster.protocol import (
     REPLY_LIMIT,
     REQUEST_LIMIT,
@@ -57,7 +57,7 @@ def results(draw: st.DrawFn) -> InferenceResult:
 
 
 MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
-    MapRequest.explained, st.sampled_from(METHODS), st.none() | SMALL
+    MapRequest.explained, st.sampled_from([*METHODS, Rollout("max", 0.9).method]), st.none() | SMALL
 )
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(

@@ -231,7 +231,7 @@ async def test_maps_that_are_drawn_hold_up_no_classification_and_have_a_bound(mo
     service = app(max_drawings=2)
     image_id = await kept(service)
     blocker = Blocker()
-    monkeypatch.setattr(attention, "render_heatmap", lambda *_, **__: blocker().encode())
+    monkeypatch.setattr(attention, "encode_png", lambda *_: blocker().encode())
     maps = [service.communicator("GET", "/attention", query=f"id={image_id}") for _ in range(2)]
     running = [each.start() for each in maps]
     await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 2)
@@ -251,7 +251,7 @@ async def test_a_map_whose_time_is_up_before_it_is_drawn_is_not_drawn(monkeypatc
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
     blocked = pipeline_of(service).lanes.drawing.pool.submit(blocker)
-    monkeypatch.setattr(attention, "render_heatmap", lambda *_, **__: drawn.append(1))
+    monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
     await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 1)
@@ -271,7 +271,7 @@ async def test_a_map_whose_caller_leaves_is_not_drawn_and_frees_its_place_at_onc
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
     blocked = pipeline_of(service).lanes.drawing.pool.submit(blocker)
-    monkeypatch.setattr(attention, "render_heatmap", lambda *_, **__: drawn.append(1))
+    monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
     await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 1)

@@ -1,0 +1,1 @@
+"""The page in a real browser. A package, so that its tests share one browser, which ends with the last of them."""
