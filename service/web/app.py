@@ -29,15 +29,21 @@ from service.web.middleware import LingerLimits, ProblemMiddleware, RequestConte
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
-from service.web.routes import attention, classify, documentation, operations, page
+from service.web.routes import attention, classify, documentation, inference_protocol, operations, page
 from service.web.routes.endpoint import Endpoint, no_such_path
 
 logger = logging.getLogger("vitserve")
 
 VERSION = importlib.metadata.version("vitserve")
 
-_ROUTERS = (classify.router, attention.router, operations.router, documentation.router)
-_PUBLIC = documentation.PUBLIC | page.PUBLIC | {"/healthz", "/readyz"}
+_ROUTERS = (
+    classify.router,
+    attention.router,
+    operations.router,
+    inference_protocol.router,
+    documentation.router,
+)
+_PUBLIC = documentation.PUBLIC | page.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}
 
 
 class _Application(FastAPI):

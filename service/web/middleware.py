@@ -25,7 +25,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of, shortened
+from service.web.problems import (
+    CLIENT_DISCONNECTED,
+    INTERNAL_ERROR,
+    MEDIA_TYPE,
+    body,
+    problem_of,
+    protocol_body,
+    shortened,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +41,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 """Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
+
+INFERENCE_PROTOCOL = "/v2"
+"""Paths that begin so answer errors as the Open Inference Protocol does."""
 
 BROKEN_FRAMING = "vit.broken_framing"
 """Key of the scope under which the HTTP protocol says how a body broke its framing."""
@@ -74,6 +85,7 @@ class RequestContext:
     Attributes:
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
+        endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
     """
 
@@ -84,6 +96,7 @@ class RequestContext:
         self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
         self.status: int | None = None
+        self.endpoint: str | None = None
         self.key_name: str | None = None
         self._scope = scope
         self._receive = receive
@@ -185,7 +198,7 @@ class RequestContextMiddleware:
 
     def _finish(self, scope: Scope, context: RequestContext) -> None:
         path = scope["path"]
-        endpoint = path if path in self._endpoints else "other"
+        endpoint = path if path in self._endpoints else context.endpoint or "other"
         seconds = self._clock() - context.started
         status = context.status or CLIENT_DISCONNECTED
         self._requests(endpoint, str(status)).inc()
@@ -243,7 +256,10 @@ class ProblemMiddleware:
                 self._metrics.rejected.labels(problem.code).inc()
                 if isinstance(error, EngineUnavailable):
                     await asyncio.sleep(self._hold_seconds)
-            content = body(problem, request_context(scope).request_id)
-            await Response(content, problem.status, problem.headers, MEDIA_TYPE)(scope, receive, send)
+            if scope["path"].startswith(INFERENCE_PROTOCOL):
+                content, kind = protocol_body(problem), "application/json"
+            else:
+                content, kind = body(problem, request_context(scope).request_id), MEDIA_TYPE
+            await Response(content, problem.status, problem.headers, kind)(scope, receive, send)
             if problem.code == INTERNAL_ERROR:
                 raise

@@ -41,7 +41,7 @@ from service.web.lanes import Control, Deadline, Lane, PictureTooBig
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
-from service.web.upload import UploadedFile, UploadLimits, read_files
+from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 
 T = TypeVar("T")
 
@@ -145,9 +145,24 @@ class Pipeline:
             ReceivingFull: there is no memory for the body.
             ServiceError: see `service.web.upload.read_files`.
         """
-        started = self.clock()
         limits = UploadLimits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
         numbers = itertools.count(2)
+
+        def read(receive: Receive) -> Awaitable[list[UploadedFile]]:
+            return read_files(request.headers, receive, limits, lambda: self.limiter.check(next(numbers)))
+
+        uploaded = await self._receive(request, upload, read)
+        upload.permit.extend(len(uploaded))
+        return uploaded
+
+    async def read_body(self, request: Request, upload: Upload) -> bytearray:
+        """Return the whole body, which is of another form than pictures; raises as `read`, and takes no place."""
+        limit = self.settings.max_request_bytes
+        return await self._receive(request, upload, lambda receive: read_whole(request.headers, receive, limit))
+
+    async def _receive(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
+        """Return what `read` makes of the body, whose bytes and time are bounded."""
+        started = self.clock()
 
         def give_way() -> None:
             if not time_limit.expired():
@@ -161,16 +176,13 @@ class Pipeline:
         try:
             async with asyncio.timeout(self.deadline(request).remaining()) as time_limit:
                 with self.receiving.arriving(upload.body, give_way):
-                    uploaded = await read_files(
-                        request.headers, receive, limits, lambda: self.limiter.check(next(numbers))
-                    )
+                    found = await read(receive)
         except TimeoutError:
             if upload.body.gave_way:
                 raise RequestTimeout("the body came too slowly while others waited for its room") from None
             raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        upload.permit.extend(len(uploaded))
         self.metrics.stages["read"].observe(self.clock() - started)
-        return uploaded
+        return found
 
     async def read_one(self, request: Request, upload: Upload) -> bytearray:
         """Return the bytes of the only file in the body; raises what `read` raises, and `UploadTooLarge`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -105,3 +106,8 @@ def _printable(text: str) -> str:
 def body(problem: Problem, request_id: str) -> bytes:
     """Return the problem document, encoded."""
     return problem.document(request_id).model_dump_json().encode()
+
+
+def protocol_body(problem: Problem) -> bytes:
+    """Return the error document of the Open Inference Protocol, encoded."""
+    return json.dumps({"error": problem.detail}).encode()

@@ -91,6 +91,26 @@ async def read_files(
     return reader.finish()
 
 
+async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
+    """Read a body of any form, at most `limit` bytes.
+
+    Raises:
+        UploadTooLarge: it has more.
+        UnsupportedMediaType: it is declared as compressed.
+        ClientDisconnected: the caller went away.
+    """
+    declared = _content_length(headers)
+    if declared > limit:
+        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+    encoding = headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the body as it is")
+    body = bytearray()
+    async for chunk in _bounded(receive, limit):
+        body += chunk
+    return body
+
+
 def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding != "identity":

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
+from service.web.middleware import request_context
 
 _MAX_PARAMETERS = 64
 
@@ -52,6 +53,7 @@ class Endpoint(APIRoute):
             routes = (route for route in scope["app"].routes if route.path_regex.match(scope["path"]))
             allowed = sorted(method for route in routes for method in route.methods)
             raise MethodNotAllowed(f"{scope['method']} {scope['path']}: no such method on this path", allowed)
+        request_context(scope).endpoint = self.path_format
         request = Request(scope, receive)
         if self._query_model is None:
             answer = await self.endpoint(request)

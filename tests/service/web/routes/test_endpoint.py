@@ -26,7 +26,7 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v2", "/healthz\n", "/\n"])
+@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v3", "/healthz\n", "/\n"])
 async def test_an_unknown_path_is_404(path: str) -> None:
     response = await app().get(path)
     assert (response.status, response.code) == (404, "not_found")

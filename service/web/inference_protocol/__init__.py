@@ -1,0 +1,12 @@
+"""The Open Inference Protocol, version 2: its tensors, its documents, and what becomes of an inference request.
+
+https://github.com/kserve/open-inference-protocol, with the extensions of Triton that `EXTENSIONS` names.
+"""
+
+from typing import Final
+
+EXTENSIONS: Final = ("binary_tensor_data", "classification", "model_configuration", "statistics")
+"""https://github.com/triton-inference-server/server/tree/main/docs/protocol; what is not served is not named."""
+
+VERSION: Final = "1"
+"""The one version that a model has here."""

@@ -1,0 +1,121 @@
+"""The documents that describe the server and its model: metadata, configuration, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.engine.messages import ModelInfo
+from service.metrics.metrics import Metrics
+from service.web.inference_protocol import EXTENSIONS, VERSION
+from service.web.inference_protocol.inference import picture_shape
+
+_PLATFORM: Final = "vitserve"
+_NANOSECONDS: Final = 1_000_000_000
+_CONFIGURED: Final = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
+_REQUESTS: Final = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
+
+
+def server_metadata(version: str) -> dict[str, Any]:
+    """Return the metadata of the server."""
+    return {"name": "vitserve", "version": version, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(info: ModelInfo) -> dict[str, Any]:
+    """Return the metadata of the model; -1 is a size that differs by request."""
+    return {"name": info.name, "versions": [VERSION], "platform": _PLATFORM, **_tensors(info)}
+
+
+def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
+    rows, columns = info.config.grid
+    inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *picture_shape(info)])}
+    outputs = {
+        "label": ("BYTES", [-1, -1]),
+        "index": ("INT64", [-1, -1]),
+        "score": ("FP32", [-1, -1]),
+        "attention": ("FP32", [-1, rows, columns]),
+    }
+    return {
+        kind: [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in tensors.items()]
+        for kind, tensors in {"inputs": inputs, "outputs": outputs}.items()
+    }
+
+
+def model_configuration(info: ModelInfo) -> dict[str, Any]:
+    """Return the model's configuration, with the fields of Triton's `ModelConfig` that say something here.
+
+    https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_configuration.md
+    """
+    tensors = _tensors(info)
+    return {
+        "name": info.name,
+        "platform": _PLATFORM,
+        "backend": info.backend.split()[0],
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": 0,
+        "input": [_configured(tensor) | {"optional": True} for tensor in tensors["inputs"]],
+        "output": [_configured(tensor) for tensor in tensors["outputs"]],
+        "dynamic_batching": {"preferred_batch_size": [info.max_batch], "max_queue_delay_microseconds": 0},
+        "instance_group": [{"name": info.name, "kind": "KIND_CPU" if info.device == "cpu" else "KIND_GPU", "count": 1}],
+        "parameters": {
+            "architecture": {"string_value": info.architecture},
+            "device": {"string_value": info.device},
+            "dtype": {"string_value": info.dtype},
+        },
+    }
+
+
+def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": tensor["name"], "data_type": _CONFIGURED[tensor["datatype"]], "dims": tensor["shape"]}
+
+
+def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
+    """Return the statistics since the start, of requests by every way in.
+
+    https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
+    """
+    totals = _totals(metrics)
+
+    def duration(stage: str) -> dict[str, int]:
+        return _duration(totals, "vit_stage_duration_seconds", stage)
+
+    executions = int(totals.get(("vit_batches_total", ""), 0))
+    statistics = {
+        "success": _duration(totals, "vit_request_duration_seconds", "ok"),
+        "queue": duration("queue"),
+        "compute_input": duration("decode"),
+        "compute_infer": duration("inference"),
+    }
+    return {
+        "model_stats": [
+            {
+                "name": info.name,
+                "version": VERSION,
+                "inference_count": int(totals.get(("vit_images_total", ""), 0)),
+                "execution_count": executions,
+                "inference_stats": statistics,
+            }
+        ]
+    }
+
+
+def _duration(totals: Mapping[tuple[str, str], float], metric: str, key: str) -> dict[str, int]:
+    return {
+        "count": int(totals.get((f"{metric}_count", key), 0)),
+        "ns": round(_NANOSECONDS * totals.get((f"{metric}_sum", key), 0)),
+    }
+
+
+def _totals(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Return the sum of each metric by stage, of the service as a whole; requests for inference are `ok`."""
+    totals: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            endpoint = sample.labels.get("endpoint")
+            if endpoint is not None and endpoint not in _REQUESTS:
+                continue
+            key = sample.name, "ok" if endpoint else sample.labels.get("stage", "")
+            totals[key] = totals.get(key, 0) + sample.value
+    return totals

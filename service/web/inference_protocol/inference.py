@@ -1,0 +1,196 @@
+"""What becomes of an inference request: its inputs checked, its pictures computed, its outputs chosen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import ImageError
+from model.prediction import MapRequest
+from service.engine.messages import InferenceResult, ModelInfo
+from service.errors import InvalidParameter, ServiceError, TooManyImages, UploadTooLarge
+from service.web.inference_protocol.tensors import (
+    InferenceHeader,
+    OutputTensor,
+    RequestedOutput,
+    bytes_elements,
+    take_binary,
+    uint8_elements,
+)
+from service.web.lanes import Deadline
+from service.web.pipeline import Pipeline, all_of
+
+OUTPUTS: Final = ("label", "index", "score", "attention")
+_BY_DEFAULT: Final = ("label", "index", "score")
+_DEFAULT_TOP_K: Final = 5
+_MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
+    "cls": lambda info: MapRequest(info.config.depth - 1),
+    "relevance": lambda info: MapRequest.explained("relevance"),
+}
+
+
+def picture_shape(info: ModelInfo) -> tuple[int, int, int]:
+    """Return the rows, columns and channels of one element of the input `pixels`."""
+    return (*info.preprocess.size, len(info.preprocess.mean))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
+
+    encoded: list[bytearray] | None
+    pixels: NDArray[np.uint8] | None
+
+    def __len__(self) -> int:
+        return len(self.encoded if self.encoded is not None else self.pixels)  # type: ignore[arg-type]
+
+
+def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo) -> Inputs:
+    """Return the pictures of a request.
+
+    Raises:
+        InvalidParameter: it has not one input, of a name, datatype and shape that the model has.
+        MalformedRequest: see `service.web.inference_protocol.tensors`.
+    """
+    if len(header.inputs) != 1:
+        raise InvalidParameter(f"{len(header.inputs)} inputs: expected 'image' or 'pixels', and not both")
+    [tensor] = header.inputs
+    binary = take_binary([tensor], rest).get(tensor.name)
+    if binary is None and tensor.data is None:
+        raise InvalidParameter(f"input {tensor.name!r} has no data")
+    if tensor.name == "image":
+        if tensor.datatype != "BYTES" or not (len(tensor.shape) == 1 or tensor.shape[1:] == [1]):
+            raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
+        return Inputs(bytes_elements(tensor, binary), None)
+    if tensor.name == "pixels":
+        shape = list(picture_shape(info))
+        if tensor.datatype != "UINT8" or tensor.shape[1:] != shape:
+            raise InvalidParameter(f"input 'pixels' is UINT8 of shape [N, {', '.join(map(str, shape))}]")
+        return Inputs(None, uint8_elements(tensor, binary))
+    raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request wants of each picture.
+
+    Attributes:
+        outputs: in the order of the answer, each with its own parameters.
+        binary: whether outputs that do not say so themselves are sent as bytes.
+    """
+
+    outputs: Sequence[RequestedOutput]
+    top_k: int
+    map_request: MapRequest | None
+    binary: bool
+
+    @classmethod
+    def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Wanted:
+        """Return what a request wants; raises `InvalidParameter` for what the model has not."""
+        outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
+        classes = info.config.num_classes
+        for output in outputs:
+            if output.name not in OUTPUTS:
+                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
+            if "classification" in output.parameters and output.name != "score":
+                raise InvalidParameter("the parameter 'classification' is for the output 'score'")
+        counts = [_count(header.parameters, "top_k", classes)]
+        counts += [_count(output.parameters, "classification", classes) for output in outputs]
+        asked = [count for count in counts if count is not None]
+        wants_map = any(output.name == "attention" for output in outputs)
+        method = header.parameters.get("attention", "relevance")
+        if method not in _MAPS:
+            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        return cls(
+            outputs,
+            max(asked, default=min(_DEFAULT_TOP_K, classes)),
+            _MAPS[method](info) if wants_map else None,
+            bool(header.parameters.get("binary_data_output", binary)),
+        )
+
+
+def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
+    count = parameters.get(name)
+    if count is None:
+        return None
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
+        raise InvalidParameter(f"{name} {count!r:.40}: expected 1 to {classes}")
+    return count
+
+
+async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
+    """Return the result of each picture, in order.
+
+    Raises:
+        ImageError, ServiceError: that of the first picture that failed, its position named if there are several.
+    """
+
+    async def one(position: int) -> InferenceResult:
+        try:
+            if inputs.encoded is not None:
+                data = inputs.encoded[position]
+                limit = pipeline.settings.max_upload_bytes
+                if len(data) > limit:
+                    raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
+                pixels = (await pipeline.decode(data, deadline)).picture.pixels
+            else:
+                assert inputs.pixels is not None
+                pixels = inputs.pixels[position]
+            return await pipeline.infer(pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request)
+        except (ImageError, ServiceError) as error:
+            if len(inputs) == 1:
+                raise
+            named = copy.copy(error)  # that of a whole batch is raised for each of its pictures
+            named.args = (f"picture {position}: {error}",)
+            raise named from None
+
+    results = await all_of(one(position) for position in range(len(inputs)))
+    pipeline.metrics.images.inc(len(results))
+    for result in results:
+        pipeline.metrics.top1_score.observe(float(result.scores[0]))
+    return results
+
+
+def check_count(inputs: Inputs, limit: int) -> None:
+    """Raise `TooManyImages` if there are more pictures than `limit`, `InvalidParameter` if there is none."""
+    if len(inputs) > limit:
+        raise TooManyImages(f"{len(inputs)} pictures: at most {limit} are allowed in one request")
+    if len(inputs) == 0:
+        raise InvalidParameter("there is no picture in the request")
+
+
+def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
+    """Return the outputs that were asked for: [N, K], of attention [N, rows, columns]."""
+    top_k = wanted.top_k
+    index = np.stack([result.indices[:top_k] for result in results])
+    score = np.stack([result.scores[:top_k] for result in results])
+    label = np.array([[labels[each] for each in row] for row in index.tolist()], np.str_)
+    found: list[OutputTensor] = []
+    for output in wanted.outputs:
+        binary = bool(output.parameters.get("binary_data", wanted.binary))
+        count = output.parameters.get("classification")
+        values: NDArray[Any]
+        if count is not None:
+            values = _classification(score[:, :count], index[:, :count], label[:, :count])
+        elif output.name == "attention":
+            values = np.stack([result.map.values for result in results if result.map is not None])
+        else:
+            values = {"label": label, "index": index, "score": score}[output.name]
+        found.append(OutputTensor(output.name, values, binary=binary))
+    return found
+
+
+def _classification(score: NDArray[np.float32], index: NDArray[np.int64], label: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return `value:index:label` [N, K].
+
+    https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md
+    """
+    rows = zip(score.tolist(), index.tolist(), label.tolist(), strict=True)
+    return np.array(
+        [[f"{value:f}:{number}:{name}" for value, number, name in zip(*row, strict=True)] for row in rows], np.str_
+    )

@@ -1,0 +1,204 @@
+"""Tensors as the protocol sends them: in JSON, or as raw bytes behind the JSON.
+
+A BYTES element is preceded by its length, 4 bytes little endian; numbers are little endian, in row-major order.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import InvalidParameter, MalformedRequest
+
+_LENGTH: Final = struct.Struct("<I")
+_MAX_ELEMENTS: Final = 1 << 40
+
+Parameters = dict[str, Any]
+
+
+class InputTensor(msgspec.Struct, frozen=True):
+    """A tensor of a request; `data` stands in the JSON, or its bytes behind it."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any] | None = None
+    parameters: Parameters = {}
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements of the shape; raises `InvalidParameter` for a shape that is none."""
+        count = math.prod(self.shape)
+        if not self.shape or min(self.shape) < 0 or count > _MAX_ELEMENTS:
+            raise InvalidParameter(f"input {self.name!r}: shape {self.shape!s:.80} is not one of a tensor")
+        return count
+
+
+class RequestedOutput(msgspec.Struct, frozen=True):
+    """An output that a request asks for."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class InferenceHeader(msgspec.Struct, frozen=True):
+    """The JSON of an inference request."""
+
+    inputs: list[InputTensor]
+    id: str | None = None
+    outputs: list[RequestedOutput] = []
+    parameters: Parameters = {}
+
+
+_decode = msgspec.json.Decoder(InferenceHeader).decode
+
+
+def split_body(body: bytearray, header_length: int | None) -> tuple[InferenceHeader, memoryview]:
+    """Return the JSON of a request, and the bytes behind it.
+
+    Args:
+        header_length: bytes of the JSON; None: all.
+
+    Raises:
+        MalformedRequest: the JSON is none of an inference request, or is shorter than it is said to be.
+    """
+    whole = memoryview(body)
+    length = len(whole) if header_length is None else header_length
+    if length > len(whole):
+        raise MalformedRequest(f"Inference-Header-Content-Length is {length}, and the body has {len(whole)} bytes")
+    try:
+        return _decode(whole[:length]), whole[length:]
+    except msgspec.DecodeError as error:
+        raise MalformedRequest(f"not the JSON of an inference request: {error}") from None
+
+
+def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, memoryview]:
+    """Return the bytes of the tensors that have theirs behind the JSON, by name.
+
+    Raises:
+        MalformedRequest: there are fewer or more bytes than the tensors claim.
+    """
+    found = {}
+    for tensor in tensors:
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            continue
+        if not isinstance(size, int) or size < 0 or size > len(rest):
+            raise MalformedRequest(
+                f"input {tensor.name!r}: binary_data_size {size!r:.40}, and {len(rest)} bytes are left"
+            )
+        found[tensor.name], rest = rest[:size], rest[size:]
+    if len(rest):
+        raise MalformedRequest(f"{len(rest)} bytes follow the last tensor")
+    return found
+
+
+def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytearray]:
+    """Return the elements of a BYTES tensor; in JSON they are base64.
+
+    Raises:
+        MalformedRequest: the elements are not as many as the shape says, or not of the form.
+    """
+    elements = _from_json(tensor) if binary is None else _from_binary(tensor, binary)
+    if len(elements) != tensor.elements:
+        raise MalformedRequest(f"input {tensor.name!r}: {len(elements)} elements, and the shape is {tensor.shape}")
+    return elements
+
+
+def _from_json(tensor: InputTensor) -> list[bytearray]:
+    elements: list[bytearray] = []
+    for position, text in enumerate(tensor.data or ()):
+        try:
+            elements.append(bytearray(base64.b64decode(text, validate=True)))
+        except (TypeError, ValueError, binascii.Error):
+            raise MalformedRequest(f"input {tensor.name!r}: element {position} is not a string in base64") from None
+    return elements
+
+
+def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
+    elements: list[bytearray] = []
+    while len(binary):
+        size = _LENGTH.unpack_from(binary)[0] if len(binary) >= _LENGTH.size else len(binary)
+        if len(binary) < _LENGTH.size + size:
+            raise MalformedRequest(f"input {tensor.name!r}: element {len(elements)} has more bytes than there are")
+        elements.append(bytearray(binary[_LENGTH.size : _LENGTH.size + size]))
+        binary = binary[_LENGTH.size + size :]
+    return elements
+
+
+def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np.uint8]:
+    """Return a UINT8 tensor as an array of its shape.
+
+    Raises:
+        MalformedRequest: the elements are not as many as the shape says, or not 0 to 255.
+    """
+    if binary is None:
+        try:
+            values = np.asarray(tensor.data)
+            if values.dtype.kind not in "iu" or (values.size and not 0 <= values.min() <= values.max() <= 255):
+                raise ValueError
+        except (ValueError, TypeError, OverflowError):
+            raise MalformedRequest(f"input {tensor.name!r}: the data are not numbers from 0 to 255") from None
+        flat = values.astype(np.uint8).ravel()
+    else:
+        flat = np.frombuffer(binary, np.uint8)
+    if flat.size != tensor.elements:
+        raise MalformedRequest(f"input {tensor.name!r}: {flat.size} elements, and the shape is {tensor.shape}")
+    return flat.reshape(tensor.shape)
+
+
+class OutputTensor:
+    """A tensor of an answer.
+
+    Args:
+        values: of any shape: str, which is sent as BYTES, int64 or float32.
+        binary: whether its bytes stand behind the JSON.
+    """
+
+    def __init__(self, name: str, values: NDArray[Any], *, binary: bool) -> None:
+        self.name = name
+        self.datatype = {"U": "BYTES", "i": "INT64", "f": "FP32"}[values.dtype.kind]
+        self.shape = list(values.shape)
+        self._values = values
+        self.binary = self._bytes() if binary else None
+
+    def _bytes(self) -> bytes:
+        if self.datatype != "BYTES":
+            return self._values.astype({"INT64": "<i8", "FP32": "<f4"}[self.datatype]).tobytes()
+        encoded = [text.encode() for text in self._values.ravel().tolist()]
+        return b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
+
+    def document(self) -> dict[str, Any]:
+        """Return what the JSON says of it."""
+        named = {"name": self.name, "datatype": self.datatype, "shape": self.shape}
+        if self.binary is not None:
+            return {**named, "parameters": {"binary_data_size": len(self.binary)}}
+        values = self._values.ravel()
+        # The shortest decimal that is the same float32: 0.83 and not 0.8299999833.
+        return {
+            **named,
+            "data": [float(str(value)) for value in values] if self.datatype == "FP32" else values.tolist(),
+        }
+
+
+def encode_answer(
+    model: str, version: str, request_id: str | None, outputs: list[OutputTensor]
+) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the length of its JSON if bytes follow it."""
+    header = {"model_name": model, "model_version": version, "outputs": [output.document() for output in outputs]}
+    if request_id is not None:
+        header["id"] = request_id
+    document = msgspec.json.encode(header)
+    binary = [output.binary for output in outputs if output.binary is not None]
+    if not binary:
+        return document, None
+    return document + b"".join(binary), len(document)

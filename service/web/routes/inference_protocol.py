@@ -1,0 +1,152 @@
+"""The Open Inference Protocol, version 2, under /v2; `service.web.inference_protocol` has its tensors and documents.
+
+A name of a model may hold slashes, so the routes that say more of it come first; of one function's decorators the
+lowest is the first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.engine.messages import ModelInfo
+from service.errors import MalformedRequest, NotFound
+from service.web.inference_protocol import VERSION
+from service.web.inference_protocol.documents import (
+    model_configuration,
+    model_metadata,
+    model_statistics,
+    server_metadata,
+)
+from service.web.inference_protocol.inference import Inputs, Wanted, check_count, compute, make_outputs, read_inputs
+from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body
+from service.web.pipeline import pipeline_of, unless_disconnected
+from service.web.routes.endpoint import Endpoint
+
+# The protocol has an OpenAPI document of its own, so these routes are not in ours.
+router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
+
+PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+"""Paths that are open even when keys are set."""
+
+_HEADER_LENGTH: Final = "inference-header-content-length"
+_MODEL: Final = "/models/{name:path}"
+_VERSIONED: Final = "/models/{name:path}/versions/{version}"
+
+
+def _json(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _model(request: Request) -> ModelInfo:
+    """Return the model that the path names.
+
+    Raises:
+        NotFound: there is none of this name and version.
+        EngineUnavailable: none is ready.
+    """
+    name, version = request.path_params["name"], request.path_params.get("version", VERSION)
+    info = pipeline_of(request).model()
+    if name != info.name:
+        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
+    if version != VERSION:
+        raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
+    return info
+
+
+@router.get("")
+async def v2_server(request: Request) -> Response:
+    """Describe the server."""
+    return _json(server_metadata(importlib.metadata.version("vitserve")))
+
+
+@router.get("/health/live")
+async def v2_live(request: Request) -> Response:
+    """Answer as long as the process lives."""
+    return Response()
+
+
+@router.get("/health/ready")
+async def v2_ready(request: Request) -> Response:
+    """Answer 200 when the model is ready, else 503."""
+    pipeline = pipeline_of(request)
+    pipeline.lifecycle.check()
+    pipeline.model()
+    return Response()
+
+
+@router.get(f"{_MODEL}/ready")
+@router.get(f"{_VERSIONED}/ready")
+async def v2_model_ready(request: Request) -> Response:
+    """Answer 200 when this model is ready, else 503."""
+    pipeline_of(request).lifecycle.check()
+    _model(request)
+    return Response()
+
+
+@router.get(f"{_MODEL}/config")
+@router.get(f"{_VERSIONED}/config")
+async def v2_configuration(request: Request) -> Response:
+    """Return the model's configuration."""
+    return _json(model_configuration(_model(request)))
+
+
+@router.get(f"{_MODEL}/stats")
+@router.get(f"{_VERSIONED}/stats")
+async def v2_statistics(request: Request) -> Response:
+    """Return the statistics of the model since the start."""
+    return _json(model_statistics(_model(request), pipeline_of(request).metrics))
+
+
+@router.get("/models/stats")
+async def v2_all_statistics(request: Request) -> Response:
+    """Return the statistics of all models, of which there is one."""
+    pipeline = pipeline_of(request)
+    return _json(model_statistics(pipeline.model(), pipeline.metrics))
+
+
+@router.post(f"{_MODEL}/infer")
+@router.post(f"{_VERSIONED}/infer")
+async def v2_infer(request: Request) -> Response:
+    """Classify the pictures of the tensor `image` or `pixels`."""
+    pipeline = pipeline_of(request)
+    info = _model(request)
+    with pipeline.admit_upload() as upload:
+        body = await pipeline.read_body(request, upload)
+        length = _header_length(request)
+        if length == 0:  # the body is one picture and nothing else
+            header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
+        else:
+            header, rest = split_body(body, length)
+            inputs, binary = read_inputs(header, rest, info), False
+        wanted = Wanted.of(header, info, binary=binary)
+        check_count(inputs, pipeline.settings.max_images_per_request)
+        upload.permit.extend(len(inputs))
+        work = compute(pipeline, inputs, wanted, pipeline.deadline(request))
+        results = await unless_disconnected(request.receive, work)
+    outputs = make_outputs(results, wanted, info.labels)
+    content, header_length = encode_answer(info.name, VERSION, header.id, outputs)
+    if header_length is None:
+        return Response(content, media_type="application/json")
+    return Response(content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream")
+
+
+def _header_length(request: Request) -> int | None:
+    text = request.headers.get(_HEADER_LENGTH)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise MalformedRequest("Inference-Header-Content-Length is not a number")
+    return int(text)
+
+
+@router.get(_MODEL)
+@router.get(_VERSIONED)
+async def v2_model(request: Request) -> Response:
+    """Describe the model: its inputs and outputs."""
+    return _json(model_metadata(_model(request)))

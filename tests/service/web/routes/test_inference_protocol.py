@@ -1,0 +1,264 @@
+"""The Open Inference Protocol without a network: forms of requests and answers, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
+from tests.service.web.apps import App, app, until
+from tests.service.web.http_communicator import HttpCommunicator
+
+INFER = "/v2/models/fake/infer"
+
+
+def encoded(*reds: int) -> dict[str, Any]:
+    """A tensor `image` in JSON."""
+    data = [base64.b64encode(png(red)).decode() for red in reds]
+    return {"name": "image", "datatype": "BYTES", "shape": [len(reds)], "data": data}
+
+
+async def infer(service: App, *inputs: dict[str, Any], path: str = INFER, **header: Any) -> HttpCommunicator:
+    return await post(service, json.dumps({"inputs": inputs, **header}).encode(), path=path)
+
+
+async def post(service: App, body: bytes, *, path: str = INFER, **headers: str) -> HttpCommunicator:
+    return await service.request("POST", path, headers=headers, body=body)
+
+
+def outputs(document: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in document["outputs"]}
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", [INFER, "/v2/models/fake/versions/1/infer"])
+async def test_pictures_get_their_own_rows_in_order(path: str) -> None:
+    response = await infer(app(), encoded(3, 250, 3), path=path, id="mine", parameters={"top_k": 2})
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/json"
+    document = response.json
+    assert (document["model_name"], document["model_version"], document["id"]) == ("fake", "1", "mine")
+    found = outputs(document)
+    assert list(found) == ["label", "index", "score"]
+    assert found["index"].tolist() == [expected_indices(red, 2) for red in (3, 250, 3)]
+    assert found["label"].tolist() == [[f"label {i}" for i in row] for row in found["index"].tolist()]
+    np.testing.assert_array_equal(found["score"].astype(np.float32), [answer(3, 2)[0]] * 3)
+    assert [each["datatype"] for each in document["outputs"]] == ["BYTES", "INT64", "FP32"]
+
+
+@on_a_loop
+async def test_pixels_of_the_models_size_are_taken_as_they_are() -> None:
+    data = np.stack([pixels(1), pixels(2)])
+    tensor = {"name": "pixels", "datatype": "UINT8", "shape": list(data.shape), "data": data.tolist()}
+    response = await infer(app(), tensor, outputs=[{"name": "index"}])
+    assert outputs(response.json)["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+
+
+@on_a_loop
+async def test_binary_tensors_go_both_ways() -> None:
+    pictures = [png(1), png(2)]
+    data = b"".join(struct.pack("<I", len(picture)) + picture for picture in pictures)
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": len(data)}}
+    wanted = [
+        {"name": "label", "parameters": {"binary_data": True}},
+        {"name": "score"},
+        {"name": "index", "parameters": {"binary_data": True}},
+    ]
+    header = json.dumps({"inputs": [tensor], "outputs": wanted, "parameters": {"top_k": 1}}).encode()
+    response = await post(app(), header + data, **{"inference-header-content-length": str(len(header))})
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/octet-stream"
+    length = int(response.headers["inference-header-content-length"])
+    document, binary = json.loads(response.content[:length]), response.content[length:]
+    sizes = [each.get("parameters", {}).get("binary_data_size", 0) for each in document["outputs"]]
+    assert sum(sizes) == len(binary)
+    label, index = binary[: sizes[0]], binary[sizes[0] :]
+    assert label == struct.pack("<I", 7) + b"label 1" + struct.pack("<I", 7) + b"label 2"
+    assert np.frombuffer(index, "<i8").tolist() == [1, 2]
+    assert document["outputs"][1]["data"] == [0.5, 0.5]
+
+
+@on_a_loop
+async def test_a_header_of_no_bytes_means_that_the_body_is_one_picture() -> None:
+    response = await post(app(), png(4), **{"inference-header-content-length": "0"})
+    length = int(response.headers["inference-header-content-length"])
+    document = json.loads(response.content[:length])
+    assert [each["shape"] for each in document["outputs"]] == [[1, 5]] * 3
+    assert np.frombuffer(response.content[-20:], "<f4")[0] == 0.5
+
+
+@on_a_loop
+async def test_classification_joins_value_index_and_label() -> None:
+    wanted = [{"name": "score", "parameters": {"classification": 2}}, {"name": "index"}]
+    response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 3})
+    found = outputs(response.json)
+    assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
+    assert found["index"].tolist() == [[8, 9, 0]]
+
+
+@on_a_loop
+@pytest.mark.parametrize("method", ["cls", "relevance", None])
+async def test_attention_is_one_map_a_picture(method: str | None) -> None:
+    parameters = {} if method is None else {"attention": method}
+    response = await infer(app(), encoded(1, 2), outputs=[{"name": "attention"}], parameters=parameters)
+    assert outputs(response.json)["attention"].shape == (2, 2, 2)
+
+
+@on_a_loop
+async def test_metadata_configuration_and_statistics_describe_the_model() -> None:
+    service = app()
+    server = (await service.get("/v2")).json
+    assert server["name"] == "vitserve"
+    assert "binary_tensor_data" in server["extensions"]
+    for path in ("/v2/models/fake", "/v2/models/fake/versions/1"):
+        document = (await service.get(path)).json
+        assert document["versions"] == ["1"]
+        assert [(each["name"], each["shape"]) for each in document["inputs"]] == [
+            ("image", [-1]),
+            ("pixels", [-1, SIZE, SIZE, 3]),
+        ]
+    configuration = (await service.get("/v2/models/fake/config")).json
+    assert {each["name"] for each in configuration["output"]} == {"label", "index", "score", "attention"}
+    await infer(service, encoded(1, 2))
+    for path in ("/v2/models/fake/stats", "/v2/models/stats"):
+        [statistics] = (await service.get(path)).json["model_stats"]
+        assert statistics["inference_count"] == 2
+        assert statistics["inference_stats"]["success"]["count"] == 1
+        assert statistics["inference_stats"]["queue"]["count"] == 2
+        assert statistics["inference_stats"]["success"]["ns"] > 0
+
+
+@on_a_loop
+async def test_health_follows_the_engine_and_the_drain() -> None:
+    service = app()
+    paths = ("/v2/health/ready", "/v2/models/fake/ready")
+    assert [(await service.get(path)).status for path in paths] == [200, 200]
+    service.engine.state = "failed"
+    assert [(await service.get(path)).status for path in paths] == [503, 503]
+    service.engine.state = "ready"
+    service.lifecycle.draining = True
+    assert [(await service.get(path)).status for path in paths] == [503, 503]
+    assert (await service.get("/v2/health/live")).status == 200
+
+
+IMAGE = encoded(1)
+PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("request_", "status", "words"),
+    [
+        ({}, 400, "inputs"),
+        ({"inputs": []}, 422, "0 inputs"),
+        ({"inputs": [IMAGE, PIXELS]}, 422, "not both"),
+        ({"inputs": [{**IMAGE, "name": "x"}]}, 422, "'x'"),
+        ({"inputs": [{**IMAGE, "datatype": "FP32"}]}, 422, "BYTES"),
+        ({"inputs": [{**IMAGE, "shape": [2]}]}, 400, "1 elements"),
+        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "not one of a tensor"),
+        ({"inputs": [{**IMAGE, "shape": []}]}, 422, "shape [N]"),
+        ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture"),
+        ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
+        ({"inputs": [{**IMAGE, "data": [7]}]}, 400, "element 0"),
+        ({"inputs": [{**IMAGE, "data": None}]}, 422, "no data"),
+        ({"inputs": [{**IMAGE, "parameters": {"binary_data_size": 5}}]}, 400, "0 are left|0 bytes are left"),
+        ({"inputs": [{**IMAGE, "parameters": {"binary_data_size": "5"}}]}, 400, "bytes are left"),
+        ({"inputs": [{**PIXELS, "data": [[[[0] * 3] * SIZE] * (SIZE - 1)]}]}, 400, "elements"),
+        ({"inputs": [{**PIXELS, "data": [[[[256] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "data": [[[["a"] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "data": [[1], [1, 2]]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "shape": [1, SIZE, SIZE, 4], "data": []}]}, 422, "pixels"),
+        ({"inputs": [IMAGE], "outputs": [{"name": "logit"}]}, 422, "'logit'"),
+        ({"inputs": [IMAGE], "outputs": [{"name": "index", "parameters": {"classification": 1}}]}, 422, "score"),
+        ({"inputs": [IMAGE], "parameters": {"top_k": CLASSES + 1}}, 422, "1 to 10"),
+        ({"inputs": [IMAGE], "parameters": {"top_k": True}}, 422, "top_k"),
+        ({"inputs": [IMAGE], "parameters": {"attention": "lime"}, "outputs": [{"name": "attention"}]}, 422, "lime"),
+        ({"inputs": [encoded(*range(65))]}, 413, "64"),
+    ],
+)
+async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
+    request_: dict[str, Any], status: int, words: str
+) -> None:
+    service = app()
+    request_ = {"inputs": [encoded(*range(65))]} if status == 413 else request_
+    response = await post(service, json.dumps(request_).encode())
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json) == ["error"]
+    assert any(word in response.json["error"] for word in words.split("|")), response.json
+    assert response.status == status
+    assert service.metric("vit_admitted_images") == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"", {}),
+        (b"{", {}),
+        (b"[]", {}),
+        (b"{}x", {"inference-header-content-length": "3"}),
+        (b"{}", {"inference-header-content-length": "99"}),
+        (b"{}", {"inference-header-content-length": "-1"}),
+        (b"{}", {"inference-header-content-length": "two"}),
+    ],
+)
+async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, str]) -> None:
+    response = await post(app(), body, **headers)
+    assert (response.status, list(response.json)) == (400, ["error"])
+
+
+@on_a_loop
+async def test_one_bad_picture_fails_its_request_and_is_named() -> None:
+    tensor = encoded(1, 2)
+    tensor["data"][1] = base64.b64encode(b"GIF89a nothing").decode()
+    response = await infer(app(), tensor)
+    assert response.status == 422
+    assert response.json["error"].startswith("picture 1: ")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "path", ["/v2/models/other/infer", "/v2/models/fake/versions/2/infer", "/v2/models/a/b/infer", "/v2/nothing"]
+)
+async def test_another_model_is_404(path: str) -> None:
+    response = await infer(app(), IMAGE, path=path)
+    assert (response.status, list(response.json)) == (404, ["error"])
+
+
+@on_a_loop
+async def test_it_takes_a_place_a_picture_and_gives_them_back() -> None:
+    service = app(queue_size=3)
+    service.engine.gate.clear()
+    held = asyncio.create_task(infer(service, encoded(1, 2)))
+    await until(lambda: service.engine.waiting == 2)
+    refused = await infer(service, encoded(1, 2))
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    service.engine.gate.set()
+    assert (await held).status == 200
+    assert (await infer(service, encoded(1, 2, 3))).status == 200
+
+
+@on_a_loop
+async def test_keys_are_asked_for_but_for_health() -> None:
+    service = app(api_keys="one")
+    assert (await service.get("/v2/health/live")).status == 200
+    assert (await service.get("/v2/health/ready")).status == 200
+    refused = await service.get("/v2/models/fake")
+    assert (refused.status, list(refused.json)) == (401, ["error"])
+    assert (await service.get("/v2/models/fake", authorization="Bearer one")).status == 200
+
+
+@on_a_loop
+async def test_requests_are_counted_by_the_form_of_their_path() -> None:
+    service = app()
+    await infer(service, IMAGE)
+    await infer(service, IMAGE, path="/v2/models/other/infer")
+    assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="200") == 1
+    assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="404") == 1
+    assert service.metric("vit_images_total") == 1
