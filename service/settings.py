@@ -21,6 +21,12 @@ from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
 
+MEMORY = "memory://"
+"""Pictures are kept in the memory of the service."""
+
+_SECRET = frozenset({"api_keys", "recent_url"})
+"""Settings whose values are not shown."""
+
 
 def _image_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
@@ -53,6 +59,13 @@ def _device(value: object) -> object:
 
 def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     parse_keys(key.get_secret_value() for key in value)
+    return value
+
+
+def _recent_url(value: SecretStr) -> SecretStr:
+    url = value.get_secret_value()
+    if url != MEMORY and not re.match(r"(rediss?|unix)://.", url):
+        raise ValueError(f"expected {MEMORY}, redis://HOST, rediss://HOST or unix://PATH")
     return value
 
 
@@ -192,6 +205,10 @@ class Settings(BaseSettings):
         ByteSize(256 << 20), ge=0, description="memory for kept pictures, oldest out first; 0 keeps none"
     )
 
+    recent_url: Annotated[SecretStr, AfterValidator(_recent_url)] = Field(
+        SecretStr(MEMORY), description="where pictures are kept: `memory://`, or `redis://…` for all replicas together"
+    )
+
     # How it stops, and the rest.
     drain_delay: Seconds = Field(2, description="seconds after SIGTERM during which the service still listens")
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
@@ -226,7 +243,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         variable = f"{ENV_PREFIX}{name.upper()}"
         # The value as the operator wrote it, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
-        value = "***" if name == "api_keys" else repr(written)
+        value = "***" if name in _SECRET else repr(written)
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
 
 

@@ -119,6 +119,9 @@ class Metrics:
         )
         self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
         self.cancelled = counter("vit_cancelled_total", "Requests whose caller went away before the answer")
+        self.recent_errors = counter(
+            "vit_recent_errors_total", "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says"
+        )
         self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
 
     def watch_engines(self, statuses: Callable[[], Sequence[EngineStatus]]) -> None:

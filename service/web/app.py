@@ -20,15 +20,16 @@ from service.api_keys import parse_keys
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
 from service.metrics.metrics import Metrics
-from service.settings import Settings
+from service.settings import MEMORY, Settings
 from service.web.admission import Limiter
-from service.web.image_store import ImageStore, MemoryImageStore
+from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
 from service.web.keys import ApiKeyMiddleware, KeyLimiter
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
+from service.web.redis_image_store import RedisImageStore
 from service.web.routes import attention, classify, documentation, inference_protocol, operations, page
 from service.web.routes.endpoint import Endpoint, no_such_path
 
@@ -62,6 +63,18 @@ class _Application(FastAPI):
         await self.router(scope, receive, send)
 
 
+def kept_pictures(
+    settings: Settings, store: ImageStore | None, metrics: Metrics, clock: Callable[[], float]
+) -> SharedPictures:
+    """Return where pictures are kept: in Redis, in `store`, or in memory of this process; raises `SettingsError`."""
+    limits = {"ttl": settings.recent_ttl, "max_bytes": settings.recent_bytes, "clock": clock}
+    url = settings.recent_url.get_secret_value()
+    if url == MEMORY:
+        return AtHand(store or MemoryImageStore(**limits))  # type: ignore[arg-type]
+    name = settings.model_name or settings.checkpoint
+    return RedisImageStore(url, name=name, failed=metrics.recent_errors.inc, **limits)  # type: ignore[arg-type]
+
+
 def create_app(
     settings: Settings,
     engine: Engine,
@@ -93,7 +106,7 @@ def create_app(
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
-    image_store = image_store or MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
+    pictures = kept_pictures(settings, image_store, metrics, clock)
     receiving = Receiving(
         byte_budget or ByteBudget(settings.max_receiving_bytes),
         min_rate=settings.min_body_rate,
@@ -115,6 +128,7 @@ def create_app(
         yield
         await engine.close()
         lanes.close()
+        await pictures.close()
 
     app = _Application(
         title="vitserve",
@@ -124,14 +138,14 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, image_store, lifecycle, lanes, clock)
+    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, pictures, lifecycle, lanes, clock)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
     routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
     app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
-    metrics.watch_recent(image_store.usage)
+    metrics.watch_recent(pictures.usage)
     metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC

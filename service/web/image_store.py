@@ -42,6 +42,44 @@ class ImageStore(Protocol):
         """Return what is kept now."""
 
 
+class SharedPictures(Protocol):
+    """Keeps pictures, each with its region of the original, under ids; perhaps somewhere else, so that one waits."""
+
+    async def put(self, picture: ModelInput) -> str | None:
+        """Keep a picture; see `ImageStore.put`."""
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture, or None; see `ImageStore.get`."""
+
+    def usage(self) -> StoreUsage:
+        """Return what is kept now."""
+
+    async def close(self) -> None:
+        """Let go of what is kept elsewhere."""
+
+
+class AtHand:
+    """Pictures of a store in memory, for which nobody waits."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self._store = store
+
+    async def put(self, picture: ModelInput) -> str | None:
+        """Keep a picture; see `ImageStore.put`."""
+        return self._store.put(picture)
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture, or None; see `ImageStore.get`."""
+        return self._store.get(image_id)
+
+    def usage(self) -> StoreUsage:
+        """Return what is kept now."""
+        return self._store.usage()
+
+    async def close(self) -> None:
+        """Do nothing: memory goes with its process."""
+
+
 class MemoryImageStore:
     """Keeps at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
 

@@ -36,7 +36,7 @@ from service.errors import (
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
-from service.web.image_store import ImageStore
+from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
@@ -102,7 +102,7 @@ class Pipeline:
     metrics: Metrics
     limiter: Limiter
     receiving: Receiving
-    image_store: ImageStore
+    pictures: SharedPictures
     lifecycle: Lifecycle
     lanes: Lanes
     clock: Callable[[], float] = time.monotonic

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from service.cli import serve
 from service.errors import SettingsError
@@ -50,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
+    "recent_url": "memory://",
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
@@ -100,6 +102,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
+    ("recent_url", "redis://cache:6379/1", "redis://cache:6379/1"),
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
@@ -161,11 +164,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(value: Any) -> Any:
     """Return secrets as the strings that they hide."""
-    return (
-        tuple(v.get_secret_value() if hasattr(v, "get_secret_value") else v for v in value)
-        if isinstance(value, tuple)
-        else value
-    )
+    if isinstance(value, tuple):
+        return tuple(plain(each) for each in value)
+    return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 def test_defaults_are_the_documented_ones() -> None:
     settings = load_settings()
-    assert {name: getattr(settings, name) for name in Settings.model_fields} == DEFAULTS
+    assert {name: plain(getattr(settings, name)) for name in Settings.model_fields} == DEFAULTS
 
 
 def test_every_setting_is_tried_below() -> None:
@@ -215,7 +216,7 @@ def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VIT_{name.upper()}", "")
     settings = load_settings()
-    assert {name: getattr(settings, name) for name in Settings.model_fields} == DEFAULTS
+    assert {name: plain(getattr(settings, name)) for name in Settings.model_fields} == DEFAULTS
 
 
 @pytest.mark.parametrize(("name", "text", "allowed"), WRONG)
@@ -234,6 +235,14 @@ def test_a_wrong_value_gives_one_line_with_setting_value_and_what_is_allowed(
     assert line.startswith(f"VIT_{name.upper()}='{text}': ")
     assert allowed in line
     assert "\n" not in line
+
+
+def test_an_address_of_redis_is_never_shown() -> None:
+    settings = load_settings({"recent_url": "redis://:topsecret@cache"})
+    assert "topsecret" not in repr(settings)
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"recent_url": "http://:topsecret@cache"})
+    assert str(raised.value).startswith("VIT_RECENT_URL=***: expected memory://")
 
 
 def test_api_keys_are_never_shown() -> None:

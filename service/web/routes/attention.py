@@ -118,7 +118,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    picture = pipeline.image_store.get(query.id)
+    picture = await pipeline.pictures.get(query.id)
     if picture is None:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
@@ -171,7 +171,7 @@ async def _answer(
     if image_id is None:
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(results[0].scores[0]))
-        image_id = pipeline.image_store.put(picture)
+        image_id = await pipeline.pictures.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:

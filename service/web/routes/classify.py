@@ -98,7 +98,7 @@ class _Classifier:
         decoded = await pipeline.decode(file, self._deadline)
         picture = decoded.picture
         result = await pipeline.infer(picture.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
-        image_id = pipeline.image_store.put(picture)
+        image_id = await pipeline.pictures.put(picture)
         predictions = ranked_predictions(self._info.labels, result.indices, result.scores)
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(predictions[0].score)

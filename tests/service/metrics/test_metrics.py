@@ -21,6 +21,7 @@ COUNTERS = {
     "vit_cancelled_total": set(),
     "vit_engine_restarts_total": {"device"},
     "vit_recent_evicted_total": set(),
+    "vit_recent_errors_total": set(),
     "vit_key_requests_total": {"key", "code"},
 }
 GAUGES = {

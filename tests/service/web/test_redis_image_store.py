@@ -1,0 +1,189 @@
+"""Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.images.preprocess import ModelInput
+from model.images.region import Region
+from service.errors import SettingsError
+from service.web.redis_image_store import RedisImageStore
+from tests.service.fakes import PATIENCE, on_a_loop, png
+from tests.service.web.apps import app
+
+redis = pytest.importorskip("redis", reason="the package redis is not installed")
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+
+
+class Redis:
+    """A server that listens on a socket in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.start()
+
+    def start(self) -> None:
+        options = {"port": "0", "unixsocket": str(self.socket), "save": "", "dir": str(self.socket.parent)}
+        command = ["redis-server", *(word for name, value in options.items() for word in (f"--{name}", value))]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        client = redis.Redis.from_url(self.url, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.01), 3000))
+        assert client.ping()
+        client.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(shared_server: Redis) -> Redis:
+    client = redis.Redis.from_url(shared_server.url)
+    client.flushall()
+    client.close()
+    return shared_server
+
+
+def picture(value: int, side: int = 20) -> ModelInput:
+    return ModelInput(np.full((side, side, 3), value, np.uint8), Region(1.5, 2, 30, 40))
+
+
+@asynccontextmanager
+async def stores(server: Redis, count: int = 2, **changes: Any) -> AsyncIterator[list[RedisImageStore]]:
+    """Those of several replicas."""
+    options: dict[str, Any] = {"name": "cats", "ttl": 60, "max_bytes": 1 << 20, "failed": lambda: None} | changes
+    made = [RedisImageStore(server.url, **options) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for store in made:
+            await store.close()
+
+
+async def put(store: RedisImageStore, kept: ModelInput) -> str:
+    image_id = await store.put(kept)
+    assert image_id is not None
+    return image_id
+
+
+@on_a_loop
+async def test_each_replica_finds_the_pictures_of_the_others(server: Redis) -> None:
+    async with stores(server) as (one, two):
+        ids = {value: await put(one if value % 2 else two, picture(value)) for value in range(5)}
+        for value, image_id in ids.items():
+            for store in (one, two):
+                found = await store.get(image_id)
+                assert found is not None
+                np.testing.assert_array_equal(found.pixels, picture(value).pixels)
+                assert found.region == Region(1.5, 2, 30, 40)
+        assert two.usage().pictures == 5
+        assert len(set(ids.values())) == 5
+
+
+@on_a_loop
+async def test_services_of_another_name_have_pictures_of_their_own(server: Redis) -> None:
+    async with stores(server, 1) as (cats,), stores(server, 1, name="dogs") as (dogs,):
+        image_id = await put(cats, picture(1))
+        assert await dogs.get(image_id) is None
+        assert await cats.get(image_id) is not None
+
+
+@on_a_loop
+async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
+    async with stores(server, max_bytes=10_000) as (one, two):
+        ids = [await put(one if value % 2 else two, picture(value)) for value in range(20)]
+        alive = [await one.get(image_id) is not None for image_id in ids]
+        usage = two.usage() if two.usage().evicted > one.usage().evicted else one.usage()
+        assert 2 <= usage.pictures <= 10_000 // 1200
+        assert usage.size <= 10_000
+        assert usage.evicted == 20 - usage.pictures
+        assert alive == [False] * (20 - usage.pictures) + [True] * usage.pictures
+
+
+@on_a_loop
+async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
+    async with stores(server, 1, ttl=0.05) as (store,):
+        image_id = await put(store, picture(1))
+        async with asyncio.timeout(PATIENCE):
+            while await store.get(image_id) is not None:
+                await asyncio.sleep(0.005)
+        await put(store, picture(2))
+        assert store.usage().pictures == 1
+        assert store.usage().evicted == 0
+    client = redis.Redis.from_url(server.url)
+    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order")), "keys that nobody asks for go too"
+    client.close()
+
+
+@on_a_loop
+@pytest.mark.parametrize("wrong", ["", "x", "é" * 22, "A" * 22, "A" * 10_000, "../order", "*" * 22])
+async def test_an_unknown_id_leads_to_nothing(server: Redis, wrong: str) -> None:
+    async with stores(server, 1) as (store,):
+        await put(store, picture(1))
+        assert await store.get(wrong) is None
+
+
+@on_a_loop
+async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
+    for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}):
+        async with stores(server, 1, **changes) as (store,):
+            assert await store.put(picture(1)) is None
+
+
+@on_a_loop
+async def test_when_redis_is_gone_classification_goes_on_without_ids(tmp_path: Path) -> None:
+    server = Redis(tmp_path)
+    clock = Clock()
+    service = app(clock, recent_url=server.url, recent_ttl=60)
+    first = (await service.classify(png(1))).json
+    assert (await service.get("/attention", f"id={first['id']}&method=cls")).status == 200
+    server.stop()
+    for failures in (1, 2):
+        answer = await service.classify(png(2))
+        assert answer.status == 200
+        assert "id" not in answer.json
+        assert service.metric("vit_recent_errors_total") == failures
+    assert (await service.get("/attention", f"id={first['id']}")).status == 404
+    server.start()
+    clock.now += 1
+    assert "id" in (await service.classify(png(3))).json
+    server.stop()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999999/x"])
+def test_a_url_that_redis_does_not_read_is_one_line_without_it(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"^VIT_RECENT_URL: ") as refused:
+        RedisImageStore(url, name="", ttl=1, max_bytes=1, failed=lambda: None)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_the_package_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    with pytest.raises(SettingsError, match="pip install"):
+        RedisImageStore("redis://host", name="", ttl=1, max_bytes=1, failed=lambda: None)
