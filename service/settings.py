@@ -5,11 +5,13 @@ Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `v
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -66,6 +68,12 @@ def _recent_url(value: SecretStr) -> SecretStr:
     url = value.get_secret_value()
     if url != MEMORY and not re.match(r"(rediss?|unix)://.", url):
         raise ValueError(f"expected {MEMORY}, redis://HOST, rediss://HOST or unix://PATH")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ValueError("expected a port from 0 to 65535 after the host") from None
+    if url != MEMORY and importlib.util.find_spec("redis") is None:
+        raise ValueError("it needs the package redis: pip install -e '.[redis]' in the clone")
     return value
 
 

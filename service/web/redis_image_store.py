@@ -20,7 +20,6 @@ import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.errors import SettingsError
 from service.web.image_store import StoreUsage
 
 if TYPE_CHECKING:
@@ -68,9 +67,6 @@ class RedisImageStore:
         name: of what the replicas serve: those of another name have pictures of their own.
         failed: called for each picture that could not be kept or looked for.
         clock: monotonic seconds.
-
-    Raises:
-        SettingsError: the package is not installed, or the URL is none.
     """
 
     def __init__(
@@ -148,11 +144,6 @@ class RedisImageStore:
 
 
 def _connect(url: str) -> redis.asyncio.Redis:
-    try:
-        from redis.asyncio import Redis  # noqa: PLC0415  an optional package
-    except ImportError:
-        raise SettingsError("VIT_RECENT_URL needs the package redis: pip install -e '.[redis]' in the clone") from None
-    try:
-        return Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)
-    except ValueError as error:
-        raise SettingsError(f"VIT_RECENT_URL: {str(error).splitlines()[0]}") from None
+    from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
+
+    return Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)

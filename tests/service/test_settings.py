@@ -245,6 +245,18 @@ def test_an_address_of_redis_is_never_shown() -> None:
     assert str(raised.value).startswith("VIT_RECENT_URL=***: expected memory://")
 
 
+@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999"])
+def test_an_address_of_redis_that_cannot_be_read_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(SettingsError, match="a port from 0 to 65535"):
+        load_settings({"recent_url": url})
+
+
+def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match="pip install"):
+        load_settings({"recent_url": "redis://cache"})
+
+
 def test_api_keys_are_never_shown() -> None:
     settings = load_settings({"api_keys": "topsecret"})
     assert "topsecret" not in repr(settings)

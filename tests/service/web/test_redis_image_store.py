@@ -15,7 +15,6 @@ import pytest
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.errors import SettingsError
 from service.web.redis_image_store import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import app
@@ -172,18 +171,3 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999999/x"])
-def test_a_url_that_redis_does_not_read_is_one_line_without_it(url: str) -> None:
-    with pytest.raises(SettingsError, match=r"^VIT_RECENT_URL: ") as refused:
-        RedisImageStore(url, name="", ttl=1, max_bytes=1, failed=lambda: None)
-    assert "\n" not in str(refused.value)
-
-
-def test_without_the_package_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
-    with pytest.raises(SettingsError, match="pip install"):
-        RedisImageStore("redis://host", name="", ttl=1, max_bytes=1, failed=lambda: None)
