@@ -10,18 +10,21 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 from service.settings import ENV_PREFIX, Settings
 from tests.conftest import REPOSITORY
+from tests.strict_yaml import load_documents
 
 KUBERNETES = REPOSITORY / "deploy/kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdir())
-CUSTOM = {"ServiceMonitor": "monitoring.coreos.com", "ScaledObject": "keda.sh"}
-"""Kinds that Kubernetes itself does not know, by the group of their definitions."""
+CUSTOM = {"ServiceMonitor", "ScaledObject", "InferenceService"}
+"""Kinds that Kubernetes itself does not know."""
+(INFERENCE_SERVICE,) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
 @lru_cache
@@ -57,7 +60,12 @@ def built_with(folder: Path, overlay: str, components: list[str]) -> list[dict[s
 
 
 def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    [found] = [manifest for manifest in manifests if manifest["kind"] == kind]
+    """The only manifest of a kind, but for those of Redis."""
+    [found] = [
+        manifest
+        for manifest in manifests
+        if manifest["kind"] == kind and manifest["metadata"]["name"] != "vitserve-redis"
+    ]
     return found
 
 
@@ -89,7 +97,7 @@ def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
 
 
 def test_custom_resources_are_as_their_definitions_ask(tmp_path: Path) -> None:
-    """`VIT_CRDS` is a folder with the definitions, from the releases of KEDA and the Prometheus operator."""
+    """`VIT_CRDS` is a folder with the definitions, of KEDA, the Prometheus operator and KServe."""
     if "VIT_CRDS" not in os.environ:
         pytest.skip("no definitions of custom resources: set VIT_CRDS to a folder with their YAML files")
     jsonschema = pytest.importorskip("jsonschema")
@@ -106,7 +114,7 @@ def test_custom_resources_are_as_their_definitions_ask(tmp_path: Path) -> None:
         for definition in definitions
         for version in definition["spec"]["versions"]
     }
-    for manifest in built_with(tmp_path, "cpu", COMPONENTS):
+    for manifest in [*built_with(tmp_path, "cpu", COMPONENTS), INFERENCE_SERVICE]:
         if manifest["kind"] in CUSTOM:
             group, _, version = manifest["apiVersion"].partition("/")
             schema = closed(schemas[group, version, manifest["kind"]])
@@ -196,3 +204,34 @@ def test_the_gpu_overlay_asks_for_a_gpu_and_the_cpu_overlay_for_none() -> None:
     assert limits["gpu"]["nvidia.com/gpu"] == "1"
     assert "nvidia.com/gpu" not in limits["cpu"]
     assert settings_of(build("gpu"))["VIT_DEVICE"] == "cuda"
+
+
+def test_the_redis_overlay_keeps_pictures_in_a_redis_that_its_pods_may_reach() -> None:
+    manifests = build("redis")
+    names = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
+    address = urlsplit(settings_of(manifests)["VIT_RECENT_URL"])
+    service = names["Service", address.hostname or ""]
+    [port] = service["spec"]["ports"]
+    assert port["port"] == address.port
+    labels = names["Deployment", "vitserve-redis"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    [_, to_redis] = one(manifests, "NetworkPolicy")["spec"]["egress"]
+    assert to_redis["to"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert to_redis["ports"][0]["port"] == port["port"]
+    [from_us] = names["NetworkPolicy", "vitserve-redis"]["spec"]["ingress"]
+    ours = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert from_us["from"][0]["podSelector"]["matchLabels"].items() <= ours.items()
+
+
+def test_kserves_pod_is_the_one_of_the_overlays() -> None:
+    ours, theirs = container(build("cpu")), INFERENCE_SERVICE["spec"]["predictor"]
+    [found] = theirs["containers"]
+    for key in ("securityContext", "resources", "volumeMounts", "lifecycle"):
+        assert found[key] == ours[key]
+    pod = one(build("cpu"), "Deployment")["spec"]["template"]["spec"]
+    for key in ("securityContext", "terminationGracePeriodSeconds", "shareProcessNamespace", "volumes"):
+        assert theirs[key] == pod[key]
+    assert {probe["httpGet"]["path"] for name, probe in found.items() if name.endswith("Probe")} == {
+        "/v2/health/live",
+        "/v2/health/ready",
+    }
