@@ -4,11 +4,12 @@
     tests     tests/model/runtime/test_cuda.py, under compute-sanitizer too
     sweep     images per second over batch sizes: ours and timm under torch.compile(mode="max-autotune")
     profile   the kernels of one batch of 64: which attention, shares of products and GELU
-    engine    both at their best batch size, in turn; with a map of every image; mixed batch sizes; whether they agree
-              with each other and with float32 on the CPU
+    engine    both at their best batch size, in turn; with a map of every image; whether they agree with each other and
+              with float32 on the CPU
     start     seconds from start to ready, with an empty and with a warm compile cache
     latency   p50 and p99: one picture at a time, and at 50 % and 90 % of the full rate
     http      over HTTP with JPEGs of about 500 x 375 and 124 kB, against what decoding and the engine alone reach
+    mixed     batches of every size from 1 to the largest, padded as a service pads them
     faults    kill -9 of the engine, the metrics, a second process that fills the memory
 
 Every figure is saved as soon as it is there, beside memory, clocks and power at that time. The same command goes on
@@ -46,6 +47,7 @@ STEPS: dict[str, Callable[[Bench], None]] = {
     "start": gpu_servers.start,
     "latency": gpu_servers.latency,
     "http": gpu_servers.http,
+    "mixed": gpu_stages.mixed,
     "faults": gpu_servers.faults,
 }
 

@@ -39,6 +39,7 @@ class Bench:
         self.files, source = pictures.ensure()
         record.data |= {"model": shape.name, "weights": origin, "pictures": source}
         self._reference: ReferenceProcess | None = None
+        self._ours: tuple[str, frozenset[int], Ours] | None = None
 
     def checkpoint(self) -> Checkpoint:
         """Read the model's checkpoint."""
@@ -46,8 +47,18 @@ class Bench:
 
         return load_checkpoint(str(self.folder))
 
-    def ours(self, variant: str, batches: Sequence[int]) -> Ours:
-        """Start our engine, and record how long that took."""
+    def ours(self, variant: str, batches: Sequence[int] = ()) -> Ours:
+        """Return our engine for these batch sizes, the one that is there if it has them; a start is recorded.
+
+        Args:
+            batches: none are the sizes and the largest batch of a service without settings.
+        """
+        wanted = frozenset(batches)
+        if self._ours is not None:
+            kept_variant, kept, made = self._ours
+            if kept_variant == variant and (wanted <= kept if wanted else not kept):
+                return made
+        self.release()
         from benchmarks.gpu_engine import Ours  # noqa: PLC0415
 
         arguments = self.arguments
@@ -58,9 +69,19 @@ class Bench:
             compile_mode=variant,  # type: ignore[arg-type]
             batches=batches,
         )
-        what = f"{variant}, batches {', '.join(map(str, sorted(batches)))}"
-        self.note(self.record.section("engine_start"), what, {"compiled": made.predictor.compiled, **made.seconds})
+        self._ours = variant, wanted, made
+        sizes = ", ".join(map(str, sorted(batches))) or "of a service"
+        about = {"compiled": made.predictor.compiled, **made.seconds, **made.peak_memory()}
+        self.note(self.record.section("engine_start"), f"{variant}, batches {sizes}", about)
         return made
+
+    def release(self) -> None:
+        """Give back the memory of our engine, which servers need."""
+        if self._ours is not None:
+            from benchmarks.gpu_engine import give_memory_back  # noqa: PLC0415
+
+            self._ours = None
+            give_memory_back()
 
     def reference(self) -> ReferenceProcess:
         """Return the reference, started at the first call; what it has compiled it keeps."""
@@ -78,7 +99,8 @@ class Bench:
         return self._reference
 
     def close(self) -> None:
-        """End the reference, whose memory others may need."""
+        """Give back the memory of both engines."""
+        self.release()
         if self._reference is not None:
             self._reference.close()
             self._reference = None

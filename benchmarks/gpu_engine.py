@@ -44,14 +44,20 @@ class Ours:
     """Our predictor, given batches by as many threads as it has streams.
 
     Args:
-        batches: sizes that will be measured; only these (and 1) are compiled.
+        batches: sizes that will be measured; only these (and 1) are compiled; none means a service's own.
 
     Attributes:
         seconds: from nothing to ready, and how much of it the compiler and the captures took.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, device: str, dtype: str, compile_mode: CompileMode, batches: Sequence[int]
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: str,
+        dtype: str,
+        compile_mode: CompileMode,
+        batches: Sequence[int] | None,
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = checkpoint
@@ -62,7 +68,7 @@ class Ours:
                 dtype=dtype,
                 compile_mode=compile_mode,
                 backend="torch",
-                launch_sizes=sorted({1, *batches}),
+                launch_sizes=sorted({1, *batches}) if batches else None,
             )
             self.predictor.warm_up()
             while self.predictor.compilation.state is CompilationState.COMPILING:
@@ -113,6 +119,13 @@ class Ours:
         if failures:
             raise failures[0]
         return (after - before) / (ended - began)
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most MiB that torch has had on the device, in tensors and in all; empty on a CPU."""
+        if not self.predictor.device.startswith("cuda"):
+            return {}
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return dict(zip(("peak_mib_allocated", "peak_mib_reserved"), (peak >> 20 for peak in peaks), strict=True))
 
     def latency(self, seconds: float) -> dict[str, float]:
         """Milliseconds of one picture alone, from the call to the answer."""
@@ -178,17 +191,14 @@ def _logged_seconds() -> Iterator[dict[str, float]]:
         logger.setLevel(level)
 
 
-@contextmanager
-def memory_given_back() -> Iterator[None]:
-    """Free the device's memory at the end: servers that are started later need it, and the compiler a clean table."""
-    try:
-        yield
-    finally:
-        gc.collect()  # a predictor and its launcher are a cycle
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def give_memory_back() -> None:
+    """Free what nobody holds any more: servers that are started later need it, and the compiler a clean table."""
+    gc.collect()  # a predictor and its launcher are a cycle
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def percentiles(work: Callable[[], Any], seconds: float) -> dict[str, float]:

@@ -44,8 +44,6 @@ sys.stdin.read()
 
 def http(bench: Bench) -> None:
     """Each number of workers; then, with the best, rounds of decoding alone, the engine alone and HTTP."""
-    from benchmarks.gpu_engine import memory_given_back  # noqa: PLC0415  torch takes seconds to import
-
     variant, batch = bench.best_of_ours()
     section = bench.record.section("http")
     tried = section.setdefault("workers", {})
@@ -54,18 +52,16 @@ def http(bench: Bench) -> None:
             bench.note(tried, str(workers), _closed(bench, server, bench.arguments.connections).as_json())
     workers = _best_workers(bench)
     rounds: list[dict[str, Any]] = []
-    with memory_given_back(), _server(bench, workers, variant, batch) as server:
-        ours = bench.ours(variant, [batch])
-        with gpu_machine.meter(bench.gpu) as state:
-            for _ in range(bench.arguments.rounds):
-                decode = decode_rate(read(bench.files), ours.checkpoint.preprocess, bench.seconds)
-                engine = ours.rate(batch, bench.seconds)
-                found = _closed(bench, server, bench.arguments.connections)
-                share = round(found.rate / min(decode, engine), 3)
-                measured = {"decode": round(decode, 1), "engine": round(engine, 1), "share": share}
-                rounds.append(measured | {"http": found.as_json()})
-                bench.note(section, "rounds", rounds)
-        del ours
+    ours = bench.ours(variant, [batch])
+    with _server(bench, workers, variant, batch) as server, gpu_machine.meter(bench.gpu) as state:
+        for _ in range(bench.arguments.rounds):
+            decode = decode_rate(read(bench.files), ours.checkpoint.preprocess, bench.seconds)
+            engine = ours.rate(batch, bench.seconds)
+            found = _closed(bench, server, bench.arguments.connections)
+            share = round(found.rate / min(decode, engine), 3)
+            measured = {"decode": round(decode, 1), "engine": round(engine, 1), "share": share}
+            rounds.append(measured | {"http": found.as_json()})
+            bench.note(section, "rounds", rounds)
     section |= {
         "settings": {"workers": workers, "variant": variant, "max_batch": batch},
         "connections": bench.arguments.connections,
@@ -84,14 +80,9 @@ def http(bench: Bench) -> None:
 
 def latency(bench: Bench) -> None:
     """In-process and over HTTP; the full rate is measured here, so that the step stands alone."""
-    from benchmarks.gpu_engine import memory_given_back  # noqa: PLC0415
-
     variant, batch = bench.best_of_ours()
     section = bench.record.section("latency")
-    with memory_given_back():
-        ours = bench.ours(variant, [1])
-        bench.note(section, "engine, batch 1", ours.latency(bench.seconds))
-        del ours
+    bench.note(section, "engine, batch 1", bench.ours(variant, [1]).latency(bench.seconds))
     bench.note(section, "reference, batch 1", bench.reference().call("latency", bench.seconds))
     with _server(bench, _best_workers(bench), variant, batch) as server:
         bench.note(section, "HTTP, one at a time", _closed(bench, server, 1).as_json())
@@ -110,6 +101,7 @@ def latency(bench: Bench) -> None:
 
 def start(bench: Bench) -> None:
     """The same start twice, with a compile cache of its own that is empty the first time."""
+    bench.release()
     variant, _ = bench.best_of_ours()
     section = bench.record.section("start")
     with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as cache:
@@ -123,7 +115,7 @@ def start(bench: Bench) -> None:
 
 def faults(bench: Bench) -> None:
     """An engine that is killed; the metrics; a second process that takes what memory is left."""
-    bench.close()  # the reference's memory is not what is to be taken
+    bench.close()  # their memory is not what is to be taken
     variant, batch = bench.best_of_ours()
     section = bench.record.section("faults")
     picture = bench.files[0].read_bytes()

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,9 @@ from benchmarks.record import table
 TESTS = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "tests/model/runtime/test_cuda.py"]
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 
-_RATIO, _RATIO_AIM, _RATE, _MAPS = 1.15, 1.25, 12_000, 0.97
+_RATIO, _RATIO_AIM, _RATE, _MAPS, _SAME = 1.15, 1.25, 12_000, 0.97, 0.98
 _AGREEMENT_PICTURES = 512
 _EXACT_PICTURES = 64
-_PROFILED_BATCH = 64
 
 
 def versions(bench: Bench) -> None:
@@ -56,92 +56,78 @@ def _run(command: list[str], timeout: float) -> dict[str, Any]:
 
 def sweep(bench: Bench) -> None:
     """Each variant and batch size once; what the record has is not measured again."""
-    from benchmarks.gpu_engine import memory_given_back  # noqa: PLC0415  torch takes seconds to import
-
     found = bench.record.section("sweep")
-    wanted = bench.arguments.batches
     for variant in bench.arguments.variants:
         rates = found.setdefault(f"ours, {variant}", {})
-        if missing := [batch for batch in wanted if str(batch) not in rates]:
-            with memory_given_back():
-                ours = bench.ours(variant, missing)
-                for batch in missing:
-                    with gpu_machine.meter(bench.gpu) as state:
-                        rate = ours.rate(batch, bench.seconds)
-                    bench.record.section("machine")[f"ours, {variant}, batch {batch}"] = state
-                    bench.note(rates, str(batch), round(rate, 1))
-                del ours
+        if any(str(batch) not in rates for batch in bench.arguments.batches):
+            ours = bench.ours(variant, bench.arguments.batches)
+            _sweep(bench, f"ours, {variant}", rates, ours.rate)
     rates = found.setdefault("reference", {})
-    if missing := [batch for batch in wanted if str(batch) not in rates]:
+    if any(str(batch) not in rates for batch in bench.arguments.batches):
         reference = bench.reference()
         found["reference is"] = reference.name
-        for batch in missing:
+        _sweep(bench, "reference", rates, partial(reference.call, "rate"))
+
+
+def _sweep(bench: Bench, name: str, rates: dict[str, float], measure: Callable[[int, float], float]) -> None:
+    for batch in bench.arguments.batches:
+        if str(batch) not in rates:
             with gpu_machine.meter(bench.gpu) as state:
-                rate = reference.call("rate", batch, bench.seconds)
-            bench.record.section("machine")[f"reference, batch {batch}"] = state
+                rate = measure(batch, bench.seconds)
+            bench.record.section("machine")[f"{name}, batch {batch}"] = state
             bench.note(rates, str(batch), round(rate, 1))
 
 
 def profile(bench: Bench) -> None:
     """The kernels of one batch of 64: which attention, and the shares of products and GELU."""
-    from benchmarks.gpu_engine import TOP_K, memory_given_back, random_pictures  # noqa: PLC0415
+    from benchmarks.gpu_engine import TOP_K, random_pictures  # noqa: PLC0415  torch takes seconds to import
 
     variant, _ = bench.best_of_ours()
-    batch = _PROFILED_BATCH if not bench.arguments.smoke else bench.default
-    with memory_given_back():
-        ours = bench.ours(variant, [batch])
-        pictures = random_pictures(ours.checkpoint, batch)
-        ours.rate(batch, min(1, bench.seconds))
-        batch_of_64 = partial(ours.predictor.predict, pictures, top_k=TOP_K)
-        found = gpu_machine.kernels(batch_of_64, bench.arguments.device)
-        del ours, batch_of_64
+    batch = bench.default
+    ours = bench.ours(variant, [batch])
+    pictures = random_pictures(ours.checkpoint, batch)
+    ours.rate(batch, min(1, bench.seconds))
+    one_batch = partial(ours.predictor.predict, pictures, top_k=TOP_K)
+    found = gpu_machine.kernels(one_batch, bench.arguments.device)
     bench.note(bench.record.section("profile"), f"batch {batch}", found)
 
 
 def engine(bench: Bench) -> None:
     """Rounds of one measurement each; ratios are taken within a round."""
-    from benchmarks.gpu_engine import memory_given_back  # noqa: PLC0415
-
     variant, batch = bench.best_of_ours()
     theirs = bench.best_of_reference()
     section = bench.record.section("engine")
-    with memory_given_back():
-        ours, reference = bench.ours(variant, [batch]), bench.reference()
-        bench.note(section, "exact", ours.agreement(_subjects(bench, ours, _EXACT_PICTURES)))
-        last = ours.predictor.config.depth - 1
-        rounds: list[dict[str, float]] = []
-        with gpu_machine.meter(bench.gpu) as state:
-            for _ in range(bench.arguments.rounds):
-                measured = {
-                    "ours": ours.rate(batch, bench.seconds),
-                    "maps": ours.rate(batch, bench.seconds, last),
-                    "reference": reference.call("rate", theirs, bench.seconds),
-                    "resident": reference.call("resident_rate", theirs, bench.seconds),
-                }
-                rounds.append({name: round(rate, 1) for name, rate in measured.items()})
-                bench.note(section, "rounds", rounds)
-        count = max(1, _AGREEMENT_PICTURES // theirs) * theirs
-        pictures = _subjects(bench, ours, count)
-        equal = float((ours.top1(pictures) == reference.call("top1", pictures, theirs)).mean())
-        section |= {
-            "ours": {"variant": variant, "batch": batch, "compiled": ours.predictor.compiled},
-            "reference": {"name": reference.name, "batch": theirs},
-            "ours_rate": statistics.median(r["ours"] for r in rounds),
-            "reference_rate": statistics.median(r["reference"] for r in rounds),
-            "reference_resident_rate": statistics.median(r["resident"] for r in rounds),
-            "ratio": round(statistics.median(r["ours"] / r["reference"] for r in rounds), 3),
-            "ratio_to_resident": round(statistics.median(r["ours"] / r["resident"] for r in rounds), 3),
-            "with_maps": round(statistics.median(r["maps"] / r["ours"] for r in rounds), 3),
-            "equal_top1": round(equal, 4),
-            "machine": state,
-        }
-        if last:
-            bench.note(section, "rows of the first layer, images/s", round(ours.rate(batch, bench.seconds, 0), 1))
-        del ours
-    with memory_given_back():
-        ours = bench.ours(variant, bench.arguments.batches)
-        bench.note(section, "mixed batch sizes", ours.mixed_rate(bench.seconds))
-        del ours
+    ours, reference = bench.ours(variant, [batch]), bench.reference()
+    bench.note(section, "exact", ours.agreement(_subjects(bench, ours, _EXACT_PICTURES)))
+    last = ours.predictor.config.depth - 1
+    rounds: list[dict[str, float]] = []
+    with gpu_machine.meter(bench.gpu) as state:
+        for _ in range(bench.arguments.rounds):
+            measured = {
+                "ours": ours.rate(batch, bench.seconds),
+                "maps": ours.rate(batch, bench.seconds, last),
+                "reference": reference.call("rate", theirs, bench.seconds),
+                "resident": reference.call("resident_rate", theirs, bench.seconds),
+            }
+            rounds.append({name: round(rate, 1) for name, rate in measured.items()})
+            bench.note(section, "rounds", rounds)
+    count = max(1, _AGREEMENT_PICTURES // theirs) * theirs
+    pictures = _subjects(bench, ours, count)
+    equal = float((ours.top1(pictures) == reference.call("top1", pictures, theirs)).mean())
+    section |= {
+        "ours": {"variant": variant, "batch": batch, "compiled": ours.predictor.compiled, **ours.peak_memory()},
+        "reference": {"name": reference.name, "batch": theirs},
+        "ours_rate": statistics.median(r["ours"] for r in rounds),
+        "reference_rate": statistics.median(r["reference"] for r in rounds),
+        "reference_resident_rate": statistics.median(r["resident"] for r in rounds),
+        "ratio": round(statistics.median(r["ours"] / r["reference"] for r in rounds), 3),
+        "ratio_to_resident": round(statistics.median(r["ours"] / r["resident"] for r in rounds), 3),
+        "with_maps": round(statistics.median(r["maps"] / r["ours"] for r in rounds), 3),
+        "equal_top1": round(equal, 4),
+        "machine": state,
+    }
+    if last:
+        bench.note(section, "rows of the first layer, images/s", round(ours.rate(batch, bench.seconds, 0), 1))
     names = ("ours_rate", "reference_rate", "reference_resident_rate", "ratio", "ratio_to_resident", "with_maps")
     print(table(["engine", "images/s or ratio"], [(name, section[name]) for name in names]), flush=True)
     other = section["reference"]["name"].split(" (")[0]
@@ -149,7 +135,16 @@ def engine(bench: Bench) -> None:
     bench.mark(f"engine / {other} at its best (the aim)", section["ratio"], _RATIO_AIM)
     bench.mark("engine, images/s", section["ours_rate"], _RATE)
     bench.mark("engine, a map of every image / none", section["with_maps"], _MAPS)
+    bench.mark(f"same class as {other}, of all pictures", section["equal_top1"], _SAME)
     bench.mark("same class as float32 on the CPU, where it is sure", section["exact"]["equal_top1_of_sure"], 1)
+
+
+def mixed(bench: Bench) -> None:
+    """Batches of every size, padded to the sizes that a service without settings launches."""
+    variant, _ = bench.best_of_ours()
+    ours = bench.ours(variant)
+    found = ours.mixed_rate(bench.seconds) | {"sizes": ours.predictor.batch_sizes}
+    bench.note(bench.record.section("mixed"), variant, found)
 
 
 def _subjects(bench: Bench, ours: Any, count: int) -> Any:

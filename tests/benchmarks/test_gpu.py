@@ -68,7 +68,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_step_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "engine,htpp"])
-    steps = "versions, tests, sweep, profile, engine, start, latency, http, faults"
+    steps = "versions, tests, sweep, profile, engine, start, latency, http, mixed, faults"
     assert f"htpp: steps are {steps}" in capsys.readouterr().err
 
 
@@ -118,7 +118,7 @@ def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_stages, "TESTS", ["-c", "print('7 passed')"])
-    found = smoke(cache / "out", "versions,tests,sweep,profile,engine", "--seconds", "0.1")
+    found = smoke(cache / "out", "versions,tests,sweep,profile,engine,mixed", "--seconds", "0.1")
     sweep, engine = found["sweep"], found["engine"]
     for side, name in (("ours", "ours, off"), ("reference", "reference")):
         assert set(sweep[name]) == {"2", "4"}
@@ -128,8 +128,9 @@ def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(
     assert engine["equal_top1"] == 1
     assert engine["exact"]["equal_top1"] == 1
     assert engine["exact"]["logit_difference"] < 1e-3
-    assert engine["mixed batch sizes"]["rate"] > 0
-    assert engine["mixed batch sizes"]["padding"] == 0  # nothing is compiled, so nothing is padded
+    assert found["mixed"]["off"]["rate"] > 0
+    assert found["mixed"]["off"]["padding"] == 0  # nothing is compiled, so nothing is padded
+    assert set(found["engine_start"]) == {"off, batches 2, 4", "off, batches of a service"}, "one start serves most"
     marks = {name: mark for name, mark in found["marks"].items() if name.startswith("engine / plain ViT")}
     assert [mark["wanted"] for mark in marks.values()] == [1.15, 1.25]
     assert {mark["found"] for mark in marks.values()} == {engine["ratio"]}
