@@ -53,7 +53,7 @@ class Bench:
         Args:
             batches: none are the sizes and the largest batch of a service without settings.
         """
-        wanted = frozenset(batches)
+        wanted = frozenset({1, *batches} if batches else ())
         if self._ours is not None:
             kept_variant, kept, made = self._ours
             if kept_variant == variant and (wanted <= kept if wanted else not kept):

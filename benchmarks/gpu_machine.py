@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 _QUERY = "memory.used,clocks.sm,power.draw,temperature.gpu"
-_EVERY_MS = 200
+_EVERY = 0.5
+"""Seconds between two readings."""
+_PATIENCE = 10
+"""Seconds that a reading may take."""
 
 KINDS: Mapping[str, re.Pattern[str]] = {
     "attention": re.compile(r"flash|fmha|scaled_dot_product|attention|cudnn.*sdpa", re.IGNORECASE),
@@ -66,23 +69,29 @@ def meter(gpu: str | None) -> Iterator[dict[str, float]]:
     if gpu is None:
         yield found
         return
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", f"-lms={_EVERY_MS}", "-i", gpu]
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        yield found
-        return
     lines: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
+    stop = threading.Event()
+    reader = threading.Thread(target=_read, args=(gpu, lines, stop), daemon=True)
     reader.start()
     try:
         yield found
     finally:
-        process.terminate()
-        process.wait()
-        reader.join(10)
+        stop.set()
+        reader.join(2 * _PATIENCE)
         found |= _summary(lines)
+
+
+def _read(gpu: str, lines: list[str], stop: threading.Event) -> None:
+    # One process a reading: of one that loops, the last lines may be lost in its buffer.
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        lines += done.stdout.splitlines()
+        if stop.wait(_EVERY):
+            return
 
 
 def _summary(lines: list[str]) -> dict[str, float]:

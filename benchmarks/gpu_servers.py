@@ -82,7 +82,7 @@ def latency(bench: Bench) -> None:
     """In-process and over HTTP; the full rate is measured here, so that the step stands alone."""
     variant, batch = bench.best_of_ours()
     section = bench.record.section("latency")
-    bench.note(section, "engine, batch 1", bench.ours(variant, [1]).latency(bench.seconds))
+    bench.note(section, "engine, batch 1", bench.ours(variant, [batch]).latency(bench.seconds))
     bench.note(section, "reference, batch 1", bench.reference().call("latency", bench.seconds))
     with _server(bench, _best_workers(bench), variant, batch) as server:
         bench.note(section, "HTTP, one at a time", _closed(bench, server, 1).as_json())

@@ -246,15 +246,20 @@ def test_kernels_are_sorted_by_what_they_are_for() -> None:
 
 def test_the_machine_is_watched_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "nvidia-smi"
-    readings = "1000, 1980, 650.5, 60\\n2000, 1755, 700.5, 65\\n[N/A], 1, 2, 3\\n17"
-    script.write_text(f'#!/bin/sh\nprintf "{readings}"\n')
+    script.write_text('#!/bin/sh\ncase "$*" in *--id=GPU-1*) echo "2000, 1755, 700.5, 65";; *) echo "GPU 0";; esac\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with gpu_machine.meter(None) as nothing:
+    with gpu_machine.meter("GPU-1") as state:
         pass
-    assert nothing == {}
-    lines = iter(["1000, 1980, 650.5, 60\n", "2000, 1755, 700.5, 65\n", "[N/A], 1, 2, 3\n", "17"])
-    assert gpu_machine._summary(list(lines)) == {
+    assert state["readings"] >= 1
+    assert (state["peak_memory_mib"], state["power_watts_mean"]) == (2000, 700.5)
+    assert gpu_machine.listing() == "GPU 0\n"
+    for gpu_id in (None, "GPU-2"):
+        with gpu_machine.meter(gpu_id) as nothing:
+            pass
+        assert nothing == {}
+
+    assert gpu_machine._summary(["1000, 1980, 650.5, 60", "2000, 1755, 700.5, 65", "[N/A], 1, 2, 3", "17"]) == {
         "peak_memory_mib": 2000,
         "clock_mhz_lowest": 1755,
         "clock_mhz_highest": 1980,
@@ -263,8 +268,6 @@ def test_the_machine_is_watched_by_nvidia_smi(tmp_path: Path, monkeypatch: pytes
         "temperature_peak": 65,
         "readings": 2,
     }
-    assert gpu_machine._summary(["no devices were found\n"]) == {}
-    assert gpu_machine.listing().startswith("1000, 1980")
 
 
 @pytest.mark.parametrize("message", ["compiled", "captured"])
