@@ -118,12 +118,15 @@ def _summary(lines: list[str]) -> dict[str, float]:
 
 def kernels(work: Callable[[], Any], device: str) -> dict[str, Any]:
     """Profile one call: shares of the device's time by kind, and the kernels that take most of it."""
-    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  takes seconds to import
+    import torch  # noqa: PLC0415  takes seconds to import
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
 
     on_gpu = device.startswith("cuda")
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     with profile(activities=activities) as seen:
         work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
     times = {
         event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
         for event in seen.key_averages()

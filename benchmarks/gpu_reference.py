@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.gpu_engine import TOP_K, WARM_SHARE, percentiles, random_pictures
+from benchmarks.gpu_machine import kernels
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import ViTConfig
 from model.runtime.device import choose_device, choose_dtype
@@ -165,6 +166,14 @@ class Reference:
             for at in range(0, len(pictures), batch)
         ]
         return np.concatenate(parts)
+
+    @torch.no_grad()
+    def kernels(self, batch: int) -> dict[str, Any]:
+        """Profile one batch of pictures that lie on the device; see `gpu_machine.kernels`."""
+        pictures = torch.from_numpy(random_pictures(self.checkpoint, batch)).to(self._device)
+        for _ in range(3):  # compiles, and records CUDA graphs
+            self._answer(pictures)
+        return kernels(lambda: self._answer(pictures), str(self._device))
 
     def _pinned(self, pictures: NDArray[np.uint8]) -> Tensor:
         tensor = torch.from_numpy(pictures)

@@ -79,7 +79,7 @@ def _sweep(bench: Bench, name: str, rates: dict[str, float], measure: Callable[[
 
 
 def profile(bench: Bench) -> None:
-    """The kernels of one batch of 64: which attention, and the shares of products and GELU."""
+    """The kernels of one batch of 64, ours and the reference's: which attention, shares of products and GELU."""
     from benchmarks.gpu_engine import TOP_K, random_pictures  # noqa: PLC0415  torch takes seconds to import
 
     variant, _ = bench.best_of_ours()
@@ -89,7 +89,9 @@ def profile(bench: Bench) -> None:
     ours.rate(batch, min(1, bench.seconds))
     one_batch = partial(ours.predictor.predict, pictures, top_k=TOP_K)
     found = gpu_machine.kernels(one_batch, bench.arguments.device)
-    bench.note(bench.record.section("profile"), f"batch {batch}", found)
+    section = bench.record.section("profile")
+    bench.note(section, f"ours, batch {batch}", found)
+    bench.note(section, f"reference, batch {batch}", bench.reference().call("kernels", batch))
 
 
 def engine(bench: Bench) -> None:

@@ -137,8 +137,10 @@ def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(
     assert found["marks"]["same class as float32 on the CPU, where it is sure"]["reached"]
     assert found["gpu"] == {"name": "cpu"}
     assert found["tests"]["plain"] == {"exit": 0, "output": "7 passed\n"}
-    assert sum(found["profile"]["batch 2"]["shares"].values()) == pytest.approx(1, abs=0.01)
-    assert found["profile"]["batch 2"]["shares"]["products"] > 0
+    for side in ("ours", "reference"):
+        shares = found["profile"][f"{side}, batch 2"]["shares"]
+        assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+        assert shares["products"] > 0
 
     monkeypatch.setattr(gpu_stages, "TESTS", ["-c", "import sys; sys.exit('1 failed')"])
     again = ["--device", "cpu", "--smoke", "--only", "tests,sweep", "--out", str(cache / "out")]
