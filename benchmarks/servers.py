@@ -75,12 +75,17 @@ class Server:
 
 
 class Running:
-    """A started server."""
+    """A started server.
+
+    Attributes:
+        start_seconds: until it was ready, and had compiled.
+        answer_seconds: until its first answer.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, mark: str) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
-        self.start_seconds = 0.0
+        self.start_seconds = self.answer_seconds = 0.0
         self._port = port
         self._log = log
         self._mark = f"{_MARK}={mark}".encode()
@@ -161,16 +166,17 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
             )
         found = Running(process, port, log, mark)
         try:
-            _wait(server, found, picture, timeout)
+            found.answer_seconds = _wait(server, found, picture, timeout) - started
             found.start_seconds = time.monotonic() - started
             yield found
         finally:
             found.stop()
 
 
-def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> None:
+def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> float:
+    """Wait until it answers and has compiled; return the moment of the first answer."""
     deadline = time.monotonic() + timeout
-    reason = "no answer"
+    reason, answered = "no answer", 0.0
     while time.monotonic() < deadline:
         if found.process.poll() is not None:
             raise ServerFailed(f"{server.name} ended with {found.process.returncode}:\n{found.log[-3000:]}")
@@ -179,8 +185,9 @@ def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> Non
         except (OSError, ValueError, KeyError) as error:
             reason = repr(error)
         else:
+            answered = answered or time.monotonic()
             if server.distribution != "vitserve" or _compiled(found.url):
-                return
+                return answered
         time.sleep(0.1)
     raise ServerFailed(f"{server.name} was not ready within {timeout:g} s ({reason}):\n{found.log[-3000:]}")
 
@@ -188,7 +195,7 @@ def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> Non
 def _compiled(url: str) -> bool:
     """vitserve compiles on a thread while it already answers."""
     with urllib.request.urlopen(f"{url}/model", timeout=10) as answer:
-        return bool(json.load(answer)["compiled"] != "compiling")
+        return not str(json.load(answer)["compiled"]).startswith("compiling")
 
 
 def ask(url: str, protocol: Protocol, picture: bytes) -> int:

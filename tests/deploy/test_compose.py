@@ -74,6 +74,14 @@ def test_a_plain_up_reserves_the_gpu_and_the_cpu_file_does_not():
     assert devices(BASE, CPU) == []
 
 
+def test_the_image_asks_for_what_cuda_and_the_metrics_of_a_gpu_need():
+    environment = image_environment()
+
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    # `compute` is CUDA; `utility` is NVML and nvidia-smi.
+    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) >= {"compute", "utility"}
+
+
 def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
     argument = CPU["services"]["vitserve"]["build"]["args"]["TORCH_INDEX_URL"]
 
@@ -146,11 +154,15 @@ def compose_v2():
 
 @pytest.mark.usefixtures("compose_v2")
 @pytest.mark.parametrize(
-    ("files", "gpus"),
-    [([], 1), (["docker-compose.yml"], 0), (["docker-compose.yml", "docker-compose.cpu.yml"], 0)],
+    ("files", "reserved", "device"),
+    [
+        ([], [{"driver": "nvidia", "count": -1, "capabilities": ["gpu"]}], "cuda"),
+        (["docker-compose.yml"], [], None),
+        (["docker-compose.yml", "docker-compose.cpu.yml"], [], "cpu"),
+    ],
     ids=["plain up", "base", "base and cpu"],
 )
-def test_compose_accepts_its_files_without_a_warning(files, gpus):
+def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a_plain_up(files, reserved, device):
     named = [argument for file in files for argument in ("-f", file)]
 
     done = docker_compose(*named, "--profile", "*", "config", "--format", "json")
@@ -159,4 +171,5 @@ def test_compose_accepts_its_files_without_a_warning(files, gpus):
     assert "level=warning" not in done.stderr
     config = json.loads(done.stdout)
     assert config["services"].keys() == BASE["services"].keys()
-    assert len(devices(config)) == gpus
+    assert devices(config) == reserved  # a count of -1 is `all`
+    assert config["services"]["vitserve"]["environment"]["VIT_DEVICE"] == device

@@ -1,0 +1,131 @@
+"""Every kind of model on a CUDA device that computes nothing: all that a graph captures stays on it and never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.huggingface import FAMILIES
+from model.config import Activation, Pool, ViTConfig
+from model.network.layers.attention import Attention
+from model.runtime.cuda import Cuda
+from model.runtime.postprocess import Postprocess
+from model.runtime.torch_backend import TorchBackend, TorchOptions
+from tests.model.families import HUGGING_FACE, NATIVE, families
+from tests.model.network.test_building_blocks import checkpoint
+from tests.model.runtime.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
+
+require_fake_cuda()
+
+KINDS = families()
+BEIT = "BeitForImageClassification 0"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compilers are given is computed as it is."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
+    monkeypatch.setattr(TorchBackend, "_exercise", lambda *_: None)
+
+
+@contextmanager
+def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
+    """Give a backend of each dtype as after a start: the weights on the device, the twin in the model's place."""
+    source = checkpoint(KINDS[kind])
+    models = [source.build() for _ in dtypes]
+    with fake_cuda():
+        backends = []
+        for model, dtype in zip(models, dtypes, strict=True):
+            backend = Cuda(TorchOptions(model, source, CUDA, dtype, "on", (2,)), FakeCudaOps(), streams=1)
+            backend._compile()
+            assert backend._model is not backend._plain
+            backends.append(backend)
+        yield backends
+
+
+def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
+    """Compute, as a graph would capture it, a batch with the attention rows of each choice of layers."""
+    config, to_capture = backend.config, getattr(backend, "_compute_to_capture", backend._compute)
+    pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
+    for choice in layers:
+        with captured(backend._options.dtype) as kernels:
+            packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3)
+        assert packed.shape == (2, 7 + len(choice) * config.heads * config.tokens)
+        assert kernels.count("topk") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
+    last, every = (KINDS[kind].depth - 1,), tuple(range(KINDS[kind].depth))
+    with started(kind, torch.bfloat16, torch.float16) as (bfloat16, float16):
+        # The twin computes the first two, the plain model what has rows of every layer.
+        launch(bfloat16, (), last, every)
+        launch(float16, last, every)
+
+
+def test_the_twin_lies_on_the_device_whole_and_shares_every_tensor() -> None:
+    with started(BEIT, torch.bfloat16) as (backend,):
+        plain, twin = ({id(t) for t in (*m.parameters(), *m.buffers())} for m in (backend._plain, backend._model))
+        assert plain == twin
+        assert {tensor.device for tensor in backend._model.buffers()} == {CUDA}
+
+
+def test_relative_positions_left_on_the_host_are_found() -> None:
+    with started(BEIT, torch.bfloat16) as (backend,):
+        for module in backend._model.modules():
+            if isinstance(module, Attention):
+                module.fixed_bias = None
+                module.relative_position_index = module.relative_position_index.cpu()
+        with pytest.raises(NotCapturable, match=r"aten\.index\.Tensor: a tensor on cpu"):
+            launch(backend, ())
+
+
+FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "item": (lambda x: x.sum().item(), "the host waits"),
+    "a decision": (lambda x: 1 if x.any() else 2, "the host waits"),
+    "nonzero": (lambda x: x.nonzero(), "the host waits"),
+    "a mask": (lambda x: x[x > 0], "the host waits"),
+    "unique": (lambda x: x.unique(), "the host waits"),
+    "equal": (lambda x: torch.equal(x, x), "the host waits"),
+    "download": (lambda x: x.cpu(), "a tensor on cpu"),
+    "upload": (lambda x: torch.tensor([0.5], device=x.device), "a tensor on cpu"),
+    "made on the host": (lambda x: torch.arange(5), "a tensor on cpu"),
+    "scalar of the host": (lambda x: x * torch.tensor(0.5), "a tensor on cpu"),
+    "float64": (lambda x: x.double(), "float64"),
+    "made in float64": (lambda x: torch.ones(5, dtype=torch.float64, device=x.device), "float64"),
+    "float32 product": (lambda x: x.float() @ x.float().T, "a product of torch.float32"),
+    "a product of two dtypes": (lambda x: torch.ops.aten.mm(x, x.float().T), "a product of torch"),
+}
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found(
+    fault: Callable[[Tensor], object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = Postprocess.scores
+
+    def faulty(postprocess: Postprocess, logits: Tensor) -> Tensor:
+        fault(logits)
+        return scores(postprocess, logits)
+
+    with started(BEIT, torch.float16) as (backend,):
+        launch(backend, ())
+        monkeypatch.setattr(Postprocess, "scores", faulty)
+        with pytest.raises(NotCapturable, match=words):
+            launch(backend, ())
+
+
+def test_no_family_and_no_switch_is_left_out() -> None:
+    assert set(HUGGING_FACE) == {family.class_name for family in FAMILIES}
+    assert {config.pool for config in KINDS.values()} == set(get_args(Pool))
+    assert {config.activation for config in KINDS.values()} == set(get_args(Activation))
+    assert set(NATIVE) <= {name.removeprefix("native ") for name in KINDS}
+    for name, field in ViTConfig.model_fields.items():
+        if field.annotation is bool:
+            assert {getattr(config, name) for config in KINDS.values()} == {False, True}, name
