@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import logging
 import shutil
@@ -76,9 +77,7 @@ def choose_kernels(model: VisionTransformer, device: torch.device) -> None:
             module.as_product = True
 
 
-def compiled_twin(
-    model: VisionTransformer, device: torch.device, *, shapes: int, autotune: bool, embedding: bool
-) -> VisionTransformer:
+def compiled_twin(model: VisionTransformer, *, shapes: int, autotune: bool, embedding: bool) -> VisionTransformer:
     """Return a model that shares the weights and compiles itself at its first run with each shape.
 
     Args:
@@ -91,11 +90,9 @@ def compiled_twin(
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * shapes)
     mode = "max-autotune-no-cudagraphs" if autotune else None
-    with torch.device("meta"):
-        twin = VisionTransformer(model.config)
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.eval().requires_grad_(False)
-    choose_kernels(twin, device)
+    # Its modules are its own and its tensors the model's, those that a state dict leaves out among them.
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, tensors)
     for block in twin.blocks:
         # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
         # Fixed shapes only, as dynamic ones ran no faster than uncompiled.

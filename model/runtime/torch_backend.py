@@ -16,6 +16,7 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain_with_mass
+from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
 from model.runtime.backend import first_line, launch_size
 from model.runtime.compilation import (
@@ -96,6 +97,9 @@ class TorchBackend:
         except torch.OutOfMemoryError as error:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
+        for module in self._plain.modules():
+            if isinstance(module, Attention):
+                module.fix_bias()
         self._model = self._plain
         self._plain_normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
         self._normalise: Callable[[Tensor], Tensor] = self._plain_normalise
@@ -158,7 +162,7 @@ class TorchBackend:
         started = time.monotonic()
         sizes, whole = self._options.sizes, self.compiles_embedding
         autotune = self._options.compile_mode == "max"
-        twin = compiled_twin(self._plain, self._device, shapes=len(sizes), autotune=autotune, embedding=whole)
+        twin = compiled_twin(self._plain, shapes=len(sizes), autotune=autotune, embedding=whole)
         # What is cheap on a CPU is many small kernels on a GPU: normalising, adding positions, joining tokens.
         normalise = torch.compile(self._normalise, dynamic=False) if whole else self._normalise
         try:

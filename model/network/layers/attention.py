@@ -20,6 +20,7 @@ class Attention(nn.Module):
     """
 
     relative_position_index: Tensor
+    fixed_bias: Tensor | None
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -36,6 +37,7 @@ class Attention(nn.Module):
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
         self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
+        self.register_buffer("fixed_bias", None, persistent=False)
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
             self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
@@ -85,9 +87,22 @@ class Attention(nn.Module):
 
     def bias(self) -> Tensor | None:
         """Return the bias on the scores, [1, heads, N, N], or None."""
-        if self.relative_position_bias_table is None:
-            return None
+        if self.relative_position_bias_table is None or self.fixed_bias is not None:
+            return self.fixed_bias
         return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
+
+    @torch.no_grad()
+    def fix_bias(self) -> None:
+        """Compute the bias once, for a model on its device whose weights change no more.
+
+        Gathering it from its table at each pass costs as much as a small product, and an index cannot be captured in
+        a CUDA graph from another device.
+        """
+        bias = self.bias()
+        if bias is not None:
+            # Fused kernels read rows at multiples of 16 elements, and would pad a copy of the bias at each call.
+            padded = F.pad(bias, (0, -bias.shape[-1] % 16))
+            self.fixed_bias = padded[..., : bias.shape[-1]]
 
     def _attention_row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """Return the attention row that a map is made of: [B, heads, N] float32.

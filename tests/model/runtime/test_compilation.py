@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from model.network.vit import ViTOutput
+from model.config import ViTConfig
+from model.network.layers.attention import Attention
+from model.network.vit import VisionTransformer, ViTOutput
 from model.runtime import torch_backend
 from model.runtime.backend import launch_size
-from model.runtime.compilation import Compilation, CompilationState, plan_compilation, powers_of_two
+from model.runtime.compilation import (
+    Compilation,
+    CompilationState,
+    compiled_twin,
+    plan_compilation,
+    powers_of_two,
+)
 from model.runtime.predictor import Predictor
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
@@ -84,3 +92,62 @@ def test_sizes_are_powers_of_two_and_the_largest(largest: int, sizes: tuple[int,
     assert powers_of_two(largest) == sizes
     assert [launch_size(count, sizes) for count in sizes] == list(sizes)
     assert launch_size(7, None) == 7
+
+
+def beit() -> VisionTransformer:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=(16, 24),
+        patch_size=8,
+        width=32,
+        depth=2,
+        heads=2,
+        mlp_width=64,
+        num_classes=5,
+        position_embedding="none",
+        relative_position_bias=True,
+    )
+    model = VisionTransformer(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def attentions(model: VisionTransformer) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def test_the_compiled_twin_holds_the_tensors_of_the_model_wherever_they_are() -> None:
+    """Those that a state dict leaves out too: one on another device would be copied in every block."""
+    model = beit().to("meta")
+    twin = compiled_twin(model, shapes=1, autotune=False, embedding=False)
+    tensors = [*twin.parameters(), *twin.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert all(mine is its for mine, its in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
+    assert twin.blocks[0] is not model.blocks[0]
+
+
+def test_a_fixed_bias_is_the_one_that_is_gathered_with_rows_that_fused_kernels_read_in_place() -> None:
+    model = beit()
+    pixels = torch.randn(2, 3, 16, 24)
+    gathered = model(pixels, (0, 1))
+    for attention in attentions(model):
+        expected = attention.bias()
+        attention.fix_bias()
+        attention.relative_position_bias_table = torch.nn.Parameter(torch.full((1, 2), torch.nan))
+        bias = attention.bias()
+        assert bias is not None
+        assert expected is not None
+        assert torch.equal(bias, expected)
+        assert bias.shape == (1, 2, 7, 7)
+        assert bias.stride()[1:] == (7 * 16, 16, 1)
+    for found, wanted in zip(model(pixels, (0, 1)), gathered, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_backend_gathers_no_bias_while_it_serves() -> None:
+    model = beit()
+    checkpoint = make_checkpoint(config=model.config, tensors=model.state_dict())
+    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", max_batch=2)
+    fixed = [attention.fixed_bias for attention in attentions(predictor._backend._plain)]  # type: ignore[attr-defined]
+    assert [bias.shape for bias in fixed if bias is not None] == [(1, 2, 7, 7)] * 2
