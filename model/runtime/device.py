@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from model.errors import DeviceError
+from model.errors import DeviceError, NewProcessNeeded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,6 +52,14 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def batch_too_large(device: str, batch: int) -> DeviceError:
+    """Return the error of a largest batch that the device's memory does not hold: half of it may be."""
+    message = f"{device}: not enough memory for batches of {batch}"
+    if batch == 1:
+        return DeviceError(message)
+    return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -6,7 +6,8 @@ threads at once as there are streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from model.runtime.backend import first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, powers_of_two
-from model.runtime.device import choose_device, choose_dtype
+from model.runtime.device import batch_too_large, choose_device, choose_dtype
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -48,6 +49,7 @@ class Predictor:
         max_batch: largest batch ever launched; None for the device's default.
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
+        graphs: whether launch sizes become CUDA graphs, where they do.
         launch_sizes: the batch sizes to compile for, instead of powers of two; the largest is `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
 
@@ -73,6 +75,7 @@ class Predictor:
         threads: int | None = None,
         streams: int | None = None,
         launch_sizes: Sequence[int] | None = None,
+        graphs: bool = True,
         ops: DeviceOps | None = None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -88,7 +91,7 @@ class Predictor:
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
         model = checkpoint.build()
         self.parameters = count_parameters(model)
-        options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes)
+        options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs)
         self._backend, self.backend_reason = choose_backend(
             options, backend, threads=policy, streams=self.streams, ops=ops
         )
@@ -121,9 +124,11 @@ class Predictor:
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
+            `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
-        self._exercise((1, self.max_batch))
-        self._backend.compile()
+        with self._device_errors():
+            self._backend.exercise((1, self.max_batch))
+            self._backend.compile()
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -131,15 +136,16 @@ class Predictor:
         Raises:
             DeviceError: it does not, or gives scores that are not finite.
         """
-        self._exercise((1,))
+        with self._device_errors():
+            self._backend.exercise((1,))
 
-    def _exercise(self, sizes: Sequence[int]) -> None:
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """Turn what torch raises in this context into one line."""
         try:
-            self._backend.exercise(sizes)
+            yield
         except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"{self.device}: not enough memory for batches of {max(sizes)}: a smaller largest batch needs less"
-            ) from error
+            raise batch_too_large(self.device, self.max_batch) from error
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 

@@ -39,6 +39,7 @@ class TorchOptions:
     Attributes:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to compile for, ascending.
+        graphs: whether they become CUDA graphs on CUDA.
     """
 
     model: VisionTransformer
@@ -47,6 +48,7 @@ class TorchOptions:
     dtype: torch.dtype
     compile_mode: CompileMode
     sizes: tuple[int, ...]
+    graphs: bool = True
 
 
 class Normalise(nn.Module):
@@ -167,7 +169,10 @@ class TorchBackend:
         normalise = torch.compile(self._normalise, dynamic=False) if whole else self._normalise
         try:
             self._exercise(twin, normalise, sizes)
-        except (RuntimeError, OSError) as error:  # what torch.compile raises for its backends and their compilers
+        except torch.OutOfMemoryError:
+            raise
+        # Compilers, their processes and the kernels' own launcher raise what they like, often plain exceptions.
+        except Exception as error:  # noqa: BLE001
             logger.warning("compilation failed, running uncompiled: %s", first_line(error))
             self.compilation = Compilation(CompilationState.FAILED, first_line(error))
             return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 
 from model.config import ViTConfig
+from model.errors import DeviceError
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput
 from model.runtime import torch_backend
@@ -52,19 +54,37 @@ def test_it_is_planned_from_the_mode_the_device_and_the_compiler(monkeypatch: py
     assert str(plan_compilation("on", CPU)) == "no C++ compiler (g++) on this machine"
 
 
-def test_a_compiler_that_fails_is_told_and_the_model_answers_without(monkeypatch: pytest.MonkeyPatch) -> None:
+class OutOfResources(Exception):
+    """As Triton raises it, which derives its errors from no common class."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("C++ compile error\nmore lines"), "C++ compile error"),
+        (OSError("No space left on device"), "No space left on device"),
+        (OutOfResources("out of resource: shared memory"), "out of resource: shared memory"),
+        (subprocess.CalledProcessError(1, "ptxas"), "Command 'ptxas' returned non-zero exit status 1."),
+        (AssertionError(), "AssertionError"),
+        (DeviceError("warm-up gave scores that are not finite"), "warm-up gave scores that are not finite"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=2)
     expected = predictor.predict(make_images(2), top_k=5)
 
     def broken(*_: object, **__: object) -> object:
         def run(*_: object) -> ViTOutput:
-            raise RuntimeError("C++ compile error\nmore lines")
+            raise error
 
         return run
 
     monkeypatch.setattr(torch_backend, "compiled_twin", broken)
     predictor._backend._compile()  # type: ignore[attr-defined]
-    assert predictor.compiled == "failed: C++ compile error"
+    assert predictor.compiled == f"failed: {told}"
     assert predictor.compilation.state is CompilationState.FAILED
     assert predictor.batch_sizes is None
     np.testing.assert_array_equal(predictor.predict(make_images(2), top_k=5).scores, expected.scores)
