@@ -100,6 +100,9 @@ class Settings(BaseSettings):
         description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU, `max` tries several kernels first "
         "(minutes at the first start)",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto", description="`auto` replays one CUDA graph a batch size, unless `VIT_COMPILE` is `off`"
+    )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",
         description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "

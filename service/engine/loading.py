@@ -52,6 +52,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         max_batch=settings.max_batch,
         threads=settings.threads,
         streams=settings.streams,
+        graphs=settings.cuda_graphs == "auto",
     )
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})

@@ -56,8 +56,8 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
     }  # fmt: skip
-    _, info = load_predictor(load_settings(chosen | {"compile": "off"}))
-    assert made == [(checkpoint, chosen | {"compile_mode": "off"})]
+    _, info = load_predictor(load_settings(chosen | {"compile": "off", "cuda_graphs": "off"}))
+    assert made == [(checkpoint, chosen | {"compile_mode": "off", "graphs": False})]
     assert info == known  # what both have is the checkpoint's
     assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
 
