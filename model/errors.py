@@ -7,6 +7,7 @@
         InvalidImage              an allowed format that does not decode
       CheckpointError           not readable exactly as it was written
       DeviceError               a device or dtype that this machine does not have
+        NotFinite                 the model overflows in its dtype
         NewProcessNeeded          the device works again in a new process, with another option
       FigureError               a figure that cannot be drawn or written
       InputError                a parameter that the model does not offer: a layer, head or method
@@ -51,6 +52,10 @@ class CheckpointError(VitError):
 
 class DeviceError(VitError):
     """The requested device or dtype is not available here."""
+
+
+class NotFinite(DeviceError):
+    """The model gives scores that are not finite, in the dtype that it computes in."""
 
 
 class NewProcessNeeded(DeviceError):

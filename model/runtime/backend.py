@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Run batches of noise and black of these sizes, with and without the last layer's attention row.
 
         Raises:
-            DeviceError: the model gives scores that are not finite.
+            NotFinite: the model gives scores that are not finite.
             RuntimeError: as the library raises it.
         """
 

@@ -6,6 +6,7 @@ threads at once as there are streams.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -15,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
-from model.errors import DeviceError
+from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
 from model.explanation.methods import METHODS
 from model.network.vit import count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
-from model.runtime.backend import first_line, launch_size
+from model.runtime.backend import Backend, first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, powers_of_two
-from model.runtime.device import batch_too_large, choose_device, choose_dtype
+from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -33,6 +34,11 @@ _DEFAULT_STREAMS: Final = 2
 
 _DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
 
+_DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
+"""Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
+
+logger = logging.getLogger(__name__)
+
 
 class Predictor:
     """Owns device, dtype, backend and warm-up of one model.
@@ -40,7 +46,9 @@ class Predictor:
     Args:
         checkpoint: what to serve.
         device: see `model.runtime.device.choose_device`.
-        dtype: see `model.runtime.device.choose_dtype`.
+        device_name: what the device is called, where it has another number in this process.
+        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
+            model runs in float32.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -55,6 +63,7 @@ class Predictor:
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
+        dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
@@ -68,6 +77,7 @@ class Predictor:
         checkpoint: Checkpoint,
         *,
         device: str = "auto",
+        device_name: str | None = None,
         dtype: str = "auto",
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
@@ -83,18 +93,26 @@ class Predictor:
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
         on_cpu = torch_device.type == "cpu"
-        self.device, self.dtype = str(torch_device), str(torch_dtype).removeprefix("torch.")
-        self.gpu_uuid = None if on_cpu else str(torch.cuda.get_device_properties(torch_device).uuid)
+        self.device = device_name or str(torch_device)
+        self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
         sizes = tuple(sorted(launch_sizes or powers_of_two(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
-        policy = ThreadPolicy(threads)
+        policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
-        model = checkpoint.build()
-        self.parameters = count_parameters(model)
-        options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs)
-        self._backend, self.backend_reason = choose_backend(
-            options, backend, threads=policy, streams=self.streams, ops=ops
-        )
+
+        def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
+            model = checkpoint.build()
+            self.parameters, self.dtype = count_parameters(model), str(torch_dtype).removeprefix("torch.")
+            options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs)
+            return choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+
+        self._backend, self.backend_reason = build(torch_dtype)
+        if dtype == "auto" and torch_dtype is torch.float16:
+            try:
+                self.check()
+            except NotFinite as error:
+                logger.warning("%s: computing in float32 instead", error)
+                self._backend, self.backend_reason = build(torch.float32)
         self.backend = self._backend.name
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain_with_mass
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
@@ -150,10 +150,10 @@ class TorchBackend:
         return images
 
     def require_finite(self, logits: Tensor) -> None:
-        """Raise DeviceError unless all logits are finite."""
+        """Raise NotFinite unless all logits are finite."""
         if not logits.isfinite().all():
             dtype = str(self._options.dtype).removeprefix("torch.")
-            raise DeviceError(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
+            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
 
     def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
         """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""
