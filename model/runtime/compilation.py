@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from model.network.layers.attention import Attention
-from model.network.layers.attention_kernels import chunked_attention
+from model.network.layers.attention_kernels import chunked_attention, mean_row_at_once
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 
@@ -73,6 +73,8 @@ def choose_kernels(model: VisionTransformer, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, Attention) and device.type == "cpu":
             module.attend = chunked_attention
+        elif isinstance(module, Attention):
+            module.mean_row = mean_row_at_once
         elif isinstance(module, PatchEmbed) and device.type == "cuda":
             module.as_product = True
 
