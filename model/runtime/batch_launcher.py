@@ -134,7 +134,6 @@ class BatchLauncher:
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
-            torch.OutOfMemoryError: the graphs do not fit.
             RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
         """
         graphs: dict[tuple[int, Layers], _Graph] = {}
@@ -183,8 +182,6 @@ class BatchLauncher:
             return self._ops.capture(watched, self._stream)
         except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
             cause = failures[0] if failures else error
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()

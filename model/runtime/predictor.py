@@ -24,7 +24,7 @@ from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime.backend import Backend, first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode, powers_of_two
+from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
@@ -58,7 +58,9 @@ class Predictor:
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
-        launch_sizes: the batch sizes to compile for, instead of powers of two; the largest is `max_batch`.
+        behind: whether the warm-up on CUDA ends before the compilation, which goes on behind the uncompiled model.
+        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
+            `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
 
     Attributes:
@@ -86,6 +88,7 @@ class Predictor:
         streams: int | None = None,
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
+        behind: bool = False,
         ops: DeviceOps | None = None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -95,7 +98,8 @@ class Predictor:
         on_cpu = torch_device.type == "cpu"
         self.device = device_name or str(torch_device)
         self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
-        sizes = tuple(sorted(launch_sizes or powers_of_two(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
+        sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
+        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
         policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
@@ -103,7 +107,7 @@ class Predictor:
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.build()
             self.parameters, self.dtype = count_parameters(model), str(torch_dtype).removeprefix("torch.")
-            options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs)
+            options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, behind)
             return choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
 
         self._backend, self.backend_reason = build(torch_dtype)
@@ -137,8 +141,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model once at its smallest and largest batch, so that no request pays for allocations.
 
-        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU it is compiled on a
-        thread of its own while the uncompiled model already answers, and takes over when it is done.
+        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU, and `behind`, it is
+        compiled on a thread of its own while the uncompiled model already answers, and takes over when it is done.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.

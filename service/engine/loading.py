@@ -59,6 +59,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         threads=settings.threads,
         streams=settings.streams,
         graphs=settings.cuda_graphs == "auto",
+        behind=True,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())

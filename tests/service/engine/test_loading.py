@@ -60,7 +60,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     _, info = load_predictor(load_settings(chosen | {"compile": "off", "cuda_graphs": "off"}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    assert made == [(checkpoint, chosen | named | {"compile_mode": "off", "graphs": False})]
+    assert made == [(checkpoint, chosen | named | {"compile_mode": "off", "graphs": False, "behind": True})]
     assert info == known  # what both have is the checkpoint's
     assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
 
