@@ -21,10 +21,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from model.runtime.backend import first_line
+from model.runtime.backend import Images, first_line
 
 CAPTURED_TOP_K: Final = 32
 """Most classes that a captured graph returns; a request for more is computed without one."""
@@ -185,11 +184,11 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
+    def run(self, images: Images, *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
         """Compute one batch; callable by several threads at once.
 
         Args:
-            images: uint8 [B, H, W, C].
+            images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
             layers, top_k: attention layers and classes wanted.
 
@@ -214,11 +213,9 @@ class BatchLauncher:
             self._slots.put(slot)
         return packed, captured_k if graph else top_k
 
-    def _run(
-        self, slot: _Slot, graph: _Graph | None, images: NDArray[np.uint8], size: int, layers: Layers, top_k: int
-    ) -> Tensor:
+    def _run(self, slot: _Slot, graph: _Graph | None, images: Images, size: int, layers: Layers, top_k: int) -> Tensor:
         ops, count = self._ops, len(images)
-        np.copyto(slot.pinned[:count].numpy(), images)
+        np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
         with ops.on(slot.copies):
             slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
             slot.uploaded.record(slot.copies)

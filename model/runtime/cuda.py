@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.vit import VisionTransformer, ViTOutput
-from model.runtime.backend import first_line, launch_size
+from model.runtime.backend import Images, first_line, launch_size
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, DeviceOps
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
 from model.runtime.device import batch_too_large
@@ -60,7 +60,7 @@ class Cuda(TorchBackend):
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
-    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """See `Backend.predict`; the output comes from the device in one piece.
 
         Raises:

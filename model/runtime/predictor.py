@@ -21,7 +21,7 @@ from model.explanation.attention_map import attention_maps
 from model.explanation.methods import METHODS
 from model.network.vit import count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
-from model.runtime.backend import Backend, first_line, launch_size
+from model.runtime.backend import Backend, Images, first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
@@ -171,13 +171,12 @@ class Predictor:
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
-    def predict(
-        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
-    ) -> BatchPrediction:
+    def predict(self, images: Images, *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> BatchPrediction:
         """Classify a batch.
 
         Args:
-            images: uint8 [B, H, W, C] with H, W, C the model's input; 1 <= B <= max_batch.
+            images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
+                less; 1 <= B <= max_batch.
             top_k: how many classes to return, 1 ... num_classes.
             maps: empty, or one entry an image.
 
@@ -188,10 +187,9 @@ class Predictor:
         """
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
-        if images.dtype != np.uint8 or images.shape[1:] != expected or not 1 <= count <= self.max_batch:
-            raise ValueError(
-                f"images {images.dtype} {images.shape}: expected uint8 [1...{self.max_batch}, *{expected}]"
-            )
+        kinds = {(str(image.dtype), image.shape) for image in images}
+        if kinds != {("uint8", expected)} or count > self.max_batch:
+            raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
         layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
@@ -207,7 +205,7 @@ class Predictor:
 
     def _explain(
         self,
-        images: NDArray[np.uint8],
+        images: Images,
         method: str,
         requests: Sequence[MapRequest | None],
         prediction: BatchPrediction,
@@ -219,7 +217,7 @@ class Predictor:
             wanted = requests[member]
             if wanted is not None and wanted.class_index is not None:
                 classes[place] = wanted.class_index
-        maps, kept_mass = self._backend.explain(images[members], classes, method)
+        maps, kept_mass = self._backend.explain(np.stack([images[member] for member in members]), classes, method)
         for member, class_index, values, kept in zip(
             members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True
         ):

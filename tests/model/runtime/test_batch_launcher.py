@@ -182,3 +182,21 @@ def test_a_device_that_died_fails_every_batch_that_follows() -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             subject.run(images(1), size=1, layers=(), top_k=1)
+
+
+def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = watchless()
+    subject = launcher(ops, Sums(), slots=1)
+    made: list[object] = []
+    stack = np.stack
+
+    def watched(*arguments: object, **keywords: object) -> object:
+        made.append(keywords.get("out"))
+        return stack(*arguments, **keywords)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(np, "stack", watched)
+    apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
+    found, _ = subject.run(apart, size=2, layers=(), top_k=1)
+    assert found[:, 0].tolist() == [18, 24]
+    assert len(made) == 1
+    assert made[0] is not None
