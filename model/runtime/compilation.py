@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model.network.layers.attention import Attention
 from model.network.layers.attention_kernels import chunked_attention, mean_row_at_once
+from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 
@@ -86,13 +87,17 @@ def powers_of_two(largest: int) -> tuple[int, ...]:
     return (*(1 << power for power in range((largest - 1).bit_length())), largest)
 
 
-def choose_kernels(model: VisionTransformer, device: torch.device) -> None:
-    """Replace the kernels that are slow on the device by equivalent ones."""
+def choose_kernels(model: VisionTransformer, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Replace the kernels that are slow on the device by ones that are equivalent in the dtype."""
+    # The tanh approximation is at most 0.0005 away, a sixteenth of what bfloat16 rounds off, and half of float16's.
+    gelu = {torch.bfloat16: ("gelu", "gelu_tanh"), torch.float16: ("gelu_tanh",)}.get(dtype, ())
     for module in model.modules():
         if isinstance(module, Attention) and device.type == "cpu":
             module.attend = chunked_attention
         elif isinstance(module, Attention):
             module.mean_row = mean_row_at_once
+        elif isinstance(module, Mlp) and device.type == "cuda":
+            module.fused = module.fc1.bias is not None and model.config.activation in gelu
         elif isinstance(module, PatchEmbed) and device.type == "cuda":
             module.as_product = True
 

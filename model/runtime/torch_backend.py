@@ -92,7 +92,7 @@ class TorchBackend:
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
-        choose_kernels(options.model, options.device)
+        choose_kernels(options.model, options.device, options.dtype)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
         except torch.OutOfMemoryError as error:

@@ -236,7 +236,7 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     model = VisionTransformer(ViTConfig(**(shape | {"num_classes": 5} | KINDS[kind]))).eval()
     for parameter in model.requires_grad_(False).parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    choose_kernels(model, GPU)
+    choose_kernels(model, GPU, torch.bfloat16)
     twin = twin_for_any_batch(model, autotune=False, backend="eager")
     normalise = Normalise(make_checkpoint().preprocess)
     compiled_normalise = compiled_for_any_batch(normalise.forward, autotune=False, backend="eager")
