@@ -93,7 +93,7 @@ class StandInOps:
         self.lasting = False
         self.lasting_captures = 0
         self.dead: str | None = None
-        self.before_synchronize: Callable[[], None] = lambda: None
+        self.before_synchronize: Callable[[], object] = lambda: None
         self.downloads: list[tuple[Tensor, Tensor]] = []
         self.strict = strict
         self.workspace_is_older = False
