@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -120,16 +120,29 @@ class BatchLauncher:
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
             self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
+        # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
+        # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
+        # wants one stream for them.
+        self._captures = ops.stream()
         ops.settle()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
-    def capture(self, compute: Compute, sizes: Sequence[int], layers: Sequence[Layers], *, top_k: int) -> None:
+    def capture(
+        self,
+        compute: Compute,
+        sizes: Sequence[int],
+        layers: Sequence[Layers],
+        *,
+        top_k: int,
+        beside: AbstractContextManager[Any] | None = None,
+    ) -> None:
         """Record a graph for each batch size and choice of attention layers; all or none take over.
 
         Batches may run meanwhile, between one graph and the next.
 
         Args:
             compute: what the graphs do.
+            beside: a lock that whatever else computes on the device holds; its workspaces are cleared.
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
@@ -139,11 +152,12 @@ class BatchLauncher:
         # The largest first: the smaller ones find their memory in what it has left.
         for size in sorted(sizes, reverse=True):
             for wanted in layers:
-                with self._lock, self._ops.on(self._stream), self._ops.lasting_kernels():
+                with beside or nullcontext(), self._lock, self._ops.on(self._captures), self._ops.lasting_kernels():
                     graphs[size, wanted] = self._capture(compute, size, wanted, top_k)
         self._captured = graphs, top_k
 
     def _capture(self, compute: Compute, size: int, layers: Layers, top_k: int) -> _Graph:
+        self._ops.settle()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
         pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
         expected = compute(pixels, layers, top_k)
@@ -178,7 +192,7 @@ class BatchLauncher:
         # that are new are in the graphs' memory, and stay.
         self._ops.clear_workspaces()
         try:
-            return self._ops.capture(watched, self._stream)
+            return self._ops.capture(watched, self._captures)
         except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
             cause = failures[0] if failures else error
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause

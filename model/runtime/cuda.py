@@ -50,6 +50,7 @@ class Cuda(TorchBackend):
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
         self._ops = ops
+        self._beside = threading.Lock()  # held by what computes beside the launcher
         self._captured_k = min(CAPTURED_TOP_K, self.config.num_classes)
         self._uncompiled = _Compute(self._normalise, self._plain, self._tail)
         self._compiled: _Compute | None = None
@@ -80,6 +81,11 @@ class Cuda(TorchBackend):
             for turn, layers in enumerate(self.usual_layers):
                 output = self.predict(self.trial_images(size, turn), layers=layers, top_k=1)
                 self.require_finite(_or_nan(output))
+
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """See `Backend.explain`."""
+        with self._beside:
+            return super().explain(images, classes, method)
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`; they are the compiled model's where there is one."""
@@ -136,7 +142,8 @@ class Cuda(TorchBackend):
         started = time.monotonic()
         try:
             sizes = self._options.sizes
-            self._launcher.capture(self._compute_to_capture, sizes, self.usual_layers, top_k=self._captured_k)
+            compute, top_k = self._compute_to_capture, self._captured_k
+            self._launcher.capture(compute, sizes, self.usual_layers, top_k=top_k, beside=self._beside)
         except CaptureFailed as error:
             logger.error("no CUDA graphs: %s", error)
             if isinstance(error.__cause__, torch.OutOfMemoryError):

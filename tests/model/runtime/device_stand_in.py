@@ -5,14 +5,16 @@ a GPU does later, writes down what would have waited for what, and punishes mist
 * Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned
   memory.
 * A capture that broke off hides its reason, and nothing can be captured after it.
+* A stream from which something was downloaded cannot be captured: memory that is freed records an event on it.
 * A graph whose products use a workspace from before the capture is refused: others free it.
 * After a fault every operation fails.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +102,8 @@ class StandInOps:
         self.capturing = False
         self._broken = False
         self._streams = 0
+        self._current = threading.local()
+        self._downloaded_on: set[StandInStream | None] = set()
 
     def need_life(self) -> None:
         if self.dead is not None:
@@ -116,11 +120,12 @@ class StandInOps:
 
     @contextmanager
     def on(self, stream: StandInStream) -> Iterator[None]:
-        if self.strict:
-            with _Watch(self):
+        before, self._current.stream = getattr(self._current, "stream", None), stream
+        try:
+            with _Watch(self) if self.strict else nullcontext():
                 yield
-        else:
-            yield
+        finally:
+            self._current.stream = before
 
     def event(self) -> StandInEvent:
         self.refuse_in_capture("an event is made")
@@ -134,6 +139,7 @@ class StandInOps:
     def download(self, tensor: Tensor) -> Tensor:
         self.refuse_in_capture("memory is pinned")
         self.need_life()
+        self._downloaded_on.add(self._current.stream)
         host = torch.empty_like(tensor)
         host.view(torch.uint8).fill_(POISON)
         self.downloads.append((host, tensor.clone()))
@@ -155,6 +161,8 @@ class StandInOps:
         self.need_life()
         if self._broken:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        assert stream not in self._downloaded_on, "memory that is freed would record an event in the graph"
+        assert self._current.stream == stream, "the work goes to another stream"
         assert not self.workspace_is_older, "the graph holds a workspace that others free"
         self.capturing = True
         try:

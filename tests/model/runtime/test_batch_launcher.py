@@ -200,3 +200,20 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
     assert found[:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None
+
+
+def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_beside() -> None:
+    ops, beside = StandInOps(), threading.Lock()
+    seen: list[bool] = []
+
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        seen.append(beside.locked())
+        return torch.zeros(len(pixels), 2 * top_k + 1, dtype=torch.int32)
+
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
+    subject.run(images(1), size=1, layers=(), top_k=1)  # the stand-in refuses to capture where this was downloaded
+    settled = ops.settled
+    subject.capture(compute, (1, 2), ((),), top_k=1, beside=beside)
+    assert ops.settled == settled + 2, "no batch is under way that reads the images"
+    assert seen == [False] + [True] * 8
+    assert not beside.locked()

@@ -20,6 +20,7 @@ from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import CompilationState
 from model.runtime.cuda import Cuda
 from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import TorchBackend
 from tests.model.runtime.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
@@ -237,10 +238,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def wait_for_the_compiler(compiler: Compiler) -> None:
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "compile"]
     compiler.may_work.set()
-    thread.join(20)
-    assert not thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def serving(ops: StandInOps, **options: object) -> Predictor:
@@ -296,6 +298,32 @@ def test_a_device_that_is_lost_behind_asks_for_a_new_process_at_the_next_batch(
         with pytest.raises(NewProcessNeeded) as found:
             predictor.predict(make_images(1), top_k=1)
         assert (found.value.option, found.value.value) == (option, "off")
+
+
+def test_maps_that_are_computed_beside_and_captures_hold_the_same_lock(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture clears the workspaces of every stream."""
+    predictor = serving(StandInOps())
+    backend = predictor._backend
+    assert isinstance(backend, Cuda)
+    held: list[bool] = []
+    capture = BatchLauncher.capture
+
+    def explained(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        held.append(backend._beside.locked())
+        return torch.full((1, 2, 3), 1 / 6), torch.ones(1)
+
+    def captured(self: BatchLauncher, *arguments: object, **keywords: object) -> None:
+        held.append(keywords["beside"] is backend._beside)
+        capture(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TorchBackend, "explain", explained)
+    monkeypatch.setattr(BatchLauncher, "capture", captured)
+    predictor.predict(make_images(1), top_k=1, maps=[MapRequest.explained("relevance")])
+    wait_for_the_compiler(compiler)
+    assert held == [True, True]
+    assert predictor.compiled == "compiled"
 
 
 def test_without_graphs_the_compiled_model_computes_the_usual_maps_alone(compiler: Compiler) -> None:
