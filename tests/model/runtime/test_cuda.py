@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from model.checkpoint import Checkpoint
+from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.prediction import BatchPrediction, MapRequest
-from model.runtime import cuda
 from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import CompilationState
 from model.runtime.cuda import Cuda
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import TorchBackend
 from tests.model.runtime.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
@@ -205,139 +202,6 @@ def test_memory_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.Monkey
         predictor.warm_up()
 
 
-class Compiler:
-    """A compiler that changes nothing, and that works only when it is let to.
-
-    Attributes:
-        may_work: set when it may.
-        rows: how many rows each computation of a block had.
-        error: what it raises.
-    """
-
-    def __init__(self) -> None:
-        self.may_work = threading.Event()
-        self.rows: list[int] = []
-        self.error: Exception | None = None
-
-    def twin(self, model: VisionTransformer, *, autotune: bool) -> VisionTransformer:
-        assert self.may_work.wait(20)
-        if self.error is not None:
-            raise self.error
-        twin = copy.deepcopy(model)
-        twin.register_forward_pre_hook(lambda _, arguments: self.rows.append(len(arguments[0])))
-        return twin
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler = Compiler()
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(cuda, "twin_for_any_batch", compiler.twin)
-    monkeypatch.setattr(cuda, "compiled_for_any_batch", lambda function, *, autotune: function)
-    return compiler
-
-
-def wait_for_the_compiler(compiler: Compiler) -> None:
-    compiler.may_work.set()
-    for thread in threading.enumerate():
-        if thread.name == "compile":
-            thread.join(20)
-            assert not thread.is_alive()
-
-
-def serving(ops: StandInOps, **options: object) -> Predictor:
-    predictor = plain(compile_mode="on", max_batch=4, streams=2, ops=ops, behind=True, **options)
-    predictor.warm_up()
-    return predictor
-
-
-def test_the_uncompiled_models_graphs_answer_until_the_compiled_ones_are_there(compiler: Compiler) -> None:
-    ops = StandInOps()
-    predictor = serving(ops)
-    assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
-    assert predictor.batch_sizes == (1, 2, 4)
-    replays, captures = ops.replays, ops.captures
-    before = predictor.predict(make_images(3), top_k=5)
-    assert ops.replays == replays + 1
-
-    wait_for_the_compiler(compiler)
-    assert predictor.compiled == "compiled"
-    assert ops.captures == 2 * captures
-    compiler.rows.clear()
-    replays = ops.replays
-    same(predictor.predict(make_images(3), top_k=5), before)
-    same(predictor.predict(make_images(1), top_k=5), plain().predict(make_images(1), top_k=5))
-    assert ops.replays == replays + 2
-    assert compiler.rows == [4, 2], "a single image is computed twice, by code for two and more"
-
-
-def test_a_compiler_that_fails_behind_leaves_the_uncompiled_graphs(compiler: Compiler) -> None:
-    ops = StandInOps()
-    compiler.error = torch.OutOfMemoryError("CUDA out of memory.")
-    predictor = serving(ops)
-    wait_for_the_compiler(compiler)
-    assert predictor.compiled == "failed: CUDA out of memory.; CUDA graphs of the uncompiled model"
-    replays = ops.replays
-    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
-    assert ops.replays == replays + 1
-
-
-@pytest.mark.parametrize(("breaks", "option"), [("device", "compile"), ("capture", "cuda_graphs")])
-def test_a_device_that_is_lost_behind_asks_for_a_new_process_at_the_next_batch(
-    breaks: str, option: str, compiler: Compiler
-) -> None:
-    ops = StandInOps()
-    predictor = serving(ops)
-    if breaks == "device":
-        compiler.error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-        ops.dead = "an illegal memory access was encountered"
-    else:
-        ops.fail_capture = RuntimeError("a kernel cannot be captured")
-    wait_for_the_compiler(compiler)
-    for _ in range(2):
-        with pytest.raises(NewProcessNeeded) as found:
-            predictor.predict(make_images(1), top_k=1)
-        assert (found.value.option, found.value.value) == (option, "off")
-
-
-def test_maps_that_are_computed_beside_and_captures_hold_the_same_lock(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A capture clears the workspaces of every stream."""
-    predictor = serving(StandInOps())
-    backend = predictor._backend
-    assert isinstance(backend, Cuda)
-    held: list[bool] = []
-    capture = BatchLauncher.capture
-
-    def explained(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        held.append(backend._beside.locked())
-        return torch.full((1, 2, 3), 1 / 6), torch.ones(1)
-
-    def captured(self: BatchLauncher, *arguments: object, **keywords: object) -> None:
-        held.append(keywords["beside"] is backend._beside)
-        capture(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(TorchBackend, "explain", explained)
-    monkeypatch.setattr(BatchLauncher, "capture", captured)
-    predictor.predict(make_images(1), top_k=1, maps=[MapRequest.explained("relevance")])
-    wait_for_the_compiler(compiler)
-    assert held == [True, True]
-    assert predictor.compiled == "compiled"
-
-
-def test_without_graphs_the_compiled_model_computes_the_usual_maps_alone(compiler: Compiler) -> None:
-    predictor = serving(StandInOps(), graphs=False)
-    assert predictor.compiled == "compiling; CUDA graphs are off"
-    wait_for_the_compiler(compiler)
-    assert predictor.compiled == "compiled; CUDA graphs are off"
-    compiler.rows.clear()
-    usual, other = [MapRequest(1), None, None], [MapRequest(0), None, None]
-    same(predictor.predict(make_images(3), top_k=5, maps=usual), plain().predict(make_images(3), top_k=5, maps=usual))
-    same(predictor.predict(make_images(3), top_k=5, maps=other), plain().predict(make_images(3), top_k=5, maps=other))
-    assert compiler.rows == [3]
-
-
 @pytest.mark.parametrize("size", [(16, 24), (19, 25)])
 def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]) -> None:
     embed = make_checkpoint().build().patch_embed
@@ -373,8 +237,89 @@ def test_the_compiled_model_is_what_the_graphs_run() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
+def of_real_size(**changes: object) -> Checkpoint:
+    """Return a model with heads of width 64 and 196 patches, small enough for float32 on a CPU."""
+    shape = {"image_size": (224, 224), "patch_size": 16, "width": 192, "depth": 3, "heads": 3, "mlp_width": 768}
+    config = ViTConfig(**(shape | {"num_classes": 10} | changes))
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    model.reset_parameters()
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    preprocess = make_checkpoint().preprocess.model_copy(update={"size": (224, 224), "resize_size": (224, 224)})
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return make_checkpoint(config=config, preprocess=preprocess, tensors=tensors, labels=tuple("abcdefghij"))
+
+
+REAL_KINDS: dict[str, dict[str, object]] = {
+    "cls": {},
+    "beit": {"position_embedding": "none", "relative_position_bias": True, "pool": "mean", "layer_scale": True},
+    "mean": {"pool": "mean", "class_token": False, "position_prefix": False},
+    "attention pool": {"pool": "attention", "class_token": False, "position_prefix": False},
+    "gated, registers": {"mlp": "swiglu", "registers": 4},
+}
+
+
+def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
+    """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
+    checkpoint = predictor.checkpoint
+    last = checkpoint.config.depth - 1
+    reference = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
+    images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
+    expected = reference.logits(images)
+    off = np.linalg.norm(predictor.logits(images) - expected) / np.linalg.norm(expected)
+    assert off < tolerance
+    for layers in (last, 0):
+        maps = [MapRequest(layers), None, MapRequest(layers, 1)]
+        found = predictor.predict(images, top_k=10, maps=maps)
+        wanted = reference.predict(images, top_k=10, maps=maps)
+        np.testing.assert_allclose(found.scores, wanted.scores, atol=tolerance)
+        for got, want in zip(found.maps, wanted.maps, strict=True):
+            if got is not None and want is not None:
+                np.testing.assert_allclose(got.values, want.values, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("kind", ["beit"])
+def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None:
+    """What is asked of a GPU below, of the CPU."""
+    predictor = Predictor(
+        of_real_size(**REAL_KINDS[kind]), device="cpu", dtype="bfloat16", max_batch=4, ops=StandInOps()
+    )
+    predictor._backend.exercise((1,))
+    close_to_the_cpu(predictor, tolerance=0.05)
+
+
 @needs_cuda
+@pytest.mark.timeout(400)
 class TestOnCuda:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("kind", REAL_KINDS)
+    def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
+        predictor = Predictor(of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4)
+        predictor.warm_up()
+        assert predictor.compiled == "compiled"
+        close_to_the_cpu(predictor, tolerance=0.05)
+
+    def test_autotuned_kernels_are_close_to_float32(self) -> None:
+        predictor = Predictor(of_real_size(), device="cuda", dtype="auto", max_batch=4, compile_mode="max")
+        predictor.warm_up()
+        assert predictor.compiled == "compiled"
+        close_to_the_cpu(predictor, tolerance=0.05)
+
+    def test_compiled_graphs_take_over_while_batches_and_maps_are_computed(self) -> None:
+        predictor = Predictor(of_real_size(), device="cuda", max_batch=4, behind=True)
+        predictor.warm_up()
+        assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
+        images = np.random.default_rng(5).integers(0, 256, (3, 224, 224, 3), dtype=np.uint8)
+        before = predictor.predict(images, top_k=10)
+        batches = 0
+        while predictor.compiled.startswith("compil") and "uncompiled" in predictor.compiled:
+            batches += 1
+            maps = [MapRequest.explained("relevance")] * 3 if batches % 50 == 0 else ()
+            np.testing.assert_allclose(predictor.predict(images, top_k=10, maps=maps).scores, before.scores, atol=0.05)
+        assert predictor.compiled == "compiled"
+        np.testing.assert_allclose(predictor.predict(images, top_k=10).scores, before.scores, atol=0.05)
+        close_to_the_cpu(predictor, tolerance=0.05)
+
     def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()
