@@ -7,6 +7,8 @@
         InvalidImage              an allowed format that does not decode
       CheckpointError           not readable exactly as it was written
       DeviceError               a device or dtype that this machine does not have
+        NotFinite                 the model overflows in its dtype
+        NewProcessNeeded          the device works again in a new process, with another option
       FigureError               a figure that cannot be drawn or written
       InputError                a parameter that the model does not offer: a layer, head or method
       TrainingError             a recipe that cannot be run
@@ -50,6 +52,24 @@ class CheckpointError(VitError):
 
 class DeviceError(VitError):
     """The requested device or dtype is not available here."""
+
+
+class NotFinite(DeviceError):
+    """The model gives scores that are not finite, in the dtype that it computes in."""
+
+
+class NewProcessNeeded(DeviceError):
+    """This process can no longer use the device as it is asked to; a new one, with one option changed, can.
+
+    Attributes:
+        option: name of the option, which is a setting's.
+        value: the value that it is to have instead.
+    """
+
+    def __init__(self, message: str, option: str, value: str | int) -> None:
+        super().__init__(message)
+        self.option = option
+        self.value = value
 
 
 class FigureError(VitError):

@@ -48,9 +48,13 @@ def _comma_separated(value: object) -> object:
     return value
 
 
+_GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
+"""A GPU's number, or the identifier of a GPU or of an instance of MIG."""
+
+
 def _device(value: object) -> object:
-    if isinstance(value, str) and not re.fullmatch(r"auto|cpu|cuda(:\d+)?(,cuda:\d+)*", value):
-        raise ValueError("expected auto, cpu, cuda, cuda:0 or cuda:0,cuda:1")
+    if isinstance(value, str) and not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
+        raise ValueError("expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1")
     if isinstance(value, str) and "," in value:
         devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
         if len(set(devices)) < len(devices):
@@ -117,7 +121,9 @@ class Settings(BaseSettings):
 
     # What computes it, and how.
     device: Annotated[str, BeforeValidator(_device)] = Field(
-        "auto", description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device)"
+        "auto",
+        description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
+        "instances of MIG, or one by its identifier: `cuda:MIG-...`",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is the fastest dtype native to the device"
@@ -126,6 +132,9 @@ class Settings(BaseSettings):
         "auto",
         description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU, `max` tries several kernels first "
         "(minutes at the first start)",
+    )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto", description="`auto` replays one CUDA graph a batch size, unless `VIT_COMPILE` is `off`"
     )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",
@@ -148,7 +157,11 @@ class Settings(BaseSettings):
     host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: Annotated[int, AfterValidator(_workers)] = Field(
-        1, ge=1, le=256, description="web processes; with more than one each device's engine is a process of its own"
+        1,
+        ge=1,
+        le=256,
+        description="web processes; with more than one, and on a GPU, each engine is a process of its own. Default on "
+        "a GPU: half of the cores, at most 8",
     )
 
     # Batches and the queue.
@@ -157,7 +170,11 @@ class Settings(BaseSettings):
         0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
     )
     queue_size: int = Field(
-        256, ge=1, le=1_000_000, description="images in the service at once: received, decoded, queued or computed"
+        256,
+        ge=1,
+        le=1_000_000,
+        description="images in the service at once: received, decoded, queued or computed. Default: 256, or two "
+        "largest batches a stream where that is more",
     )
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10, description="seconds from the request's head within which its image must be launched"

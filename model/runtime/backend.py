@@ -12,6 +12,9 @@ from torch import Tensor
 from model.runtime.compilation import Compilation
 from model.runtime.postprocess import TopKOutput
 
+Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
+
 
 class Backend(Protocol):
     """Runs the network on its device; images are uint8 [B, H, W, C] in host memory.
@@ -26,7 +29,7 @@ class Backend(Protocol):
     compilation: Compilation
     batch_sizes: tuple[int, ...] | None
 
-    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """Return the best classes of a batch, and the attention rows of these layers, in host memory.
 
         It is called by as many threads at once as there are streams.
@@ -51,12 +54,17 @@ class Backend(Protocol):
         """Run batches of noise and black of these sizes, with and without the last layer's attention row.
 
         Raises:
-            DeviceError: the model gives scores that are not finite.
+            NotFinite: the model gives scores that are not finite.
             RuntimeError: as the library raises it.
         """
 
     def compile(self) -> None:
         """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
+
+
+def stacked(images: Images) -> NDArray[np.uint8]:
+    """Return a batch as one array, uint8 [B, H, W, C]."""
+    return images if isinstance(images, np.ndarray) else np.stack(images)
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

@@ -6,7 +6,7 @@
 
 Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
-them never run at the same time. Nobody holds the lock while waiting for the device.
+them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
 
 Nothing here is particular to CUDA; `model.runtime.cuda_ops` holds what is.
 """
@@ -16,13 +16,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from model.runtime.backend import Images, first_line
 
 CAPTURED_TOP_K: Final = 32
 """Most classes that a captured graph returns; a request for more is computed without one."""
@@ -59,11 +60,24 @@ class DeviceOps(Protocol):
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host, complete when the current stream has come that far."""
 
+    def lasting_kernels(self) -> AbstractContextManager[Any]:
+        """Return a context in which libraries may choose kernels that take long to set up, for graphs to keep."""
+
+    def clear_workspaces(self) -> None:
+        """Free the memory that libraries keep for their products; they take new memory at the next one."""
+
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
-        """Run the work, record it, and return a function that runs it again on the same memory."""
+        """Run the work, record it, and return a function that runs it again on the same memory.
+
+        After a failure the process can capture no more, and what it allocates is not to be relied on.
+        """
 
     def settle(self) -> None:
         """Block until the device has nothing under way, or has failed."""
+
+
+class CaptureFailed(RuntimeError):
+    """The capture of a graph broke off, which leaves torch's allocator in a state that asserts later."""
 
 
 class _Slot(NamedTuple):
@@ -83,7 +97,7 @@ class BatchLauncher:
     """Runs batches of uint8 images through `compute` on a device.
 
     Args:
-        compute: called on the launcher's stream, by one thread at a time.
+        compute: called on the launcher's stream, by one thread at a time, for batches without a graph.
         shape: (H, W, C) of an image.
         slots: callers served at the same time; further ones wait.
 
@@ -99,41 +113,62 @@ class BatchLauncher:
         # Graphs read from here whichever slot the images came through. A copy within the device is cheap: 9.6 MB (64
         # images of 224 pixels) at 4 TB/s are microseconds, while a graph for each slot would double their number.
         self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
-        self._graphs: dict[tuple[int, Layers], _Graph] = {}
-        self._captured_k = 0
+        # In one piece, as it is replaced while batches run.
+        self._captured: tuple[dict[tuple[int, Layers], _Graph], int] = {}, 0
         self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(slots):
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
             self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
+        # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
+        # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
+        # wants one stream for them.
+        self._captures = ops.stream()
         ops.settle()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int], layers: Sequence[Layers], *, top_k: int) -> None:
-        """Record a graph for each batch size and choice of attention layers; all or none are used.
+    def capture(
+        self,
+        compute: Compute,
+        sizes: Sequence[int],
+        layers: Sequence[Layers],
+        *,
+        top_k: int,
+        beside: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Record a graph for each batch size and choice of attention layers; all or none take over.
+
+        Batches may run meanwhile, between one graph and the next.
+
+        Args:
+            compute: what the graphs do.
+            beside: a lock that whatever else computes on the device holds; its workspaces are cleared.
 
         Raises:
+            CaptureFailed: a capture broke off; see `DeviceOps.capture`.
             RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
         """
         graphs: dict[tuple[int, Layers], _Graph] = {}
-        with self._lock, self._ops.on(self._stream):
-            self._input.random_(0, 256)  # any pictures will do, as long as they are not all alike
-            # The largest first: the smaller ones find their memory in what it has left.
-            for size in sorted(sizes, reverse=True):
-                for wanted in layers:
-                    graphs[size, wanted] = self._capture(size, wanted, top_k)
-        self._graphs, self._captured_k = graphs, top_k
+        # The largest first: the smaller ones find their memory in what it has left.
+        for size in sorted(sizes, reverse=True):
+            for wanted in layers:
+                with beside or nullcontext(), self._lock, self._ops.on(self._captures), self._ops.lasting_kernels():
+                    graphs[size, wanted] = self._capture(compute, size, wanted, top_k)
+        self._captured = graphs, top_k
 
-    def _capture(self, size: int, layers: Layers, top_k: int) -> _Graph:
+    def _capture(self, compute: Compute, size: int, layers: Layers, top_k: int) -> _Graph:
+        self._ops.settle()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
-        expected = self._compute(pixels, layers, top_k)
+        pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
+        expected = compute(pixels, layers, top_k)
         # Allocated outside of the memory that graphs share, as it outlives the run.
         packed = torch.zeros_like(expected)
 
         def work() -> None:
-            packed.copy_(self._compute(pixels, layers, top_k))
+            packed.copy_(compute(pixels, layers, top_k))
 
-        graph = _Graph(self._ops.capture(work, self._stream), packed)
+        work()  # what libraries set up at their first calls cannot be captured
+        graph = _Graph(self._record(work, size), packed)
         packed.zero_()
         graph.replay()
         first, again = (tensor[:, :top_k].view(torch.float32).cpu() for tensor in (expected, packed))
@@ -141,12 +176,33 @@ class BatchLauncher:
             raise RuntimeError(f"the captured graph of {size} images gives other scores than the model")
         return graph
 
+    def _record(self, work: Callable[[], None], size: int) -> Callable[[], None]:
+        """Capture the work, and name what failed first: a capture that broke off fails once more when it is ended."""
+        failures: list[Exception] = []
+
+        def watched() -> None:
+            try:
+                work()
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        # A graph keeps the addresses that the products' workspaces have while it is captured, and others free those
+        # that were there before (torch's own graphs, the end of another graph: pytorch/pytorch#193402). Workspaces
+        # that are new are in the graphs' memory, and stay.
+        self._ops.clear_workspaces()
+        try:
+            return self._ops.capture(watched, self._captures)
+        except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
+            cause = failures[0] if failures else error
+            raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
+
     @torch.inference_mode()
-    def run(self, images: NDArray[np.uint8], *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
+    def run(self, images: Images, *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
         """Compute one batch; callable by several threads at once.
 
         Args:
-            images: uint8 [B, H, W, C].
+            images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
             layers, top_k: attention layers and classes wanted.
 
@@ -156,23 +212,24 @@ class BatchLauncher:
         Raises:
             RuntimeError: as torch raises it.
         """
-        graph = self._graphs.get((size, layers)) if top_k <= self._captured_k else None
+        graphs, captured_k = self._captured
+        graph = graphs.get((size, layers)) if top_k <= captured_k else None
         slot = self._slots.get()
         try:
             packed = self._run(slot, graph, images, size, layers, top_k)
         except BaseException:
-            # Nothing of this batch may still be read or written when its slot goes to another.
-            self._ops.settle()
+            # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
+            # waited for while a graph is captured.
+            with self._lock:
+                self._ops.settle()
             raise
         finally:
             self._slots.put(slot)
-        return packed, self._captured_k if graph else top_k
+        return packed, captured_k if graph else top_k
 
-    def _run(
-        self, slot: _Slot, graph: _Graph | None, images: NDArray[np.uint8], size: int, layers: Layers, top_k: int
-    ) -> Tensor:
+    def _run(self, slot: _Slot, graph: _Graph | None, images: Images, size: int, layers: Layers, top_k: int) -> Tensor:
         ops, count = self._ops, len(images)
-        np.copyto(slot.pinned[:count].numpy(), images)
+        np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
         with ops.on(slot.copies):
             slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
             slot.uploaded.record(slot.copies)

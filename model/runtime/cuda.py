@@ -3,69 +3,200 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.errors import DeviceError
-from model.runtime.backend import first_line, launch_size
-from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, DeviceOps
-from model.runtime.compilation import CompilationState
+from model.errors import DeviceError, NewProcessNeeded
+from model.network.vit import VisionTransformer, ViTOutput
+from model.runtime.backend import Images, first_line, launch_size
+from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, DeviceOps
+from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
+from model.runtime.device import batch_too_large
 from model.runtime.postprocess import TopKOutput, pack, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
 
 
+class _Compute(NamedTuple):
+    """What is done on the device, and with what: see `model.runtime.batch_launcher.Compute`."""
+
+    normalise: Callable[[Tensor], Tensor]
+    model: VisionTransformer
+    tail: Callable[[Tensor, Tensor | None, int], Tensor]
+
+    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
+        output = self.model(self.normalise(pixels), layers)
+        return self.tail(output.logits, output.attention, top_k)
+
+
 class Cuda(TorchBackend):
     """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a launch size.
 
     Raises:
-        DeviceError: not enough memory for the weights or the largest batch's images.
+        DeviceError: not enough memory for the weights, or the images of the largest batch.
     """
-
-    compiles_embedding = True
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
+        self._ops = ops
+        self._beside = threading.Lock()  # held by what computes beside the launcher
+        self._captured_k = min(CAPTURED_TOP_K, self.config.num_classes)
+        self._uncompiled = _Compute(self._normalise, self._plain, self._tail)
+        self._compiled: _Compute | None = None
+        self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
             self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
-        except RuntimeError as error:
-            raise DeviceError(f"{options.device}: batches of {largest} do not fit: {first_line(error)}") from error
+        except RuntimeError as error:  # of host memory that cannot be pinned, too
+            raise batch_too_large(str(options.device), largest) from error
 
-    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
-        """See `Backend.predict`; the output comes from the device in one piece."""
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """See `Backend.predict`; the output comes from the device in one piece.
+
+        Raises:
+            NewProcessNeeded: the device was lost to the compilation that went on behind.
+        """
+        if self._failure is not None:
+            raise self._failure
         size = launch_size(len(images), self.batch_sizes)
         packed, packed_k = self._launcher.run(images, size=size, layers=layers, top_k=top_k)
         output = unpack(packed, top_k=packed_k, layers=len(layers), heads=self.config.heads)
         return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
 
-    def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
-        return pack(self.postprocess(self._model_for(layers)(self._normalise(pixels), layers), top_k))
+    def exercise(self, sizes: Sequence[int]) -> None:
+        """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
+        super().exercise(sizes[:1])
+        for size in sizes:
+            for turn, layers in enumerate(self.usual_layers):
+                output = self.predict(self.trial_images(size, turn), layers=layers, top_k=1)
+                self.require_finite(_or_nan(output))
+
+    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+        """See `Backend.explain`."""
+        with self._beside:
+            return super().explain(images, classes, method)
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """See `Backend.logits`; they are the compiled model's where there is one."""
+        compute = self._compiled or self._uncompiled
+        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+        output: ViTOutput = compute.model(compute.normalise(batch), ())
+        return output.logits
 
     def compile(self) -> None:
-        """Compile, and capture a graph of each launch size, before returning."""
-        if self.compilation.state is CompilationState.COMPILING:
+        """Compile, and capture a graph of each launch size, before returning; or compile behind, after capturing.
+
+        Raises:
+            NewProcessNeeded: a capture broke off.
+            RuntimeError: the device failed meanwhile.
+        """
+        planned = self.compilation.state is CompilationState.COMPILING
+        if planned and not self._options.behind:
             self._compile()
-        if self.compilation.state is not CompilationState.OFF:
+        if not self._options.graphs:
+            self.compilation = replace(self.compilation, graphs="CUDA graphs are off")
+        elif self.compilation.state is not CompilationState.OFF:
             self.capture()
+        # An error that was no reason to stop above may have left a device on which nothing runs any more.
+        self.exercise((1,))
+        if planned and self._options.behind:
+            threading.Thread(target=self._compile_behind, name="compile", daemon=True).start()
+
+    def _compile_behind(self) -> None:
+        """Compile while the uncompiled model's graphs answer; graphs of the compiled one take over when all are there.
+
+        A device that is lost to it fails the next batch.
+        """
+        try:
+            try:
+                self._compile()
+                if self._compiled is not None and self._options.graphs:
+                    self.capture()
+            except torch.OutOfMemoryError as error:
+                self._compilation_failed(error)
+            self.exercise((1,))
+        except NewProcessNeeded as error:
+            self._failure = error
+        except (RuntimeError, DeviceError) as error:
+            logger.error("the device was lost while the model was compiled: %s", first_line(error))
+            self._failure = NewProcessNeeded(f"{self._device}: {first_line(error)}", "compile", "off")
 
     def capture(self) -> None:
-        """Turn each launch size into a graph, of the compiled model or, failing that, of the uncompiled one."""
+        """Turn each launch size into a graph, of the compiled model or, failing that, of the uncompiled one.
+
+        Raises:
+            NewProcessNeeded: a capture broke off.
+            torch.OutOfMemoryError: the graphs do not fit.
+        """
         started = time.monotonic()
         try:
-            top_k = min(CAPTURED_TOP_K, self.config.num_classes)
-            self._launcher.capture(self._options.sizes, self.usual_layers, top_k=top_k)
+            sizes = self._options.sizes
+            compute, top_k = self._compute_to_capture, self._captured_k
+            self._launcher.capture(compute, sizes, self.usual_layers, top_k=top_k, beside=self._beside)
+        except CaptureFailed as error:
+            logger.error("no CUDA graphs: %s", error)
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise batch_too_large(str(self._device), sizes[-1]) from error
+            raise NewProcessNeeded(f"{self._device}: {error}", "cuda_graphs", "off") from error
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            self.compilation = replace(self.compilation, graphs=f"no CUDA graphs: {first_line(error)}")
+            which = "no CUDA graphs" if self.batch_sizes is None else "CUDA graphs of the uncompiled model"
+            self.compilation = replace(self.compilation, graphs=f"{which}: {first_line(error)}")
             logger.warning("no CUDA graphs: %s", first_line(error))
             return
         self.batch_sizes = self._options.sizes
-        if self.compilation.state is not CompilationState.COMPILED:
-            self.compilation = replace(self.compilation, graphs="CUDA graphs of the uncompiled model")
+        uncompiled = "" if self._compiled else "CUDA graphs of the uncompiled model"
+        self.compilation = replace(self.compilation, graphs=uncompiled)
         self._log("captured", started)
+
+    def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        """Compute where there is no graph, so that neither a compiler nor lasting kernels are waited for."""
+        compiled = self._compiled if layers in self.usual_layers and not self._options.graphs else None
+        return (compiled or self._uncompiled)(pixels, layers, top_k)
+
+    def _compute_to_capture(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        """Compute for a graph; the compiled model does a single image twice, as its code is for two and more."""
+        if self._compiled is None:
+            return self._uncompiled(pixels, layers, top_k)
+        if len(pixels) > 1:
+            return self._compiled(pixels, layers, top_k)
+        return self._compiled(torch.cat((pixels, pixels)), layers, top_k)[:1]
+
+    def _compile_and_exercise(self) -> None:
+        autotune = self._options.compile_mode == "max"
+        twin = twin_for_any_batch(self._plain, autotune=autotune)
+        normalise = compiled_for_any_batch(self._normalise.forward, autotune=autotune)
+        graphs = self._options.graphs
+        # Without graphs any number of classes is computed by it, and would be compiled.
+        tail = compiled_for_any_batch(self._tail, autotune=autotune) if graphs else self._tail
+        compute = _Compute(normalise, twin, tail)
+
+        def scores(images: Tensor, layers: tuple[int, ...]) -> Tensor:
+            packed = compute(images, layers, self._captured_k)
+            return _or_nan(unpack(packed, top_k=self._captured_k, layers=len(layers), heads=self.config.heads))
+
+        with self._ops.lasting_kernels() if graphs else nullcontext():
+            # The largest first: kernels are tuned for what they see first.
+            self._exercise(scores, (self._options.sizes[-1], 2))
+        self._compiled, self._model = compute, twin
+
+    def _tail(self, logits: Tensor, attention: Tensor | None, top_k: int) -> Tensor:
+        """Map the network's output to packed output, int32 [B, width]."""
+        return pack(self.postprocess(ViTOutput(logits, attention), top_k))
+
+
+def _or_nan(output: TopKOutput) -> Tensor:
+    """Return the scores, NaN for an image of which some score, among the best or not, is not finite."""
+    return output.scores.masked_fill(~output.finite.unsqueeze(1), torch.nan)

@@ -6,11 +6,27 @@ a machine without a GPU; its tests are skipped there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
+
+logger = logging.getLogger(__name__)
+
+OLDEST_TORCH: Final = "2.10"
+"""The first release that vitserve supports on GPUs."""
+
+
+def cudnn_attention_is_safe(version: str) -> bool:
+    """Return whether a release of torch leaves cuDNN's attention out where it reads beyond its memory.
+
+    See https://github.com/pytorch/pytorch/issues/169849, mended in 2.10.
+    """
+    return TorchVersion(version) >= OLDEST_TORCH
 
 
 class CudaOps:
@@ -18,6 +34,11 @@ class CudaOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if not cudnn_attention_is_safe(torch.__version__):
+            logger.warning(
+                "torch %s: GPUs are supported from %s on; cuDNN is not used", torch.__version__, OLDEST_TORCH
+            )
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # One pool for all graphs: they run one after another, and none needs what another has left behind.
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -42,16 +63,29 @@ class CudaOps:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    @contextmanager
+    def lasting_kernels(self) -> Iterator[None]:
+        """Return a context in which attention may be cuDNN's, which builds a plan for each shape and thread.
+
+        That takes 0.4 s, and pays only where a graph keeps the result. The switch is of the whole process.
+        """
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention_is_safe(torch.__version__))
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def clear_workspaces(self) -> None:
+        """Free the workspaces of cuBLAS, of every stream."""
+        torch._C._cuda_clearCublasWorkspaces()
+
     def capture(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
         """Return a function that replays a CUDA graph of the work.
 
         Raises:
-            RuntimeError: the work cannot be captured.
+            RuntimeError: the work cannot be captured; this error hides what the work raised.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # what libraries set up at a first call cannot be captured
-                work()
         # The capture's own random state is made here and must not be an inference tensor, or a later capture outside
         # of inference mode fails (pytorch/pytorch#166792). Other threads may go on using the device meanwhile.
         with (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import torch
 
-from model.errors import DeviceError
+from model.errors import DeviceError, NewProcessNeeded
+from model.runtime.backend import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,11 +31,28 @@ def choose_device(name: str) -> torch.device:
     if device.type != "cuda":
         raise DeviceError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r}: no CUDA device is present, or torch {torch.__version__} was built without")
+        raise DeviceError(f"device {name!r}: no CUDA device can be used: {unusable_reason()}")
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise DeviceError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     return torch.device("cuda", index)
+
+
+def unusable_reason() -> str:
+    """Return why CUDA cannot be used, in torch's own words: no GPU, a driver that is too old, a torch without CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f"{first_line(error)} (torch {torch.__version__})"
+    return f"torch {torch.__version__} finds none"
+
+
+def gpu_identifier(device: torch.device) -> str:
+    """Return the identifier of the GPU behind a CUDA device, whatever its number, or of its instance of MIG."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible.startswith("MIG-") and "," not in visible:
+        return visible  # CUDA may tell the identifier of the whole GPU
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -43,15 +62,27 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     where its instructions exist (emulated it is slower than float32), else float32.
 
     Raises:
-        DeviceError: not a dtype's name.
+        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it.
     """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if name == "bfloat16" and capability is not None and capability[0] < 8:
+        version = ".".join(map(str, capability))
+        raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
     if name == "auto":
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+        if capability is not None:
+            return torch.bfloat16 if capability[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     if name not in DTYPES:
         raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def batch_too_large(device: str, batch: int) -> DeviceError:
+    """Return the error of a largest batch that the device's memory does not hold: half of it may be."""
+    message = f"{device}: not enough memory for batches of {batch}"
+    if batch == 1:
+        return DeviceError(message)
+    return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
+from model.runtime.backend import Images, stacked
 from model.runtime.postprocess import TopKOutput
 from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import TorchCpu
@@ -59,12 +60,12 @@ class OpenVino:
         self._network = network
         self._torch = fallback
 
-    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """See `Backend.predict`."""
         if layers and layers != self._network.layers:
             return self._torch.predict(images, layers=layers, top_k=top_k)
         with self._torch.threads as alone:
-            return self._torch.postprocess(self._network(images, alone=alone), top_k)
+            return self._torch.postprocess(self._network(stacked(images), alone=alone), top_k)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""

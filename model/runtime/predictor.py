@@ -6,7 +6,9 @@ threads at once as there are streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -14,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
-from model.errors import DeviceError
+from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
 from model.explanation.methods import METHODS
 from model.network.vit import count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
-from model.runtime.backend import first_line, launch_size
+from model.runtime.backend import Backend, Images, first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode, powers_of_two
-from model.runtime.device import choose_device, choose_dtype
+from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
+from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -32,6 +34,11 @@ _DEFAULT_STREAMS: Final = 2
 
 _DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
 
+_DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
+"""Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
+
+logger = logging.getLogger(__name__)
+
 
 class Predictor:
     """Owns device, dtype, backend and warm-up of one model.
@@ -39,7 +46,9 @@ class Predictor:
     Args:
         checkpoint: what to serve.
         device: see `model.runtime.device.choose_device`.
-        dtype: see `model.runtime.device.choose_dtype`.
+        device_name: what the device is called, where it has another number in this process.
+        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
+            model runs in float32.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -48,11 +57,15 @@ class Predictor:
         max_batch: largest batch ever launched; None for the device's default.
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
-        launch_sizes: the batch sizes to compile for, instead of powers of two; the largest is `max_batch`.
+        graphs: whether launch sizes become CUDA graphs, where they do.
+        behind: whether the warm-up on CUDA ends before the compilation, which goes on behind the uncompiled model.
+        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
+            `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
+        dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
@@ -66,6 +79,7 @@ class Predictor:
         checkpoint: Checkpoint,
         *,
         device: str = "auto",
+        device_name: str | None = None,
         dtype: str = "auto",
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
@@ -73,6 +87,8 @@ class Predictor:
         threads: int | None = None,
         streams: int | None = None,
         launch_sizes: Sequence[int] | None = None,
+        graphs: bool = True,
+        behind: bool = False,
         ops: DeviceOps | None = None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -80,18 +96,27 @@ class Predictor:
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
         on_cpu = torch_device.type == "cpu"
-        self.device, self.dtype = str(torch_device), str(torch_dtype).removeprefix("torch.")
-        self.gpu_uuid = None if on_cpu else str(torch.cuda.get_device_properties(torch_device).uuid)
-        sizes = tuple(sorted(launch_sizes or powers_of_two(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
+        self.device = device_name or str(torch_device)
+        self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
+        sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
+        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
-        policy = ThreadPolicy(threads)
+        policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
-        model = checkpoint.build()
-        self.parameters = count_parameters(model)
-        options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes)
-        self._backend, self.backend_reason = choose_backend(
-            options, backend, threads=policy, streams=self.streams, ops=ops
-        )
+
+        def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
+            model = checkpoint.build()
+            self.parameters, self.dtype = count_parameters(model), str(torch_dtype).removeprefix("torch.")
+            options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, behind)
+            return choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+
+        self._backend, self.backend_reason = build(torch_dtype)
+        if dtype == "auto" and torch_dtype is torch.float16:
+            try:
+                self.check()
+            except NotFinite as error:
+                logger.warning("%s: computing in float32 instead", error)
+                self._backend, self.backend_reason = build(torch.float32)
         self.backend = self._backend.name
 
     @property
@@ -116,14 +141,16 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model once at its smallest and largest batch, so that no request pays for allocations.
 
-        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU it is compiled on a
-        thread of its own while the uncompiled model already answers, and takes over when it is done.
+        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU, and `behind`, it is
+        compiled on a thread of its own while the uncompiled model already answers, and takes over when it is done.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
+            `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
-        self._exercise((1, self.max_batch))
-        self._backend.compile()
+        with self._device_errors():
+            self._backend.exercise((1, self.max_batch))
+            self._backend.compile()
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -131,25 +158,25 @@ class Predictor:
         Raises:
             DeviceError: it does not, or gives scores that are not finite.
         """
-        self._exercise((1,))
+        with self._device_errors():
+            self._backend.exercise((1,))
 
-    def _exercise(self, sizes: Sequence[int]) -> None:
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """Turn what torch raises in this context into one line."""
         try:
-            self._backend.exercise(sizes)
+            yield
         except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"{self.device}: not enough memory for batches of {max(sizes)}: a smaller largest batch needs less"
-            ) from error
+            raise batch_too_large(self.device, self.max_batch) from error
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
-    def predict(
-        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
-    ) -> BatchPrediction:
+    def predict(self, images: Images, *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> BatchPrediction:
         """Classify a batch.
 
         Args:
-            images: uint8 [B, H, W, C] with H, W, C the model's input; 1 <= B <= max_batch.
+            images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
+                less; 1 <= B <= max_batch.
             top_k: how many classes to return, 1 ... num_classes.
             maps: empty, or one entry an image.
 
@@ -160,10 +187,9 @@ class Predictor:
         """
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
-        if images.dtype != np.uint8 or images.shape[1:] != expected or not 1 <= count <= self.max_batch:
-            raise ValueError(
-                f"images {images.dtype} {images.shape}: expected uint8 [1...{self.max_batch}, *{expected}]"
-            )
+        kinds = {(str(image.dtype), image.shape) for image in images}
+        if kinds != {("uint8", expected)} or count > self.max_batch:
+            raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
         layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
@@ -179,7 +205,7 @@ class Predictor:
 
     def _explain(
         self,
-        images: NDArray[np.uint8],
+        images: Images,
         method: str,
         requests: Sequence[MapRequest | None],
         prediction: BatchPrediction,
@@ -191,7 +217,7 @@ class Predictor:
             wanted = requests[member]
             if wanted is not None and wanted.class_index is not None:
                 classes[place] = wanted.class_index
-        maps, kept_mass = self._backend.explain(images[members], classes, method)
+        maps, kept_mass = self._backend.explain(np.stack([images[member] for member in members]), classes, method)
         for member, class_index, values, kept in zip(
             members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain_with_mass
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput, count_parameters
@@ -39,6 +39,8 @@ class TorchOptions:
     Attributes:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to compile for, ascending.
+        graphs: whether they become CUDA graphs on CUDA.
+        behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
     """
 
     model: VisionTransformer
@@ -47,6 +49,8 @@ class TorchOptions:
     dtype: torch.dtype
     compile_mode: CompileMode
     sizes: tuple[int, ...]
+    graphs: bool = True
+    behind: bool = False
 
 
 class Normalise(nn.Module):
@@ -79,9 +83,6 @@ class TorchBackend:
         DeviceError: not enough memory for the weights.
     """
 
-    compiles_embedding = False
-    """Whether normalisation and embedding are compiled too, or the blocks alone."""
-
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
@@ -91,7 +92,7 @@ class TorchBackend:
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
-        choose_kernels(options.model, options.device)
+        choose_kernels(options.model, options.device, options.dtype)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
         except torch.OutOfMemoryError as error:
@@ -101,8 +102,7 @@ class TorchBackend:
             if isinstance(module, Attention):
                 module.fix_bias()
         self._model = self._plain
-        self._plain_normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
-        self._normalise: Callable[[Tensor], Tensor] = self._plain_normalise
+        self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
     def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
         """Return logits and attention rows of uint8 [B, H, W, C] in host memory, on the device."""
@@ -119,7 +119,7 @@ class TorchBackend:
         """See `Backend.explain`."""
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
         wanted = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        maps, kept_mass = explain_with_mass(self._plain, self._plain_normalise(batch), wanted, method)
+        maps, kept_mass = explain_with_mass(self._plain, self._normalise(batch), wanted, method)
         return maps.cpu(), kept_mass.cpu()
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
@@ -128,14 +128,18 @@ class TorchBackend:
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""
-        self._exercise(self._model, self._normalise, sizes)
+        self._exercise(self._logits_of(self._model), sizes)
 
-    def _exercise(self, model: VisionTransformer, normalise: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
+    def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
+        return lambda images, layers: model(self._normalise(images), layers).logits
+
+    def _exercise(self, compute: Callable[[Tensor, tuple[int, ...]], Tensor], sizes: Sequence[int]) -> None:
+        """Run (images on the device, layers) -> logits or scores with trial images of these sizes."""
         with torch.inference_mode():
             for size in sizes:
                 for turn, layers in enumerate(self.usual_layers):
                     images = torch.from_numpy(self.trial_images(size, turn)).to(self._device)
-                    self.require_finite(model(normalise(images), layers).logits)
+                    self.require_finite(compute(images, layers))
 
     def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
         """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
@@ -148,10 +152,10 @@ class TorchBackend:
         return images
 
     def require_finite(self, logits: Tensor) -> None:
-        """Raise DeviceError unless all logits are finite."""
+        """Raise NotFinite unless all logits are finite."""
         if not logits.isfinite().all():
             dtype = str(self._options.dtype).removeprefix("torch.")
-            raise DeviceError(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
+            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
 
     def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
         """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""
@@ -160,22 +164,28 @@ class TorchBackend:
     def _compile(self) -> None:
         """Compile a twin that shares the weights, run it at every launch size, then let it take over."""
         started = time.monotonic()
-        sizes, whole = self._options.sizes, self.compiles_embedding
-        autotune = self._options.compile_mode == "max"
-        twin = compiled_twin(self._plain, shapes=len(sizes), autotune=autotune, embedding=whole)
-        # What is cheap on a CPU is many small kernels on a GPU: normalising, adding positions, joining tokens.
-        normalise = torch.compile(self._normalise, dynamic=False) if whole else self._normalise
         try:
-            self._exercise(twin, normalise, sizes)
-        except (RuntimeError, OSError) as error:  # what torch.compile raises for its backends and their compilers
-            logger.warning("compilation failed, running uncompiled: %s", first_line(error))
-            self.compilation = Compilation(CompilationState.FAILED, first_line(error))
+            self._compile_and_exercise()
+        except torch.OutOfMemoryError:
+            raise
+        # Compilers, their processes and the kernels' own launcher raise what they like, often plain exceptions.
+        except Exception as error:  # noqa: BLE001
+            self._compilation_failed(error)
             return
+        self.compilation = replace(self.compilation, state=CompilationState.COMPILED)
+        self._log("compiled", started)
+
+    def _compile_and_exercise(self) -> None:
+        sizes = self._options.sizes
+        twin = compiled_twin(self._plain, shapes=len(sizes), autotune=self._options.compile_mode == "max")
+        self._exercise(self._logits_of(twin), sizes)
         # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
         self.batch_sizes = sizes
-        self._model, self._normalise = twin, normalise
-        self.compilation = Compilation(CompilationState.COMPILED)
-        self._log("compiled", started)
+        self._model = twin
+
+    def _compilation_failed(self, error: Exception) -> None:
+        logger.warning("compilation failed, running uncompiled: %s", first_line(error))
+        self.compilation = Compilation(CompilationState.FAILED, first_line(error), self.compilation.graphs)
 
     def _log(self, done: str, started: float) -> None:
         sizes = ", ".join(map(str, self._options.sizes))

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.runtime.backend import Images, stacked
 from model.runtime.compilation import CompilationState
 from model.runtime.postprocess import TopKOutput
 from model.runtime.torch_backend import TorchBackend, TorchOptions
@@ -49,10 +50,10 @@ class TorchCpu(TorchBackend):
         super().__init__(options)
         self.threads = threads
 
-    def predict(self, images: NDArray[np.uint8], *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """See `Backend.predict`."""
         with self.threads:
-            return self.postprocess(self.forward(images, layers), top_k)
+            return self.postprocess(self.forward(stacked(images), layers), top_k)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from service import logs
 from service.cli.setting_flags import add_setting_flags, settings_from
+from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.settings import Settings, unknown_variables
 from service.web.server import exit_now
@@ -26,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure."""
-    settings = settings_from(arguments)
+    settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
-    if settings.one_process:
+    if settings.one_process and not uses_gpu(settings):
         exit_now(run_single_process(settings, load_predictor))
     from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 

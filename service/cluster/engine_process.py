@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import signal
 from collections.abc import Callable
 
+from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.heartbeat import keep_beating
+from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.single_process import Loader
+
+logger = logging.getLogger("vitserve")
 
 STOP = signal.SIGUSR1
 """Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
@@ -24,7 +29,9 @@ once."""
 
 
 def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics) -> int:
-    """Run one device's engine, and return the exit code: 0 after `STOP`, 1 when the engine failed.
+    """Run one device's engine, and return the exit code.
+
+    It is 0 after `STOP`, 1 when the engine failed, and `TRY_AGAIN` when the next one starts with another option.
 
     Args:
         settings: see `service.settings`; the device is this engine's.
@@ -64,9 +71,12 @@ async def _serve(settings: Settings, channel: EngineChannel, load: Loader, metri
     beating = asyncio.create_task(keep_beating(counters.engine_beats, index))
     await server.start(engine_changed)
     await over.wait()
-    failed = engine.status.state == "failed"
+    failed, failure = engine.status.state == "failed", engine.failure
     await server.close()
     beating.cancel()
+    if isinstance(failure, NewProcessNeeded) and counters.change_option(index, failure.option, failure.value):
+        logger.warning("engine %s: starting again with %s=%s", channel.device, failure.option, failure.value)
+        return TRY_AGAIN
     return int(failed)
 
 

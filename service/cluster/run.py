@@ -98,5 +98,5 @@ def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Lo
     shared.stop_listening()
     count_in_files(shared.metrics.folder, shared.metrics.engine(index))
     channel = shared.channels[index]
-    own = settings.model_copy(update={"device": channel.device})
+    own = settings.model_copy(update={"device": channel.device} | shared.counters.changed_options(index))
     return run_engine(own, channel, load, Metrics(shared.metrics.folder))

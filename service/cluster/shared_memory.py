@@ -17,6 +17,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +118,12 @@ class ImageSlots:
         return image
 
 
+_OPTIONS: Final = ("cuda_graphs", "compile", "max_batch")
+"""The settings that an engine may have to start without."""
+
+_VALUES: Final = ("off",)
+
+
 class SharedCounters:
     """Numbers, uint64, that all processes of a service read; each cell has one writer.
 
@@ -133,6 +140,7 @@ class SharedCounters:
         engine_beats: [engines], as `worker_beats`; written by the engine.
         queue_depth: [engines]; written by the engine.
         restarts: [engines]; written by the supervisor.
+        engine_options: [engines, options], see `change_option`; written by the engine.
         seconds: [1], of the service's life: the one clock that all can read; written by the supervisor.
     """
 
@@ -146,6 +154,7 @@ class SharedCounters:
         self.key_requests = _shared_zeros(workers, max(1, keys))
         self.outstanding = _shared_zeros(workers, engines)
         self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = _shared_zeros(4, engines)
+        self.engine_options = _shared_zeros(engines, len(_OPTIONS))
         self.seconds = _shared_zeros(1)
 
     def all_ready(self) -> bool:
@@ -160,6 +169,19 @@ class SharedCounters:
     def count_restart(self, engine: int) -> None:
         """Count one more start of an engine."""
         self.restarts[engine] += 1
+
+    def change_option(self, engine: int, option: str, value: str | int) -> bool:
+        """Let an engine's successors start with another value than the settings'; return whether that is new."""
+        column = _OPTIONS.index(option)
+        cell = value if isinstance(value, int) else 1 + _VALUES.index(value)
+        changed = bool(self.engine_options[engine, column] != cell)
+        self.engine_options[engine, column] = cell
+        return changed
+
+    def changed_options(self, engine: int) -> dict[str, str | int]:
+        """Return the settings that an engine is to start with instead of those of the service."""
+        cells = zip(_OPTIONS, self.engine_options[engine].tolist(), strict=True)
+        return {name: cell if name == "max_batch" else _VALUES[cell - 1] for name, cell in cells if cell}
 
     def forget_worker(self, worker: int) -> None:
         """Clear the cells of a worker that ended, so that its permits and its bytes are free."""

@@ -6,7 +6,11 @@
   `_MAX_DELAY`; one that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
 * A child that is frozen (`service.cluster.heartbeat`) is killed.
-* A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself.
+* A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
+  that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
+  container comes back in a new container only.
+* A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has left behind what its
+  successor is to do otherwise.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
   all at once.
 * When the supervisor itself is killed, the kernel kills its children.
@@ -27,7 +31,11 @@ from service.cluster.processes import OperatingSystem
 
 logger = logging.getLogger("vitserve")
 
+TRY_AGAIN = 75
+"""Exit code of a child whose successor will go about it in another way (EX_TEMPFAIL of sysexits.h)."""
+
 _MAX_DELAY = 30.0
+_MOST_FAILED_RESTARTS = 5
 _LONG_LIFE = 60.0
 _GRACE = 5.0
 _LONGEST_WAIT = 1.0
@@ -43,6 +51,7 @@ class Child:
         is_running: whether the process does its work, by what it has written.
         beats: how often its event loop has said that it lives.
         on_death: what to do about what the process left behind.
+        failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
     """
 
@@ -57,6 +66,7 @@ class Child:
     pid: int | None = None
     started: float = 0.0
     delay: float = 0.0
+    failures: int = 0
     start_at: float | None = 0.0
     pulse: Pulse = field(default_factory=Pulse)
 
@@ -139,14 +149,24 @@ class Supervisor:
         child.on_death()
         if self._kill_at is not None:
             return
+        now = self._system.now()
+        if code == TRY_AGAIN:
+            child.on_restart()
+            child.start_at = now
+            return
         how = f"signal {-code}" if code < 0 else f"code {code}"
         if not child.ever_ran:
             logger.critical("%s ended with %s before it was ready", child.name, how)
             self._drain(exit_code=1)
             return
-        now = self._system.now()
         if now - child.started > _LONG_LIFE:
-            child.delay = 0.0
+            child.delay, child.failures = 0.0, 0
+        child.failures = child.failures + 1 if code > 0 else 0
+        if child.failures > _MOST_FAILED_RESTARTS:
+            restarts = child.failures - 1
+            logger.critical("%s ended with %s after each of %d restarts: giving up", child.name, how, restarts)
+            self._drain(exit_code=1)
+            return
         logger.error("%s ended with %s: starting it again in %g s", child.name, how, child.delay)
         child.on_restart()
         child.start_at = now + child.delay

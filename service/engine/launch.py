@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from model.errors import VitError
 from service.engine.base import ModelRunner
 from service.engine.batching import Entry
@@ -62,7 +60,7 @@ def _predict(
     requests = [entry.item for entry in batch]
     maps = [request.map for request in requests]
     prediction = runner.predict(
-        np.stack([request.pixels for request in requests]),
+        [request.pixels for request in requests],
         top_k=max(request.top_k for request in requests),
         maps=maps if any(maps) else (),
     )

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
 
@@ -36,22 +37,31 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
+    device = settings.device
+    if device.startswith("cuda"):
+        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from model.runtime.predictor import Predictor  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     checkpoint = checkpoint_from(settings)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
     predictor = Predictor(
         checkpoint,
-        device=settings.device,
+        device=device,
+        device_name=None if device == settings.device else settings.device,
         dtype=settings.dtype,
         compile_mode=settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
         threads=settings.threads,
         streams=settings.streams,
+        graphs=settings.cuda_graphs == "auto",
+        behind=True,
     )
+    if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
+        logger.error("THE GPU IS NOT USED: %s", unusable_reason())
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})

@@ -50,6 +50,9 @@ class LocalEngine:
         batch_timeout: seconds that one batch may compute.
         on_batch: called with the report of every launch, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
+
+    Attributes:
+        failure: what ended the engine, where that is an error of ours.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class LocalEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
+        self.failure: VitError | EngineUnavailable | None = None
         self._load = load
         self._device = device
         self._on_batch = on_batch
@@ -185,7 +189,7 @@ class LocalEngine:
             self._streams.run(self._runner)
             state, reason = "closed", "the engine is closed"
         except (VitError, EngineUnavailable) as error:
-            reason = reason_of(error)
+            self.failure, reason = error, reason_of(error)
         except BaseException as error:
             # Nobody may wait for a thread that is no more: say so below, and let the traceback be seen.
             reason = reason_of(error)

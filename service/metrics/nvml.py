@@ -67,7 +67,7 @@ class GpuCollector(Collector):
 
         Args:
             device: `cuda:N`; N labels the samples.
-            uuid: of that GPU as CUDA reports it, as NVML numbers GPUs differently; None on a CPU.
+            uuid: of that GPU, or instance of MIG, as CUDA reports it, as NVML numbers GPUs differently; None on a CPU.
         """
         if uuid is None or uuid in self._gpus:
             return
@@ -131,9 +131,12 @@ class GpuCollector(Collector):
         except ImportError:
             logger.warning("no GPU metrics: install the extra `gpu` (nvidia-ml-py)")
             return None
-        try:
-            self._nvml.nvmlInit()
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except self._nvml.NVMLError as error:
-            logger.warning("no GPU metrics: %s", error)
-            return None
+        reason: Exception | None = None
+        for name in (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}"):
+            try:
+                self._nvml.nvmlInit()
+                return self._nvml.nvmlDeviceGetHandleByUUID(name)
+            except self._nvml.NVMLError as error:
+                reason = reason or error
+        logger.warning("no GPU metrics: %s", reason)
+        return None

@@ -138,7 +138,7 @@ class FakePredictor:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
 
     def predict(
-        self, images: NDArray[np.uint8], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+        self, images: Sequence[NDArray[np.uint8]], *, top_k: int, maps: Sequence[MapRequest | None] = ()
     ) -> BatchPrediction:
         reds = [int(image[0, 0, 0]) for image in images]
         self.launched.append(reds)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
+from model.network.layers.attention_kernels import mean_row_by_image
 from model.network.layers.position import relative_position_index, relative_table_size
 
 
@@ -17,6 +18,7 @@ class Attention(nn.Module):
 
     Attributes:
         attend: (q, k, v), each [B, heads, N, head_dim] -> the same shape; another kernel may be put here.
+        mean_row: (scaled q, k, bias or None) -> the mean attention row; another kernel may be put here.
     """
 
     relative_position_index: Tensor
@@ -37,6 +39,7 @@ class Attention(nn.Module):
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
         self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
+        self.mean_row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = mean_row_by_image
         self.register_buffer("fixed_bias", None, persistent=False)
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
@@ -108,8 +111,7 @@ class Attention(nn.Module):
         """Return the attention row that a map is made of: [B, heads, N] float32.
 
         Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
-        A model that reads no CLS token has no single query; its row is the mean over the patch
-        queries, taken one image at a time so that no more than [heads, N, N] is alive.
+        A model that reads no CLS token has no single query; its row is the mean over the patch queries.
         """
         scale = self.head_dim**-0.5
         if self.cls_query:
@@ -119,10 +121,4 @@ class Attention(nn.Module):
             row: Tensor = scores.float().softmax(dim=-1).squeeze(2)
             return row
         patches = slice(self.prefix_tokens, None)
-        rows = []
-        for q_i, k_i in zip(q, k, strict=True):
-            scores = (q_i[:, patches] * scale) @ k_i.transpose(-2, -1)  # [heads, patches, N]
-            if bias is not None:
-                scores = scores + bias[0, :, patches]
-            rows.append(scores.float().softmax(dim=-1).mean(dim=1))
-        return torch.stack(rows)
+        return self.mean_row(q[:, :, patches] * scale, k, None if bias is None else bias[:, :, patches])

@@ -1,6 +1,9 @@
-"""Ways to compute softmax(QK^T / sqrt(d)) V; `Attention.attend` is one of them.
+"""Ways to compute softmax(QK^T / sqrt(d)) V, and the mean over queries of softmax(QK^T / sqrt(d)).
 
-Each takes q, k and v, [B, heads, N, head_dim], q perhaps with fewer tokens than k and v, and returns q's shape.
+`Attention.attend` is one of the former: each takes q, k and v, [B, heads, N, head_dim], q perhaps with fewer tokens
+than k and v, and returns q's shape. `Attention.mean_row` is one of the latter: each takes q that is scaled
+[B, heads, Q, head_dim], k [B, heads, N, head_dim] and a bias on the scores, [1, heads, Q, N] or None, and returns
+[B, heads, N] float32.
 """
 
 from __future__ import annotations
@@ -42,3 +45,31 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     attended: Tensor = scores.softmax(dim=-1) @ v
     return attended
+
+
+def mean_row_by_image(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the mean row one image at a time: on a CPU the scores of one stay in the cache, those of many do not."""
+    rows = []
+    for q_i, k_i in zip(q, k, strict=True):
+        scores = q_i @ k_i.transpose(-2, -1)  # [heads, Q, N]
+        if bias is not None:
+            scores = scores + bias[0]
+        rows.append(scores.float().softmax(dim=-1).mean(dim=1))
+    return torch.stack(rows)
+
+
+def mean_row_at_once(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the mean row of all images together, for a GPU, and for a compiler that is to serve any batch size.
+
+    As many queries are taken at a time as keep an image's scores below `SCORES_BYTES`.
+    """
+    _, heads, queries, _ = q.shape
+    step = max(1, SCORES_BYTES // (4 * heads * k.shape[2]))
+    rows = []
+    for start in range(0, queries, step):
+        part = slice(start, start + step)
+        scores = q[:, :, part] @ k.transpose(-2, -1)  # [B, heads, step, N]
+        if bias is not None:
+            scores = scores + bias[:, :, part]
+        rows.append(scores.float().softmax(dim=-1).sum(dim=2))
+    return torch.stack(rows).sum(dim=0) / queries

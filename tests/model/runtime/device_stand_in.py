@@ -1,15 +1,32 @@
 """A device for `model.runtime.batch_launcher` that every machine has: it does at once, in the order of the calls, what
-a GPU does later, and writes down what would have waited for what.
+a GPU does later, writes down what would have waited for what, and punishes mistakes as a GPU does.
+
+* What is downloaded is poison until the event after it has been waited for.
+* Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned
+  memory.
+* A capture that broke off hides its reason, and nothing can be captured after it.
+* A stream from which something was downloaded cannot be captured: memory that is freed records an event on it.
+* A graph whose products use a workspace from before the capture is refused: others free it.
+* After a fault every operation fails.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POISON = 0x5A
+
+_aten = torch.ops.aten
+_WAITING = {_aten.item, _aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.is_nonzero, _aten.masked_select}
+_PRODUCTS = {_aten.linear, _aten.matmul, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 
 
 @dataclass(frozen=True)
@@ -20,23 +37,31 @@ class StandInStream:
 
 
 class StandInEvent:
-    """Writes down what happens to it."""
+    """Writes down what happens to it; what was downloaded before it is there once it has been waited for."""
 
-    def __init__(self, log: list[tuple[str, int]]) -> None:
-        self._log = log
+    def __init__(self, ops: StandInOps) -> None:
+        self._ops = ops
         self._recorded: StandInStream | None = None
+        self._downloads: list[tuple[Tensor, Tensor]] = []
 
     def record(self, stream: StandInStream) -> None:
+        self._ops.need_life()
         self._recorded = stream
-        self._log.append(("record", stream.number))
+        self._downloads, self._ops.downloads = self._ops.downloads, []
+        self._ops.log.append(("record", stream.number))
 
     def wait(self, stream: StandInStream) -> None:
         assert self._recorded is not None, "waits for nothing"
-        self._log.append((f"wait for {self._recorded.number}", stream.number))
+        self._ops.log.append((f"wait for {self._recorded.number}", stream.number))
 
     def synchronize(self) -> None:
         assert self._recorded is not None, "waits for nothing"
-        self._log.append(("synchronize", self._recorded.number))
+        self._ops.refuse_in_capture("event.synchronize")
+        self._ops.before_synchronize()
+        self._ops.need_life()
+        for host, content in self._downloads:
+            host.copy_(content)
+        self._ops.log.append(("synchronize", self._recorded.number))
 
 
 class StandInOps:
@@ -45,43 +70,115 @@ class StandInOps:
     Attributes:
         log: what happened to events, in order, and the number of the stream.
         replays: how often a graph ran.
+        captures: how many graphs were made.
         settled: how often the device was waited for.
-        fail_capture: what a capture raises.
+        fail_capture: what the first operator in a capture raises.
         spoil_capture: whether captured graphs do nothing.
+        largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs out.
+        lasting: whether lasting kernels may be chosen, now.
+        lasting_captures: how many captures were made while they might be.
+        dead: why every operation fails; None while the device lives.
+        before_synchronize: called by who waits for an event.
+        downloads: host memory and what it will hold, since the last event.
+        strict: whether operators are watched, which torch.compile does not bear.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = True) -> None:
         self.device = torch.device("cpu")
         self.log: list[tuple[str, int]] = []
         self.replays = 0
+        self.captures = 0
         self.settled = 0
-        self.fail_capture: RuntimeError | None = None
+        self.fail_capture: Exception | None = None
         self.spoil_capture = False
+        self.largest_allocation: int | None = None
+        self.lasting = False
+        self.lasting_captures = 0
+        self.dead: str | None = None
+        self.before_synchronize: Callable[[], object] = lambda: None
+        self.downloads: list[tuple[Tensor, Tensor]] = []
+        self.strict = strict
+        self.workspace_is_older = False
+        self.capturing = False
+        self._broken = False
         self._streams = 0
+        self._current = threading.local()
+        self._downloaded_on: set[StandInStream | None] = set()
+
+    def need_life(self) -> None:
+        if self.dead is not None:
+            raise torch.AcceleratorError(f"CUDA error: {self.dead}")
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.capturing:
+            raise torch.AcceleratorError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
     def stream(self) -> StandInStream:
+        self.refuse_in_capture("a stream is made")
         self._streams += 1
         return StandInStream(self._streams - 1)
 
     @contextmanager
     def on(self, stream: StandInStream) -> Iterator[None]:
-        yield
+        before, self._current.stream = getattr(self._current, "stream", None), stream
+        try:
+            with _Watch(self) if self.strict else nullcontext():
+                yield
+        finally:
+            self._current.stream = before
 
     def event(self) -> StandInEvent:
-        return StandInEvent(self.log)
+        self.refuse_in_capture("an event is made")
+        return StandInEvent(self)
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
+        self.refuse_in_capture("memory is pinned")
+        self.need_life()
         return torch.zeros(tuple(shape), dtype=torch.uint8)
 
     def download(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+        self.refuse_in_capture("memory is pinned")
+        self.need_life()
+        self._downloaded_on.add(self._current.stream)
+        host = torch.empty_like(tensor)
+        host.view(torch.uint8).fill_(POISON)
+        self.downloads.append((host, tensor.clone()))
+        return host
+
+    @contextmanager
+    def lasting_kernels(self) -> Iterator[None]:
+        self.lasting = True
+        try:
+            yield
+        finally:
+            self.lasting = False
+
+    def clear_workspaces(self) -> None:
+        self.refuse_in_capture("memory is freed")
+        self.workspace_is_older = False
 
     def capture(self, work: Callable[[], None], stream: StandInStream) -> Callable[[], None]:
-        if self.fail_capture is not None:
-            raise self.fail_capture
-        work()
+        self.need_life()
+        if self._broken:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        assert stream not in self._downloaded_on, "memory that is freed would record an event in the graph"
+        assert self._current.stream == stream, "the work goes to another stream"
+        assert not self.workspace_is_older, "the graph holds a workspace that others free"
+        self.capturing = True
+        try:
+            work()
+        except Exception:  # noqa: BLE001
+            self._broken = True
+            raise torch.AcceleratorError(
+                "CUDA error: operation failed due to a previous error during capture"
+            ) from None
+        finally:
+            self.capturing = False
+        self.captures += 1
+        self.lasting_captures += self.lasting
 
         def replay() -> None:
+            self.need_life()
             self.replays += 1
             if not self.spoil_capture:
                 work()
@@ -89,4 +186,27 @@ class StandInOps:
         return replay
 
     def settle(self) -> None:
+        self.refuse_in_capture("the device is waited for")
         self.settled += 1
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at each operator on a stream of a stand-in."""
+
+    def __init__(self, ops: StandInOps) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ops, packet = self._ops, func.overloadpacket
+        ops.need_life()
+        if ops.capturing and ops.fail_capture is not None:
+            raise ops.fail_capture
+        if packet in _WAITING:
+            ops.refuse_in_capture(str(func))
+        if packet in _PRODUCTS and not ops.capturing:
+            ops.workspace_is_older = True
+        found = func(*args, **(kwargs or {}))
+        if ops.largest_allocation is not None and isinstance(found, Tensor) and found.nbytes > ops.largest_allocation:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+        return found

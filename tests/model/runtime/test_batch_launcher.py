@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batch_launcher import BatchLauncher
+from model.runtime.batch_launcher import BatchLauncher, CaptureFailed
 from tests.model.runtime.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -43,6 +43,11 @@ def images(*values: int) -> np.ndarray:
     return np.stack([np.full(SHAPE, value, np.uint8) for value in values])
 
 
+def watchless() -> StandInOps:
+    """Return a device on which the computation may look at its images, as `Sums` does."""
+    return StandInOps(strict=False)
+
+
 def launcher(ops: StandInOps, compute: Sums, *, max_batch: int = 4, slots: int = 2) -> BatchLauncher:
     return BatchLauncher(ops, compute, shape=SHAPE, max_batch=max_batch, slots=slots)
 
@@ -55,7 +60,7 @@ def without_faults_in_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
-    ops, compute = StandInOps(), Sums()
+    ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), size=4, layers=(), top_k=1)
     found, top_k = subject.run(images(1, 2), size=4, layers=(), top_k=1)
@@ -64,7 +69,7 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
 
 
 def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation() -> None:
-    ops = StandInOps()
+    ops = watchless()
     subject = launcher(ops, Sums(), slots=1)  # stream 0 computes, stream 1 copies
     subject.run(images(1), size=1, layers=(), top_k=1)
     assert ops.log == [("record", 1), ("wait for 1", 0), ("record", 0), ("synchronize", 0)]
@@ -72,9 +77,9 @@ def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation
 
 @pytest.mark.usefixtures("without_faults_in_capture")
 def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_classes() -> None:
-    ops, compute = StandInOps(), Sums()
+    ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
-    subject.capture((1, 2, 4), ((), (7,)), top_k=3)
+    subject.capture(compute, (1, 2, 4), ((), (7,)), top_k=3)
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
     plain, top_k = subject.run(images(1, 2), size=2, layers=(), top_k=2)
@@ -86,9 +91,10 @@ def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_cla
 
 @pytest.mark.usefixtures("without_faults_in_capture")
 def test_what_was_not_captured_is_computed_all_the_same() -> None:
-    ops = StandInOps()
-    subject = launcher(ops, Sums())
-    subject.capture((4,), ((),), top_k=3)
+    ops = watchless()
+    compute = Sums()
+    subject = launcher(ops, compute)
+    subject.capture(compute, (4,), ((),), top_k=3)
     before = ops.replays
     assert subject.run(images(1), size=2, layers=(), top_k=1)[0][:, 0].tolist() == [6]  # another size
     assert subject.run(images(1), size=4, layers=(0, 7), top_k=1)[0][:, 0].tolist() == [2006]  # other layers
@@ -99,7 +105,7 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
 
 @pytest.mark.usefixtures("without_faults_in_capture")
 def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
-    ops = StandInOps()
+    ops = watchless()
     ops.spoil_capture = True
 
     def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
@@ -107,14 +113,14 @@ def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     with pytest.raises(RuntimeError, match="other scores"):
-        subject.capture((1, 2), ((),), top_k=1)
+        subject.capture(compute, (1, 2), ((),), top_k=1)
     replays = ops.replays
     subject.run(images(1), size=1, layers=(), top_k=1)
     assert ops.replays == replays
 
 
 def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> None:
-    ops = StandInOps()
+    ops = watchless()
     subject = launcher(ops, Sums(), slots=1)
     settled = ops.settled
     with pytest.raises(RuntimeError, match="a fault of the device"):
@@ -127,10 +133,10 @@ def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> 
 @pytest.mark.usefixtures("without_faults_in_capture")
 @pytest.mark.parametrize("captured", [False, True])
 def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time(captured: bool) -> None:
-    ops, compute = StandInOps(), Sums()
+    ops, compute = watchless(), Sums()
     subject = launcher(ops, compute, slots=2)
     if captured:
-        subject.capture((1, 2, 4), ((),), top_k=1)
+        subject.capture(compute, (1, 2, 4), ((),), top_k=1)
 
     def ask(value: int) -> list[int]:
         batch = images(*(value % 7 + row for row in range(1 + value % 4)))
@@ -143,3 +149,71 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
 
     assert answers == [[6 * (value % 7 + row) for row in range(1 + value % 4)] for value in range(200)]
     assert compute.at_once == 0
+
+
+def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
+    """Those of cuBLAS are freed by others, and the graph would write to memory of somebody else."""
+    ops = StandInOps()
+    weight = torch.ones(6, 3)
+
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        return (pixels.flatten(1).float() @ weight).view(torch.int32)
+
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
+    subject.capture(compute, (1, 2), ((),), top_k=1)
+    assert ops.captures == 2
+
+
+def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
+    ops = StandInOps()
+
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        return torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32)
+
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
+    with pytest.raises(CaptureFailed, match=r"the capture of 2 images failed: .*aten.item"):
+        subject.capture(compute, (1, 2), ((),), top_k=1)
+
+
+def test_a_device_that_died_fails_every_batch_that_follows() -> None:
+    ops = watchless()
+    subject = launcher(ops, Sums(), slots=1)
+    ops.dead = "an illegal memory access was encountered"
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            subject.run(images(1), size=1, layers=(), top_k=1)
+
+
+def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = watchless()
+    subject = launcher(ops, Sums(), slots=1)
+    made: list[object] = []
+    stack = np.stack
+
+    def watched(*arguments: object, **keywords: object) -> object:
+        made.append(keywords.get("out"))
+        return stack(*arguments, **keywords)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(np, "stack", watched)
+    apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
+    found, _ = subject.run(apart, size=2, layers=(), top_k=1)
+    assert found[:, 0].tolist() == [18, 24]
+    assert len(made) == 1
+    assert made[0] is not None
+
+
+def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_beside() -> None:
+    ops, beside = StandInOps(), threading.Lock()
+    seen: list[bool] = []
+
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+        seen.append(beside.locked())
+        return torch.zeros(len(pixels), 2 * top_k + 1, dtype=torch.int32)
+
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
+    subject.run(images(1), size=1, layers=(), top_k=1)  # the stand-in refuses to capture where this was downloaded
+    settled = ops.settled
+    subject.capture(compute, (1, 2), ((),), top_k=1, beside=beside)
+    assert ops.settled == settled + 2, "no batch is under way that reads the images"
+    assert seen == [False] + [True] * 8
+    assert not beside.locked()

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.errors import DeviceError
+from model.checkpoint import Checkpoint
+from model.config import ViTConfig
+from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
+from model.network.vit import VisionTransformer
 from model.prediction import BatchPrediction, MapRequest
+from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import CompilationState
+from model.runtime.cuda import Cuda
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
@@ -65,14 +70,95 @@ def test_maps_of_other_layers_are_right_without_a_graph() -> None:
     assert ops.replays == replays
 
 
-def test_a_failed_capture_is_told_and_the_model_answers_without() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError], ids=lambda error: error.__name__)
+def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_first(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     ops = StandInOps()
-    ops.fail_capture = RuntimeError("operation not permitted when stream is capturing\nmore lines")
+    ops.fail_capture = error("a kernel cannot be captured\nmore lines")
+    predictor = launched(ops)
+    with pytest.raises(
+        NewProcessNeeded, match=r"^cpu: the capture of 4 images failed: a kernel cannot be captured$"
+    ) as found:
+        predictor.warm_up()
+    assert (found.value.option, found.value.value) == ("cuda_graphs", "off")
+    assert "no CUDA graphs: the capture of 4 images failed: a kernel cannot be captured" in caplog.text
+
+
+def test_without_graphs_the_model_answers_too() -> None:
+    ops = StandInOps()
+    predictor = plain(max_batch=4, streams=2, ops=ops, graphs=False)
+    predictor.warm_up()
+    assert predictor.compiled.endswith("CUDA graphs are off")
+    assert (predictor.batch_sizes, ops.captures, ops.replays) == (None, 0, 0)
+    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+
+
+def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() -> None:
+    ops = StandInOps()
+    ops.spoil_capture = True
     predictor = launched(ops)
     predictor.warm_up()
-    assert predictor.compiled.endswith("no CUDA graphs: operation not permitted when stream is capturing")
+    assert predictor.compiled.endswith(
+        "no CUDA graphs: the captured graph of 4 images gives other scores than the model"
+    )
     assert predictor.batch_sizes is None
     same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+
+
+def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = StandInOps()
+    predictor = launched(ops)
+
+    def dies(*_: object, **__: object) -> None:
+        ops.dead = "an illegal memory access was encountered"
+        raise RuntimeError(ops.dead)
+
+    monkeypatch.setattr(BatchLauncher, "capture", dies)
+    with pytest.raises(DeviceError, match="the model does not run: CUDA error: an illegal memory access"):
+        predictor.warm_up()
+
+
+@pytest.mark.parametrize("compile_mode", ["auto", "off"])
+def test_the_way_of_requests_is_tried_before_the_first_one(compile_mode: str) -> None:
+    ops = StandInOps()
+    predictor = plain(compile_mode=compile_mode, max_batch=4, streams=2, ops=ops)
+    predictor.warm_up()
+    answered = [entry for entry in ops.log if entry[0] == "synchronize"]
+    assert len(answered) >= 4, "the smallest and the largest batch, with and without a map"
+
+
+def test_maps_and_many_classes_wait_for_no_compiler_and_no_lasting_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = StandInOps()
+    predictor = launched(ops)
+    predictor.warm_up()
+    assert ops.lasting_captures == ops.captures > 0
+
+    def not_again(*_: object) -> None:
+        pytest.fail("the model that is captured runs without its graph")
+
+    backend = predictor._backend
+    assert isinstance(backend, Cuda)
+    monkeypatch.setattr(backend, "_model", not_again)
+    monkeypatch.setattr(backend._launcher, "_captured", (backend._launcher._captured[0], 1))
+    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message", "largest"),
+    [
+        (2, "not enough memory for batches of 8: a smaller largest batch needs less", 4),
+        (0, "not enough memory for batches of 1$", None),
+    ],
+)
+def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(rows: int, message: str, largest: int | None) -> None:
+    ops = StandInOps()
+    predictor = plain(max_batch=8 if rows else 1, ops=ops)
+    ops.largest_allocation = rows * 7 * 64 * 4  # what the MLP makes of so many images
+    with pytest.raises(DeviceError, match=f"^cpu: {message}") as found:
+        predictor.warm_up()
+    assert getattr(found.value, "value", None) == largest
+    assert getattr(found.value, "option", "max_batch") == "max_batch"
 
 
 def test_off_means_no_graphs_either() -> None:
@@ -94,6 +180,15 @@ def test_launch_sizes_may_be_chosen() -> None:
     predictor.warm_up()
     assert (predictor.max_batch, predictor.batch_sizes) == (3, (1, 3))
     assert predictor.launch_size(2) == 3
+
+
+def test_graphs_that_do_not_fit_ask_for_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = StandInOps()
+    predictor = launched(ops)
+    ops.fail_capture = torch.OutOfMemoryError("CUDA out of memory.\nmore lines")
+    with pytest.raises(NewProcessNeeded, match="not enough memory for batches of 4") as found:
+        predictor.warm_up()
+    assert (found.value.option, found.value.value) == ("max_batch", 2)
 
 
 def test_memory_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +215,7 @@ def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_compiled_model_is_what_the_graphs_run() -> None:
-    ops = StandInOps()
+    ops = StandInOps(strict=False)
     predictor = plain(compile_mode="on", launch_sizes=(1, 2), streams=2, ops=ops)
     if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
@@ -142,8 +237,89 @@ def test_the_compiled_model_is_what_the_graphs_run() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
+def of_real_size(**changes: object) -> Checkpoint:
+    """Return a model with heads of width 64 and 196 patches, small enough for float32 on a CPU."""
+    shape = {"image_size": (224, 224), "patch_size": 16, "width": 192, "depth": 3, "heads": 3, "mlp_width": 768}
+    config = ViTConfig(**(shape | {"num_classes": 10} | changes))
+    torch.manual_seed(0)
+    model = VisionTransformer(config)
+    model.reset_parameters()
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    preprocess = make_checkpoint().preprocess.model_copy(update={"size": (224, 224), "resize_size": (224, 224)})
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return make_checkpoint(config=config, preprocess=preprocess, tensors=tensors, labels=tuple("abcdefghij"))
+
+
+REAL_KINDS: dict[str, dict[str, object]] = {
+    "cls": {},
+    "beit": {"position_embedding": "none", "relative_position_bias": True, "pool": "mean", "layer_scale": True},
+    "mean": {"pool": "mean", "class_token": False, "position_prefix": False},
+    "attention pool": {"pool": "attention", "class_token": False, "position_prefix": False},
+    "gated, registers": {"mlp": "swiglu", "registers": 4},
+}
+
+
+def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
+    """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
+    checkpoint = predictor.checkpoint
+    last = checkpoint.config.depth - 1
+    reference = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
+    images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
+    expected = reference.logits(images)
+    off = np.linalg.norm(predictor.logits(images) - expected) / np.linalg.norm(expected)
+    assert off < tolerance
+    for layers in (last, 0):
+        maps = [MapRequest(layers), None, MapRequest(layers, 1)]
+        found = predictor.predict(images, top_k=10, maps=maps)
+        wanted = reference.predict(images, top_k=10, maps=maps)
+        np.testing.assert_allclose(found.scores, wanted.scores, atol=tolerance)
+        for got, want in zip(found.maps, wanted.maps, strict=True):
+            if got is not None and want is not None:
+                np.testing.assert_allclose(got.values, want.values, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("kind", ["beit"])
+def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None:
+    """What is asked of a GPU below, of the CPU."""
+    predictor = Predictor(
+        of_real_size(**REAL_KINDS[kind]), device="cpu", dtype="bfloat16", max_batch=4, ops=StandInOps()
+    )
+    predictor._backend.exercise((1,))
+    close_to_the_cpu(predictor, tolerance=0.05)
+
+
 @needs_cuda
+@pytest.mark.timeout(400)
 class TestOnCuda:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("kind", REAL_KINDS)
+    def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
+        predictor = Predictor(of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4)
+        predictor.warm_up()
+        assert predictor.compiled == "compiled"
+        close_to_the_cpu(predictor, tolerance=0.05)
+
+    def test_autotuned_kernels_are_close_to_float32(self) -> None:
+        predictor = Predictor(of_real_size(), device="cuda", dtype="auto", max_batch=4, compile_mode="max")
+        predictor.warm_up()
+        assert predictor.compiled == "compiled"
+        close_to_the_cpu(predictor, tolerance=0.05)
+
+    def test_compiled_graphs_take_over_while_batches_and_maps_are_computed(self) -> None:
+        predictor = Predictor(of_real_size(), device="cuda", max_batch=4, behind=True)
+        predictor.warm_up()
+        assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
+        images = np.random.default_rng(5).integers(0, 256, (3, 224, 224, 3), dtype=np.uint8)
+        before = predictor.predict(images, top_k=10)
+        batches = 0
+        while predictor.compiled.startswith("compil") and "uncompiled" in predictor.compiled:
+            batches += 1
+            maps = [MapRequest.explained("relevance")] * 3 if batches % 50 == 0 else ()
+            np.testing.assert_allclose(predictor.predict(images, top_k=10, maps=maps).scores, before.scores, atol=0.05)
+        assert predictor.compiled == "compiled"
+        np.testing.assert_allclose(predictor.predict(images, top_k=10).scores, before.scores, atol=0.05)
+        close_to_the_cpu(predictor, tolerance=0.05)
+
     def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()

@@ -10,11 +10,12 @@ from contextlib import closing
 
 import pytest
 
-from model.errors import CheckpointError
+from model.errors import CheckpointError, NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_process import STOP, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
+from service.cluster.supervisor import TRY_AGAIN
 from service.engine.messages import InferenceRequest, ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
@@ -109,3 +110,25 @@ def test_an_engine_that_fails_ends_its_process_with_one(settings: Settings, chan
             signal.signal(number, handler)
     assert heard == [signal.SIG_IGN] * 3
     assert channel.counters.engine_ready.tolist() == [0, 0]
+
+
+@on_a_loop
+async def test_an_engine_that_needs_another_option_says_so_to_its_successor_once(
+    settings: Settings, channel: EngineChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(_: Settings) -> tuple[FakePredictor, ModelInfo]:
+        raise NewProcessNeeded("cuda:1: not enough memory for batches of 64", "max_batch", 32)
+
+    counters = channel.counters
+    assert await _serve(settings, channel, load, Metrics()) == TRY_AGAIN
+    assert "engine cuda:1: starting again with max_batch=32" in caplog.text
+    assert (counters.changed_options(0), counters.changed_options(1)) == ({}, {"max_batch": 32})
+
+
+def test_an_option_that_did_not_help_is_not_tried_again(channel: EngineChannel) -> None:
+    counters = channel.counters
+    assert counters.change_option(1, "cuda_graphs", "off")
+    assert not counters.change_option(1, "cuda_graphs", "off")
+    assert counters.change_option(1, "max_batch", 32)
+    assert counters.change_option(1, "max_batch", 16)
+    assert counters.changed_options(1) == {"cuda_graphs": "off", "max_batch": 16}

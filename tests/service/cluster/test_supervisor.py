@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.cluster.supervisor import Child, Supervisor
+from service.cluster.supervisor import TRY_AGAIN, Child, Supervisor
 from tests.service.cluster.fake_system import FakeSystem
 
 STOP = signal.SIGUSR1
@@ -129,6 +129,39 @@ def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.starts_of(service.engine) == [0, 3, 6]
+
+
+def test_a_child_that_fails_after_each_of_five_restarts_ends_the_service(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine of a GPU that is lost inside of a container."""
+    for seconds in (100, 101, 103, 106, 111, 120):
+        service.system.end_at(seconds, "engine", 1)
+    assert service.run() == 1
+    assert service.system.starts_of(service.engine) == [0, 100, 102, 105, 110, 119]
+    assert "engine ended with code 1 after each of 5 restarts: giving up" in caplog.text
+
+
+@pytest.mark.parametrize("other", [(111, -9), (200, 1)], ids=["killed by somebody", "lived for long"])
+def test_failures_count_only_in_a_row(other: tuple[int, int], service: Service) -> None:
+    seconds, code = other
+    for at in (100, 101, 103, 106):
+        service.system.end_at(at, "engine", 1)
+    service.system.end_at(seconds, "engine", code)
+    for at in (seconds + 20, seconds + 40, seconds + 75, seconds + 110):
+        service.system.end_at(at, "engine", 1)
+    service.system.signal_at(400, signal.SIGTERM)
+    assert service.run() == 0
+
+
+def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_never_ran(service: Service) -> None:
+    service.running.remove("engine")
+    for seconds in (3, 5, 7):
+        service.system.end_at(seconds, "engine", TRY_AGAIN)
+    service.system.signal_at(10, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 3, 5, 7]
+    assert service.told.count("engine restarts") == 3
 
 
 # Frozen

@@ -40,6 +40,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
 def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,MIG-5")
     caplog.set_level(logging.INFO)
     known = model_info(temperature=2.0, device="cuda:1", dtype="bfloat16")
     facts = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
@@ -56,10 +57,24 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
     }  # fmt: skip
-    _, info = load_predictor(load_settings(chosen | {"compile": "off"}))
-    assert made == [(checkpoint, chosen | {"compile_mode": "off"})]
+    _, info = load_predictor(load_settings(chosen | {"compile": "off", "cuda_graphs": "off"}))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
+    named = {"device": "cuda:0", "device_name": "cuda:1"}
+    assert made == [(checkpoint, chosen | named | {"compile_mode": "off", "graphs": False, "behind": True})]
     assert info == known  # what both have is the checkpoint's
     assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
+    here: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "gpus_are_here", lambda: here)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("model.runtime.device.unusable_reason", lambda: "The NVIDIA driver on your system is too old")
+    load_predictor(load_settings({"backend": "torch", "max_batch": "1"}))
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

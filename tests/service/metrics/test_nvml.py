@@ -16,7 +16,7 @@ from tests.service.fakes import PATIENCE
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("pynvml")
-    handles = {"GPU-abc": "handle", "GPU-def": "another"}
+    handles = {"GPU-abc": "handle", "GPU-def": "another", "MIG-123": "instance"}
 
     class NVMLError(Exception):
         pass
@@ -83,6 +83,13 @@ def test_a_reading_that_the_driver_refuses_is_left_out(
     gpus.read()
     assert "vit_gpu_power_watts" not in str(scrape(gpus))
     assert len(scrape(gpus)) == 4
+
+
+@pytest.mark.parametrize("uuid", ["123", "MIG-123", "GPU-abc"])
+def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuCollector) -> None:
+    gpus.watch("cuda:MIG-123", uuid)
+    gpus.read()
+    assert scrape(gpus)['vit_gpu_memory_used_bytes{gpu="MIG-123"}'] == 3
 
 
 def test_an_unknown_gpu_or_a_cpu_adds_nothing(gpus: GpuCollector) -> None:

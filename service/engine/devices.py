@@ -1,0 +1,108 @@
+"""The GPUs of this machine as an operator names them, and as one engine's process sees them.
+
+Nothing here loads CUDA, which does not survive a fork: the supervisor asks, and its children compute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from model.errors import DeviceError
+from service.settings import Settings
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+_MOST_WORKERS: Final = 8
+"""Web processes that are started by themselves at most: beyond, a GPU is fed, or something else is the limit."""
+
+_STREAMS: Final = 2
+_MAX_BATCH: Final = 64
+"""What an engine takes on CUDA where the settings say nothing."""
+
+
+def fit_to_machine(settings: Settings) -> Settings:
+    """Return the settings with what was left to this machine filled in: `all` devices, web workers, the queue's size.
+
+    Raises:
+        DeviceError: `all` GPUs are wanted, and there is none.
+    """
+    found: dict[str, object] = {}
+    if settings.device == "all":
+        found["device"] = ",".join(all_gpus())
+    if "workers" not in settings.model_fields_set and uses_gpu(settings):
+        found["workers"] = min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
+    if "queue_size" not in settings.model_fields_set:
+        # Each stream's batch is computed while the next one is received and decoded.
+        images = 2 * (settings.streams or _STREAMS) * (settings.max_batch or _MAX_BATCH)
+        found["queue_size"] = max(settings.queue_size, images)
+    return settings.model_copy(update=found)
+
+
+def uses_gpu(settings: Settings) -> bool:
+    """Return whether engines are to run on GPUs, and in processes of their own: these survive what a GPU does not."""
+    if not sys.platform.startswith("linux") or settings.device == "cpu":
+        return False
+    return settings.device != "auto" or gpus_are_here()
+
+
+def gpus_are_here(folder: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this machine or container was given GPUs, whether or not CUDA can use them."""
+    if environment.get(VISIBLE) in ("", "-1"):
+        return False
+    return any(re.fullmatch(r"nvidia\d+|dxg", node.name) for node in folder.iterdir())
+
+
+def all_gpus(environment: Mapping[str, str] = os.environ, listing: Callable[[], str] | None = None) -> tuple[str, ...]:
+    """Return the device of each GPU, and of each MIG instance where a GPU is divided.
+
+    Args:
+        listing: returns what `nvidia-smi -L` prints; that command by default.
+
+    Raises:
+        DeviceError: there is none, or the driver does not answer.
+    """
+    visible = environment.get(VISIBLE)
+    if visible:
+        return tuple(f"cuda:{index}" for index in range(len(visible.split(","))))
+    text = (listing or _listing)()
+    gpus = [re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", part) for part in re.split(r"^(?=GPU \d)", text, flags=re.M)[1:]]
+    if not gpus:
+        raise DeviceError("device 'all': the driver lists no GPU")
+    if all(len(gpu) == 1 for gpu in gpus):
+        return tuple(f"cuda:{index}" for index in range(len(gpus)))
+    return tuple(f"cuda:{name}" for gpu in gpus for name in gpu[1:] or gpu)
+
+
+def _listing() -> str:
+    try:
+        command = ["nvidia-smi", "-L"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DeviceError(f"device 'all': nvidia-smi -L does not list the GPUs: {error}") from error
+
+
+def visible_devices(device: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what `CUDA_VISIBLE_DEVICES` is to be in a process for which this device alone is there, as `cuda:0`.
+
+    So an instance of MIG, which CUDA shows alone, has a name, and compiled kernels serve every GPU of a kind.
+
+    Args:
+        device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the devices that are visible so far.
+
+    Raises:
+        DeviceError: fewer than N devices are visible.
+    """
+    own = device.removeprefix("cuda").removeprefix(":") or "0"
+    visible = environment.get(VISIBLE)
+    if not visible or not own.isdecimal():
+        return own
+    listed = visible.split(",")
+    if int(own) >= len(listed):
+        raise DeviceError(f"device {device!r}: {VISIBLE}={visible} names {len(listed)}")
+    return listed[int(own)].strip()
