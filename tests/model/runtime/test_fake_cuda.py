@@ -51,7 +51,7 @@ def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
 
 def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
     """Compute, as a graph would capture it, a batch with the attention rows of each choice of layers."""
-    config, to_capture = backend.config, getattr(backend, "_compute_to_capture", backend._compute)
+    config, to_capture = backend.config, backend._compute_to_capture
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for choice in layers:
         with captured(backend._options.dtype) as kernels:
