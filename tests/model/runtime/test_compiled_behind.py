@@ -88,6 +88,14 @@ def test_the_uncompiled_models_graphs_answer_until_the_compiled_ones_are_there(c
     assert compiler.rows == [4, 2], "a single image is computed twice, by code for two and more"
 
 
+def test_kernels_are_not_timed_beside_batches(compiler: Compiler) -> None:
+    compiler.may_work.set()
+    predictor = plain(compile_mode="max", max_batch=2, ops=StandInOps(), behind=True)
+    predictor.warm_up()
+    assert predictor.compiled == "compiled"
+    assert "compile" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_compiler_that_fails_behind_leaves_the_uncompiled_graphs(compiler: Compiler) -> None:
     ops = StandInOps()
     compiler.error = torch.OutOfMemoryError("CUDA out of memory.")
