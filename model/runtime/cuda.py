@@ -113,7 +113,7 @@ class Cuda(TorchBackend):
         # An error that was no reason to stop above may have left a device on which nothing runs any more.
         self.exercise((1,))
         if behind:
-            threading.Thread(target=self._compile_behind, name="compile", daemon=True).start()
+            threading.Thread(target=self._compile_behind, name="compile-behind", daemon=True).start()
 
     def _compile_behind(self) -> None:
         """Compile while the uncompiled model's graphs answer; graphs of the compiled one take over when all are there.

@@ -57,7 +57,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def wait_for_the_compiler(compiler: Compiler) -> None:
     compiler.may_work.set()
     for thread in threading.enumerate():
-        if thread.name == "compile":
+        if thread.name == "compile-behind":
             thread.join(20)
             assert not thread.is_alive()
 
@@ -93,7 +93,7 @@ def test_kernels_are_not_timed_beside_batches(compiler: Compiler) -> None:
     predictor = plain(compile_mode="max", max_batch=2, ops=StandInOps(), behind=True)
     predictor.warm_up()
     assert predictor.compiled == "compiled"
-    assert "compile" not in {thread.name for thread in threading.enumerate()}
+    assert "compile-behind" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_compiler_that_fails_behind_leaves_the_uncompiled_graphs(compiler: Compiler) -> None:
