@@ -51,7 +51,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     predictor = Predictor(
         checkpoint,
         device=device,
-        device_name=None if device == settings.device else settings.device,
+        device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
         compile_mode=settings.compile,
         backend=settings.backend,

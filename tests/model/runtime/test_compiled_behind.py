@@ -57,7 +57,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def wait_for_the_compiler(compiler: Compiler) -> None:
     compiler.may_work.set()
     for thread in threading.enumerate():
-        if thread.name == "compile":
+        if thread.name == "compile-behind":
             thread.join(20)
             assert not thread.is_alive()
 
@@ -86,6 +86,14 @@ def test_the_uncompiled_models_graphs_answer_until_the_compiled_ones_are_there(c
     same(predictor.predict(make_images(1), top_k=5), plain().predict(make_images(1), top_k=5))
     assert ops.replays == replays + 2
     assert compiler.rows == [4, 2], "a single image is computed twice, by code for two and more"
+
+
+def test_kernels_are_not_timed_beside_batches(compiler: Compiler) -> None:
+    compiler.may_work.set()
+    predictor = plain(compile_mode="max", max_batch=2, ops=StandInOps(), behind=True)
+    predictor.warm_up()
+    assert predictor.compiled == "compiled"
+    assert "compile-behind" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_compiler_that_fails_behind_leaves_the_uncompiled_graphs(compiler: Compiler) -> None:

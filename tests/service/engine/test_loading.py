@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from model.errors import CheckpointError
+from model.errors import CheckpointError, DeviceError
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings
@@ -63,6 +63,33 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     assert made == [(checkpoint, chosen | named | {"compile_mode": "off", "graphs": False, "behind": True})]
     assert info == known  # what both have is the checkpoint's
     assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
+
+
+@pytest.mark.parametrize(
+    ("device", "used", "name", "visible"),
+    [
+        ("cpu", "cpu", None, "4,5"),
+        ("auto", "auto", None, "4,5"),
+        ("cuda", "cuda:0", None, "4"),
+        ("cuda:1", "cuda:0", "cuda:1", "5"),
+        ("cuda:MIG-6", "cuda:0", "cuda:MIG-6", "MIG-6"),
+    ],
+)
+def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
+    device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    made: list[dict[str, Any]] = []
+
+    def predictor(_: Any, **options: Any) -> None:
+        made.append(options)
+        raise DeviceError("enough")
+
+    monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
+    with pytest.raises(DeviceError, match="enough"):
+        load_predictor(load_settings({"device": device}))
+    assert (made[0]["device"], made[0]["device_name"]) == (used, name)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 @pytest.mark.parametrize("here", [True, False])
