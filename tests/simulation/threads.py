@@ -96,6 +96,10 @@ class VirtualThread:
         """Run to the next wait."""
         if self.finished or not (self.process.alive or self.buried):
             return False
+        if self.process.frozen_until > self._threads.scheduler.now and not self.buried:
+            wake = functools.partial(self._threads.scheduler.wake, self)
+            self._threads.scheduler.at(self.process.frozen_until, wake)
+            return False
         if self._carrier is None:
             self._carrier = _Carrier.idle.pop() if _Carrier.idle else _Carrier()
             self._carrier.body = self._run
