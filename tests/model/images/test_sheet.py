@@ -59,6 +59,24 @@ def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels(shape: tuple[int
     assert max(ContactSheet(2000, shape).image.size) <= 8192 + 8
 
 
+@pytest.mark.parametrize(
+    ("shape", "cell"),
+    [((50, 50), (320, 320)), ((40, 60), (213, 320)), ((60, 40), (480, 320)), ((1600, 400), (1280, 320))],
+)
+def test_a_sheet_of_few_pictures_shows_them_large(shape: tuple[int, int], cell: tuple[int, int]) -> None:
+    sheet = ContactSheet(1, shape)
+    sheet.add(picture("red", shape), "a file", "a label")
+    rows, columns = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))
+    assert (int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1) == cell
+    assert (int(columns.min()), int(rows.min())) == (8, 8)
+    assert sheet.image.size == (cell[0] + 16, cell[1] + 16 + 2 * 16)  # two lines of text of 13 pixels
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1600, 400)])
+def test_a_sheet_of_many_pictures_uses_its_room(shape: tuple[int, int]) -> None:
+    assert max(ContactSheet(2000, shape).image.size) > 0.9 * 8192
+
+
 def test_a_long_caption_is_cut_to_its_cell() -> None:
     sheet = ContactSheet(2, (60, 40))
     sheet.add(picture("red"), "W" * 500)

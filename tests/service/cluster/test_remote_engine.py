@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,18 @@ async def test_an_image_that_comes_between_the_end_of_a_connection_and_the_news_
         with pytest.raises(EngineUnavailable, match="started again"):
             await worker.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)
         running.lose_connections(running.servers[0])
+
+
+@on_a_loop
+async def test_an_engine_that_says_it_failed_is_sent_nothing_and_its_reason_is_told() -> None:
+    async with service() as running:
+        predictor = await running.start_engine()
+        worker = await running.ready_worker()
+        failed = replace(worker.status, state="failed", reason="the device hangs")
+        worker._on_status(StatusChanged(failed))  # its connection lives on until the process ends
+        with pytest.raises(EngineUnavailable, match="the device hangs"):
+            await ask(worker, 1)
+    assert predictor.launched == []
 
 
 @on_a_loop

@@ -9,7 +9,7 @@ import pytest
 
 from model.prediction import MapRequest
 from service.engine.messages import InferenceRequest
-from service.engine.streams import EXPLAINED_AT_ONCE, PATIENCE, Streams
+from service.engine.streams import Streams
 from tests.service.fakes import FakePredictor, pixels
 
 GAE = MapRequest.explained("gae", 3)
@@ -88,10 +88,10 @@ def test_an_explanation_lets_classification_go_first_until_it_has_waited_for_lon
     turns.put(1)
     turns.now += 10  # how long the others wait is of no account
     turns.put(2, GAE)
-    turns.now += 0.25 * PATIENCE
+    turns.now += 0.25
     assert turns.explained() == [2]
-    assert turns.waits == [0.75 * PATIENCE]
-    assert turns.now == 110 + PATIENCE
+    assert turns.waits == [0.75]
+    assert turns.now == 111  # a second after it came
 
 
 def test_explanations_go_when_the_last_of_the_others_has_been_taken() -> None:
@@ -186,9 +186,8 @@ def test_those_that_wait_are_counted_whichever_queue_they_are_in() -> None:
     assert turns.depths[-1] == 0
 
 
-@pytest.mark.parametrize(("max_batch", "at_once"), [(100, EXPLAINED_AT_ONCE), (3, 3)])
+@pytest.mark.parametrize(("max_batch", "at_once"), [(100, 8), (3, 3)])
 def test_an_explanation_batch_is_small(max_batch: int, at_once: int) -> None:
-    assert EXPLAINED_AT_ONCE == 8
     turns = Turns()
     for red in range(10):
         turns.put(red, GAE)
