@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from typing import Any
 
@@ -129,6 +130,30 @@ def test_a_progressive_jpeg_without_its_fine_scans_ends_with_the_end_of_the_pict
     assert followed.without_fine_scans(scale, {1, 2, 3}) == shorter
     assert plain.without_fine_scans(2, {1, 2, 3}) is None
     assert plain.without_fine_scans(scale, set()) is None
+
+
+def with_long_tables(data: bytes) -> bytes:
+    """Return a JPEG file whose Huffman tables stand in their segments 20 times, as long ones may hold several."""
+    pieces = data.split(b"\xff\xc4")
+    for number, piece in enumerate(pieces[1:], 1):
+        length = int.from_bytes(piece[:2], "big")
+        pieces[number] = (2 + 20 * (length - 2)).to_bytes(2, "big") + 20 * piece[2:length] + piece[length:]
+    return b"\xff\xc4".join(pieces)
+
+
+@pytest.mark.parametrize("scale", [4, 8])
+def test_tables_between_scans_may_be_of_any_length(scale):
+    data = encode(noise(64, 48), "JPEG", progressive=True, subsampling="4:4:4")
+    plain, long = unpack(data), unpack(with_long_tables(data))
+    assert isinstance(plain, Jpeg)
+    assert isinstance(long, Jpeg)
+
+    shorter = plain.without_fine_scans(scale, {1, 2, 3})
+
+    assert shorter is not None
+    assert long.without_fine_scans(scale, {1, 2, 3}) == with_long_tables(shorter)
+    with Image.open(io.BytesIO(long.data)) as picture:
+        assert np.array_equal(np.asarray(picture), np.asarray(Image.open(io.BytesIO(data))))
 
 
 def tiff(*fields: tuple[int, int, int, bytes], more: bytes = b"") -> bytes:
