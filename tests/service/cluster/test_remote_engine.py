@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from model.prediction import MapRequest
-from service.cluster.protocol import Frame, ModelLoaded, StatusChanged
+from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
@@ -128,6 +128,37 @@ async def test_an_engine_that_says_it_failed_is_sent_nothing_and_its_reason_is_t
         with pytest.raises(EngineUnavailable, match="the device hangs"):
             await ask(worker, 1)
     assert predictor.launched == []
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (Failed.of(99, QueueFull("all taken")), "an answer to 99, which waits for none"),
+        (Cancel(1), "Cancel out of order"),
+    ],
+    ids=["an answer to nothing", "a request"],
+)
+async def test_an_engine_that_says_what_it_may_not_is_left_and_found_again(
+    frame: Frame, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as running:
+        predictor = await running.start_engine()
+        worker = await running.ready_worker()
+        connection = worker._connection
+        assert connection is not None
+        predictor.gate.clear()
+        waiting = ask(worker, 1)
+        await predictor.wait_until_busy()
+        connection.data_received(encode(frame))
+        with pytest.raises(EngineUnavailable, match="started again"):
+            await waiting
+        predictor.gate.set()
+        await until(lambda: worker.ready and worker._connection is not connection)
+        assert (await ask(worker, 2)).indices.tolist() == expected_indices(2, 3)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        f"engine connection: {reason}"
+    ]
 
 
 @on_a_loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import closing
 
 import numpy as np
@@ -151,4 +152,21 @@ def test_a_file_in_memory_never_shrinks_under_those_who_map_it() -> None:
     memory = file.map(whole_pages(10_000))
     file.grow(1)
     assert np.frombuffer(memory, np.uint8).sum() == 0
+    file.close()
+
+
+def test_memory_that_cannot_be_given_back_is_an_error_with_the_systems_reason() -> None:
+    file = SharedFile("test")
+    file.grow(whole_pages(1))
+    with pytest.raises(OSError, match="Invalid argument") as raised:
+        file.free(0, 0)
+    assert raised.value.errno == errno.EINVAL
+    file.close()
+
+
+def test_pages_that_are_given_back_read_as_zeros_and_their_neighbours_stay() -> None:
+    file, page = SharedFile("test"), whole_pages(1)
+    file.write(0, b"x" * 3 * page)
+    file.free(page, page)
+    assert file.read(0, 4 * page) == b"x" * page + bytes(page) + b"x" * page
     file.close()
