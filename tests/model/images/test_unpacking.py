@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from typing import Any
 
@@ -130,6 +131,20 @@ def test_a_progressive_jpeg_without_its_fine_scans_ends_with_the_end_of_the_pict
     assert followed.without_fine_scans(scale, {1, 2, 3}) == shorter
     assert plain.without_fine_scans(2, {1, 2, 3}) is None
     assert plain.without_fine_scans(scale, set()) is None
+    for (header, body), (_, kept) in zip(scans(data), scans(shorter), strict=True):
+        first_frequency, bits = header[-3], header[-1]
+        left_out = first_frequency > 0 and (scale == 8 or bits == 0x10)
+        assert kept == (b"" if left_out else body)
+
+
+def scans(data: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the header of each scan of a JPEG file, and its data up to the next marker."""
+    pieces = data.split(b"\xff\xda")[1:]
+    lengths = [int.from_bytes(piece[:2], "big") for piece in pieces]
+    return [
+        (piece[:length], re.split(rb"\xff(?!\0)", piece[length:])[0])
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]
 
 
 def with_long_tables(data: bytes) -> bytes:
