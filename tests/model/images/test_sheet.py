@@ -82,4 +82,17 @@ def test_a_long_caption_is_cut_to_its_cell() -> None:
     sheet.add(picture("red"), "W" * 500)
     red = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))[1]
     inked = np.nonzero((np.asarray(sheet.image) < 64).all(axis=-1))[1]
-    assert inked.max() <= red.max()
+    assert red.max() - 20 < inked.max() <= red.max()
+
+
+def test_a_caption_loses_no_more_letters_than_it_must() -> None:
+    sheet = ContactSheet(1, (60, 40))
+    width, font = sheet._cell[0], sheet._font
+    for line in ("W" * 500, "i" * 500, "a word " * 100):
+        shown = sheet._fitted(line).removesuffix("...")
+        longer = " ".join(line.split())[: len(shown) + 1]
+        assert longer.startswith(shown)
+        assert font.getlength(shown + "...") <= width < font.getlength(longer + "...")
+    whole = next(line for line in ("i" * count for count in range(500, 0, -1)) if font.getlength(line) <= width)
+    assert sheet._fitted(whole) == whole
+    assert sheet._fitted(f" {whole[:9]}\n{whole[:9]}  ") == f"{whole[:9]} {whole[:9]}"

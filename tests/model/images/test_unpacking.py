@@ -347,3 +347,23 @@ def test_a_box_whose_size_has_64_bits_may_stand_before_others():
 
     for boxes in (long, long + long, long + struct.pack(">L4s", 8, b"free")):
         _check_boxes(boxes)
+
+
+def test_an_empty_segment_of_a_jpeg_does_not_hide_the_next():
+    turned = encode(scene(), "JPEG", 6)
+    empty = insert_after_soi(turned, b"\xff\xfe\0\2")
+
+    assert unpack(empty).orientation == unpack(turned).orientation == 6
+    assert unpack(empty).data == unpack(turned).data
+
+
+def test_a_bitmap_with_a_short_header_has_no_field_that_says_run_lengths():
+    pixels = np.zeros((800, 1000, 3), np.uint8)
+    pixels[-1, 1, 1] = 1  # rows stand from below, and pixels begin 26 bytes into the file
+    data = struct.pack("<2sIII", b"BM", 26 + pixels.nbytes, 0, 26) + struct.pack("<IHHHH", 12, 1000, 800, 1, 24)
+    data += pixels[::-1].tobytes()
+    assert len(data) > 2_097_152
+    assert data[30:34] == b"\1\0\0\0"
+
+    with unpack(data).open(UNCONTROLLED) as picture:
+        assert np.array_equal(np.asarray(picture)[:, :, ::-1], pixels)

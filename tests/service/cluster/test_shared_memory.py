@@ -164,9 +164,12 @@ def test_memory_that_cannot_be_given_back_is_an_error_with_the_systems_reason() 
     file.close()
 
 
-def test_pages_that_are_given_back_read_as_zeros_and_their_neighbours_stay() -> None:
+@pytest.mark.parametrize("start", [0, 5 << 30], ids=["at the beginning", "behind 4 GiB"])
+def test_pages_that_are_given_back_read_as_zeros_and_all_others_stay(start: int) -> None:
     file, page = SharedFile("test"), whole_pages(1)
-    file.write(0, b"x" * 3 * page)
-    file.free(page, page)
-    assert file.read(0, 4 * page) == b"x" * page + bytes(page) + b"x" * page
+    for place in (1 << 30, start):
+        file.write(place, b"x" * 3 * page)
+    file.free(start + page, page)
+    assert file.read(start, 3 * page) == b"x" * page + bytes(page) + b"x" * page
+    assert file.read(1 << 30, 3 * page) == b"x" * 3 * page
     file.close()
