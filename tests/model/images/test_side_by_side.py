@@ -33,3 +33,8 @@ def test_together_they_are_never_wider_than_one_may_be(count: int) -> None:
     joined = Image.open(io.BytesIO(side_by_side([drawing((1, 2, 3), (2048, 1024))] * count)))
     assert MAX_SIZE - count < joined.width <= MAX_SIZE
     assert joined.height == pytest.approx(joined.width / count / 2, abs=2)
+
+
+def test_flat_drawings_keep_a_row_of_pixels() -> None:
+    joined = Image.open(io.BytesIO(side_by_side([drawing((1, 2, 3), (2048, 1))] * 4)))
+    assert joined.size == (4 * ((2048 - 12) // 4) + 12, 1)

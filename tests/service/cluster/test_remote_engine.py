@@ -176,6 +176,20 @@ async def test_a_worker_hears_of_each_change_of_state() -> None:
 
 
 @on_a_loop
+async def test_a_worker_that_has_closed_hears_no_news() -> None:
+    async with service() as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        ready = worker.status
+        await worker.close()
+        worker._on_status(StatusChanged(ready))
+        assert not worker.ready
+        assert (worker.status.state, worker.status.reason) == ("closed", "the engine is closed")
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await ask(worker, 1)
+
+
+@on_a_loop
 async def test_a_status_is_published_only_when_it_has_changed() -> None:
     async with service() as running:
         predictor = await running.start_engine(refresh_seconds=0.001)

@@ -128,6 +128,37 @@ with file.locked():
     assert run(script) == "mine"
 
 
+def test_a_lock_is_held_until_its_block_ends_also_by_an_error() -> None:
+    script = """
+import fcntl, os
+from service.cluster.shared_memory import SharedFile
+
+file = SharedFile("test")
+
+def another_gets_it():
+    child = os.fork()
+    if child == 0:
+        try:
+            fcntl.lockf(file._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+seen = []
+try:
+    with file.locked():
+        seen.append(another_gets_it())
+        raise KeyError
+except KeyError:
+    seen.append(another_gets_it())
+with file.locked():
+    seen.append(another_gets_it())
+print(*seen, another_gets_it())
+"""
+    assert run(script) == "False True False True"
+
+
 def test_each_workers_pixels_are_its_own_and_the_engine_sees_all() -> None:
     shape, slots = (8, 6, 3), 5
     file = SharedFile("test")
