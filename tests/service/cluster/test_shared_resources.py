@@ -7,6 +7,8 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,23 @@ def test_a_listener_each_on_one_port() -> None:
         other.bind(listeners[0].getsockname())
     for listener in listeners:
         listener.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET), ("::", socket.AF_INET6)]
+)
+def test_the_form_of_the_host_says_which_addresses_are_listened_on(
+    host: str, family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def create_server(address: tuple[str, int], *, family: int, **options: Any) -> SimpleNamespace:
+        asked.append((address, family))
+        return SimpleNamespace(getsockname=lambda: (host, 4321))
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    assert len(listen(host, 0, 2)) == 2
+    assert asked == [((host, 0), family), ((host, 4321), family)]
 
 
 def test_connections_that_wait_for_a_worker_survive_it(shared: SharedResources) -> None:
