@@ -39,7 +39,7 @@ def test_a_tick_stands_beside_the_colour_of_its_ratio(height: int, full_scale: f
         assert abs(octaves - round(octaves)) * octave < 1 / len(bar) + 1 / 255
 
 
-@pytest.mark.parametrize(("height", "text"), [(96, 10), (140, 10), (384, 13), (1000, 32)])
+@pytest.mark.parametrize(("height", "text"), [(96, 10), (140, 10), (307, 10), (308, 11), (560, 20), (1000, 32)])
 def test_writing_has_room_between_the_ticks(height: int, text: int) -> None:
     bar, ticks, added = bar_and_ticks(height, 1e9)
     assert len(bar) == height - 4 * text

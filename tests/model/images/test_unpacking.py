@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 import struct
 from typing import Any
 
@@ -114,61 +112,6 @@ def test_the_bytes_that_decoding_takes_for_a_pixel(
     picture = unpack(encode(Image.new(mode, (64, 48)), name, **options))
 
     assert picture.decoding_bytes(picture.open(UNCONTROLLED), scale) == expected
-
-
-@pytest.mark.parametrize("scale", [4, 8])
-def test_a_progressive_jpeg_without_its_fine_scans_ends_with_the_end_of_the_picture(scale):
-    data = encode(noise(64, 48), "JPEG", progressive=True, subsampling="4:4:4")
-    plain, followed = unpack(data), unpack(data + b"more")
-    assert isinstance(plain, Jpeg)
-    assert isinstance(followed, Jpeg)
-
-    shorter = plain.without_fine_scans(scale, {1, 2, 3})
-
-    assert shorter is not None
-    assert len(shorter) < len(data)
-    assert shorter.endswith(b"\xff\xd9")
-    assert followed.without_fine_scans(scale, {1, 2, 3}) == shorter
-    assert plain.without_fine_scans(2, {1, 2, 3}) is None
-    assert plain.without_fine_scans(scale, set()) is None
-    for (header, body), (_, kept) in zip(scans(data), scans(shorter), strict=True):
-        first_frequency, bits = header[-3], header[-1]
-        left_out = first_frequency > 0 and (scale == 8 or bits == 0x10)
-        assert kept == (b"" if left_out else body)
-
-
-def scans(data: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the header of each scan of a JPEG file, and its data up to the next marker."""
-    pieces = data.split(b"\xff\xda")[1:]
-    lengths = [int.from_bytes(piece[:2], "big") for piece in pieces]
-    return [
-        (piece[:length], re.split(rb"\xff(?!\0)", piece[length:])[0])
-        for piece, length in zip(pieces, lengths, strict=True)
-    ]
-
-
-def with_long_tables(data: bytes) -> bytes:
-    """Return a JPEG file whose Huffman tables stand in their segments 20 times, as long ones may hold several."""
-    pieces = data.split(b"\xff\xc4")
-    for number, piece in enumerate(pieces[1:], 1):
-        length = int.from_bytes(piece[:2], "big")
-        pieces[number] = (2 + 20 * (length - 2)).to_bytes(2, "big") + 20 * piece[2:length] + piece[length:]
-    return b"\xff\xc4".join(pieces)
-
-
-@pytest.mark.parametrize("scale", [4, 8])
-def test_tables_between_scans_may_be_of_any_length(scale):
-    data = encode(noise(64, 48), "JPEG", progressive=True, subsampling="4:4:4")
-    plain, long = unpack(data), unpack(with_long_tables(data))
-    assert isinstance(plain, Jpeg)
-    assert isinstance(long, Jpeg)
-
-    shorter = plain.without_fine_scans(scale, {1, 2, 3})
-
-    assert shorter is not None
-    assert long.without_fine_scans(scale, {1, 2, 3}) == with_long_tables(shorter)
-    with Image.open(io.BytesIO(long.data)) as picture:
-        assert np.array_equal(np.asarray(picture), np.asarray(Image.open(io.BytesIO(data))))
 
 
 def tiff(*fields: tuple[int, int, int, bytes], more: bytes = b"") -> bytes:
@@ -322,15 +265,6 @@ def test_the_canvas_of_a_gif_holds_all_its_frames_behind_palettes_of_their_own()
         assert picture.size == size
 
 
-@pytest.mark.parametrize("scale", [1, 2])
-def test_every_scan_of_a_progressive_jpeg_shows_at_half_its_size(scale):
-    picture = unpack(encode(noise(64, 48), "JPEG", progressive=True, subsampling=0))
-
-    assert isinstance(picture, Jpeg)
-    assert picture.without_fine_scans(scale, {1, 2, 3}) is None
-    assert picture.without_fine_scans(8, {1, 2, 3}) is not None
-
-
 @pytest.mark.parametrize(("kind", "count", "inline"), [(4, 1, True), (3, 2, True), (1, 4, True), (1, 5, False)])
 def test_a_value_of_four_bytes_stands_in_its_entry(kind, count, inline):
     entry = struct.pack("<HHLL", 256, kind, count, 0x08070605)
@@ -347,14 +281,6 @@ def test_a_box_whose_size_has_64_bits_may_stand_before_others():
 
     for boxes in (long, long + long, long + struct.pack(">L4s", 8, b"free")):
         _check_boxes(boxes)
-
-
-def test_an_empty_segment_of_a_jpeg_does_not_hide_the_next():
-    turned = encode(scene(), "JPEG", 6)
-    empty = insert_after_soi(turned, b"\xff\xfe\0\2")
-
-    assert unpack(empty).orientation == unpack(turned).orientation == 6
-    assert unpack(empty).data == unpack(turned).data
 
 
 def test_a_bitmap_with_a_short_header_has_no_field_that_says_run_lengths():
