@@ -176,6 +176,19 @@ async def test_a_worker_hears_of_each_change_of_state() -> None:
 
 
 @on_a_loop
+async def test_nothing_is_left_of_a_worker_that_went_away() -> None:
+    async with service() as running:
+        await running.start_engine()
+        one, other = await running.ready_worker(0), await running.ready_worker(1)
+        connections = running.servers[0].connections
+        assert len(connections) == 2
+        await one.close()
+        await until(lambda: len(connections) == 1)
+        await other.close()
+        await until(lambda: not connections)
+
+
+@on_a_loop
 async def test_a_worker_that_has_closed_hears_no_news() -> None:
     async with service() as running:
         await running.start_engine()

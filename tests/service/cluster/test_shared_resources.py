@@ -83,6 +83,12 @@ def test_an_engine_a_device_and_room_for_every_permit_even_while_cancelled_ones_
     assert shared.counters.capacity == 256
 
 
+def test_one_worker_may_ask_several_engines(temporary: Path) -> None:
+    shared = SharedResources(load_settings({"workers": 1, "port": 0, "device": "cuda:0,cuda:1"}))
+    assert [listener.getsockname()[1] for listener in shared.listeners] == [shared.port]
+    shared.close()
+
+
 def test_closing_gives_every_descriptor_back_but_that_of_the_folders_lock(temporary: Path) -> None:
     gc.collect()  # what other tests have left goes now or not at all
     before = len(list(Path("/proc/self/fd").iterdir()))

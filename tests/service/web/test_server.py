@@ -105,6 +105,17 @@ async def test_connections_that_have_begun_get_time_before_the_listener_is_close
 
 
 @on_a_loop
+async def test_a_server_that_drains_stops_when_the_delay_for_load_balancers_is_over() -> None:
+    service = app(port=0, drain_delay=0.01)
+    async with started(service) as server:
+        server.drain()
+        assert service.lifecycle.draining
+        assert not server.should_exit
+        await until(lambda: not server.started or server.should_exit)
+        assert service.lifecycle.exit_code == 0
+
+
+@on_a_loop
 @pytest.mark.parametrize(("waiting", "turns"), [(3, 3), (1_000_000, 8)])
 async def test_callers_who_wait_are_accepted_without_a_pause_as_many_as_the_kernel_may_hold(
     waiting: int, turns: int, monkeypatch: pytest.MonkeyPatch
