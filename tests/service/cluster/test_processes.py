@@ -43,6 +43,21 @@ assert system.reap() == []
     assert run(PROLOGUE + script) == "7\n1"
 
 
+def test_a_process_that_fails_says_why() -> None:
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def fail():
+    raise RuntimeError("it does not work")
+
+system.spawn("the child", fail)
+until_ended()
+"""
+    lines = run(PROLOGUE + script).splitlines()
+    assert (lines[0], lines[-1]) == ("the child failed", "RuntimeError: it does not work")
+
+
 def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:
     script = """
 for number in (signal.SIGTERM, signal.SIGKILL):
