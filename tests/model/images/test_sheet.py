@@ -54,6 +54,16 @@ def test_a_picture_of_another_shape_is_fitted_and_not_stretched() -> None:
     assert (np.ptp(rows) + 1) / (np.ptp(columns) + 1) == pytest.approx(2, abs=0.02)
 
 
+@pytest.mark.parametrize(("size", "shown"), [((1, 1000), (1, 320)), ((2000, 1), (480, 1))])
+def test_a_thin_picture_keeps_a_pixel_and_stands_in_the_middle(size: tuple[int, int], shown: tuple[int, int]) -> None:
+    sheet = ContactSheet(1, (60, 40))
+    sheet.add(picture("red", size))
+    rows, columns = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))
+    assert (int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1) == shown
+    assert int(columns.min()) == 8 + (480 - shown[0]) // 2
+    assert int(rows.min()) == 8 + (320 - shown[1]) // 2
+
+
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
 def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels(shape: tuple[int, int]) -> None:
     assert max(ContactSheet(2000, shape).image.size) <= 8192 + 8

@@ -163,6 +163,27 @@ def test_a_first_value_that_is_longer_than_an_entry_stays_where_it_is():
     assert [(field.value_count, directory.inline(field)) for field in directory.fields] == [(1, place)]
 
 
+@pytest.mark.parametrize(("field_type", "code"), [(3, "H"), (4, "L")])
+@pytest.mark.parametrize("tag", [279, 325])
+def test_strips_and_tiles_may_together_have_as_many_bytes_as_the_file(tag, field_type, code):
+    def with_blocks(*sizes: int) -> bytes:
+        return tiff((tag, field_type, 3, struct.pack("<L", 26)), more=struct.pack(f"<3{code}", *sizes))
+
+    size = len(with_blocks(0, 0, 0))
+    assert len(unpack(with_blocks(1, size - 3, 2)).data) == size
+    with pytest.raises(InvalidImage, match="claim more data than the file has"):
+        unpack(with_blocks(1, size - 3, 3))
+
+
+def test_the_sizes_of_strips_that_stand_partly_outside_of_the_file_are_left_out():
+    data = tiff((258, 3, 1, b"\x08\0\0\0"), (279, 4, 3, struct.pack("<L", 38)), more=bytes(10))
+
+    directory = read_directory(unpack(data).data)
+
+    assert directory is not None
+    assert [field.tag for field in directory.fields] == [258]
+
+
 @pytest.mark.parametrize("values", [65_536, 65_537])
 def test_the_number_of_values_of_a_tiff_field_is_bounded(values):
     data = tiff((320, 3, values, struct.pack("<L", 26)), more=bytes(2 * values))
