@@ -119,6 +119,17 @@ def test_explanations_are_told_when_the_last_of_the_others_leaves_the_queue() ->
     assert turns.depths[-2:] == [2, 1]
 
 
+def test_explanations_are_told_when_the_others_are_out_of_time() -> None:
+    turns = Turns()
+    turns.put(1, timeout=1)  # its timer is late: the event loop is busy
+    turns.put(9, GAE)
+    turns.now += 2
+    turns.woken.clear()
+    turns.to_happen = [lambda: turns.woken.append(-1), turns.streams.stop]
+    assert turns.classified() is None
+    assert turns.woken == [math.inf, -1, math.inf]  # once, or streams would wake each other without end
+
+
 def test_nobody_is_told_where_no_explanation_waits() -> None:
     turns = Turns()
     turns.streams.cancel(turns.streams.put(InferenceRequest(pixels(1), 3), 3600))
