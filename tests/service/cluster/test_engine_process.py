@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from model.errors import CheckpointError
 from service.cluster.channel import EngineChannel
-from service.cluster.engine_process import STOP, _serve, run_engine
+from service.cluster.engine_process import STOP, _loop_factory, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.engine.messages import InferenceRequest, ModelInfo
@@ -109,3 +111,10 @@ def test_an_engine_that_fails_ends_its_process_with_one(settings: Settings, chan
             signal.signal(number, handler)
     assert heard == [signal.SIG_IGN] * 3
     assert channel.counters.engine_ready.tolist() == [0, 0]
+
+
+def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=asyncio.SelectorEventLoop))
+    assert _loop_factory() is asyncio.SelectorEventLoop
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # importing it fails
+    assert _loop_factory() is None
