@@ -181,9 +181,12 @@ async def test_nothing_is_left_of_a_worker_that_went_away() -> None:
         await running.start_engine()
         one, other = await running.ready_worker(0), await running.ready_worker(1)
         connections = running.servers[0].connections
-        assert len(connections) == 2
+        both = set(connections)
+        assert len(both) == 2
         await one.close()
         await until(lambda: len(connections) == 1)
+        [gone] = both - connections
+        assert gone._transport is None  # what is sent to it is dropped
         await other.close()
         await until(lambda: not connections)
 
