@@ -286,6 +286,16 @@ def test_the_canvas_of_a_gif_holds_all_its_frames_behind_palettes_of_their_own()
         assert picture.size == size
 
 
+@pytest.mark.parametrize("control", [b"!\xf9\0", b"!\xf9\1\xff\0", b"!\xf9\4\xff\0\0\0\0"])
+def test_a_graphic_control_of_a_gif_may_be_shorter_than_it_should(control):
+    frame = b"," + struct.pack("<HHHHB", 0, 0, 4, 3, 0) + b"\2\0;"
+    header = b"GIF89a" + struct.pack("<HHBBB", 4, 3, 0, 0, 0)
+
+    kept = unpack(header + control + frame).data
+
+    assert kept == header + control.replace(b"\xff", b"\xe3") + frame  # without how the frame is disposed of
+
+
 @pytest.mark.parametrize(("kind", "count", "inline"), [(4, 1, True), (3, 2, True), (1, 4, True), (1, 5, False)])
 def test_a_value_of_four_bytes_stands_in_its_entry(kind, count, inline):
     entry = struct.pack("<HHLL", 256, kind, count, 0x08070605)

@@ -204,3 +204,19 @@ def test_pages_that_are_given_back_read_as_zeros_and_all_others_stay(start: int)
     assert file.read(start, 3 * page) == b"x" * page + bytes(page) + b"x" * page
     assert file.read(1 << 30, 3 * page) == b"x" * 3 * page
     file.close()
+
+
+def test_a_service_is_ready_when_all_engines_are_and_all_workers_know() -> None:
+    with closing(SharedCounters(workers=2, engines=2, capacity=1)) as counters:
+        assert not counters.all_ready()
+        counters.engine_ready[:] = 1
+        for state in (SharedCounters.LISTENING, SharedCounters.SERVING):
+            counters.worker_state[1] = state
+            assert not counters.all_ready()
+        counters.worker_state[0] = SharedCounters.SERVING
+        assert counters.all_ready()
+        counters.worker_state[0] = SharedCounters.LISTENING
+        assert not counters.all_ready()
+        counters.worker_state[0] = SharedCounters.SERVING
+        counters.forget_engine(1)
+        assert not counters.all_ready()

@@ -118,6 +118,16 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
     assert f"{name} ended with {how} before it was ready" in caplog.text
 
 
+def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(service: Service) -> None:
+    service.running.remove("engine")
+    service.system.stubborn = {"worker 0"}
+    service.system.end_at(3, "engine", 1)
+    service.system.signal_at(5, signal.SIGTERM)
+    service.system.end_at(9, "worker 0", 0)
+    assert service.run() == 128 + signal.SIGTERM
+    assert (5, "worker 0", signal.SIGKILL) in [(round(when), name, sent) for when, name, sent in service.system.sent]
+
+
 def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
     def forget() -> list[int]:
         service.running.remove("engine")
