@@ -14,6 +14,7 @@ from model.images.colour import converter
 from model.images.control import UNCONTROLLED
 from model.images.exif import read_directory
 from model.images.formats import unpack
+from model.images.formats.base import EncodedImage
 from model.images.formats.heif import Heif, _check_boxes
 from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import preprocess
@@ -220,6 +221,17 @@ def test_the_header_of_a_webp_is_read_from_the_bytes_that_it_has(data, needed):
 def test_a_webp_without_a_valid_header_is_refused(data):
     with pytest.raises(InvalidImage, match="corrupt"):
         unpack(data)
+
+
+def test_what_else_pillow_says_of_an_avif_is_not_hidden(monkeypatch):
+    def refuse(*_):
+        raise SyntaxError("not what it seems")
+
+    picture = unpack(encode(scene(), "AVIF"))
+    monkeypatch.setattr(EncodedImage, "open", refuse)
+
+    with pytest.raises(SyntaxError, match="not what it seems"):
+        picture.open(UNCONTROLLED)
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])

@@ -127,6 +127,8 @@ async def test_an_engine_that_says_it_failed_is_sent_nothing_and_its_reason_is_t
         worker._on_status(StatusChanged(failed))  # its connection lives on until the process ends
         with pytest.raises(EngineUnavailable, match="the device hangs"):
             await ask(worker, 1)
+        await worker.close()
+        assert (worker.status.state, worker.status.reason) == ("failed", "the device hangs")  # why it ended stays known
     assert predictor.launched == []
 
 
