@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.images import sheet as sheet_module
 from model.images.sheet import ContactSheet, in_a_row
 
 COLOURS = ["red", "lime", "blue", "yellow", "cyan"]
@@ -80,6 +81,14 @@ def test_a_sheet_of_few_pictures_shows_them_large(shape: tuple[int, int], cell: 
     assert (int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1) == cell
     assert (int(columns.min()), int(rows.min())) == (8, 8)
     assert sheet.image.size == (cell[0] + 16, cell[1] + 16 + 2 * 16)  # two lines of text of 13 pixels
+
+
+@pytest.mark.parametrize(("room", "cell", "line"), [(480, 121, 15), (240, 57, 6), (40, 4, 1)])
+def test_captions_of_small_cells_are_small(room: int, cell: int, line: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet_module, "_MAX_SHEET", room)
+    columns = rows = 3
+    width, height = ContactSheet(columns * rows, (100, 100)).image.size
+    assert (width, height) == (columns * (cell + 8) + 8, rows * (cell + 2 * line + 8) + 8)
 
 
 @pytest.mark.parametrize("shape", [(384, 384), (1600, 400)])

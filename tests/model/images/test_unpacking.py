@@ -185,6 +185,14 @@ def test_the_sizes_of_strips_that_stand_partly_outside_of_the_file_are_left_out(
     assert [field.tag for field in directory.fields] == [258]
 
 
+def test_fields_of_a_tiff_that_share_their_values_may_not_claim_more_than_the_file_has():
+    place, values = struct.pack("<L", 38), bytes(80)
+
+    unpack(tiff((258, 3, 40, place), (320, 3, 19, place), more=values))  # 118 bytes claim as many
+    with pytest.raises(InvalidImage, match="directory claims more data"):
+        unpack(tiff((258, 3, 40, place), (320, 3, 20, place), more=values))
+
+
 @pytest.mark.parametrize("values", [65_536, 65_537])
 def test_the_number_of_values_of_a_tiff_field_is_bounded(values):
     data = tiff((320, 3, values, struct.pack("<L", 26)), more=bytes(2 * values))
