@@ -254,6 +254,7 @@ async def test_a_cancelled_images_slot_is_used_again_only_after_the_engine_has_l
         await until(lambda: running.counters.queue_depth[0] == 1)
         cancelled.cancel()
         await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
         with pytest.raises(QueueFull):  # the engine has not heard of it yet
             await worker.infer(InferenceRequest(pixels(3), 3), timeout=PATIENCE)
         await until(lambda: worker.outstanding == 1)
