@@ -155,12 +155,13 @@ class Streams:
                 if queue is self._explanations and len(self._queue) and (age := queue.age()) < PATIENCE:
                     self._wake.wait(PATIENCE - age if len(queue) else None)
                     continue
+                waited = len(queue)
                 poll = queue.poll(max_batch)
                 self._on_queue(len(self))
+                if queue is self._queue and len(queue) < waited:  # images were taken, or were out of time
+                    self._wake_if_explanations_alone_wait()
                 if poll.batch:
                     self._launched_at[stream] = self._clock()
-                    if queue is self._queue:
-                        self._wake_if_explanations_alone_wait()
                     return poll
                 self._wake.wait(poll.wait)
         return None

@@ -1,8 +1,8 @@
 """`python -m tests.mutants`: put small faults into the core modules and count those that their tests notice.
 
 A sample of the mutants is drawn at random from a seed. Each runs the tests that mirror its package, until the first
-failure. Printed are the score of each module and the difference of each mutant that survived. Survivors that no test
-can notice are listed, with the reason, in `equivalent.toml`; they are not drawn.
+failure. Printed are the score of each module and the difference of each mutant that survived. Those that no test can
+notice are listed, with the reason, in `equivalent.toml`; they are printed, and not drawn.
 """
 
 from __future__ import annotations
@@ -65,15 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
             survivors.append(mutant)
         print(f"{number:4}/{len(drawn)} {time.monotonic() - began:5.0f} s  {verdict.value:8}  "
               f"{mutant.path}:{mutant.line}  {mutant.function}", file=sys.stderr, flush=True)  # fmt: skip
-    print_survivors(survivors)
+    print_mutants("survived", dict.fromkeys(survivors, ""))
+    print_mutants("equivalent", {mutant: known[mutant.key] for mutant in found if mutant.key in known})
     print_table(verdicts)
     return 0
 
 
-def print_survivors(survivors: list[Mutant]) -> None:
-    """Print the difference that each survivor makes."""
-    for mutant in sorted(survivors, key=lambda mutant: (mutant.path, mutant.line)):
-        print(f"\n{mutant.path}:{mutant.line}  {mutant.function}\n  - {mutant.before}\n  + {mutant.after}")
+def print_mutants(what: str, reasons: dict[Mutant, str]) -> None:
+    """Print the difference that each mutant makes, and the reason why no test can notice it, where there is one."""
+    for mutant, reason in sorted(reasons.items(), key=lambda each: (each[0].path, each[0].line)):
+        print(f"\n{what}: {mutant.path}:{mutant.line}  {mutant.function}\n  - {mutant.before}\n  + {mutant.after}")
+        if reason:
+            print(f"  {reason}")
 
 
 def print_table(verdicts: dict[str, Counter[Verdict]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import threading
@@ -46,7 +47,9 @@ class Recorder:
 
     def _enter(self, frame: FrameType, event: str, argument: object) -> None:
         code, current = frame.f_code, self._current
-        if current is not None and event == "call" and code.co_filename.startswith(self._prefixes):
+        if current is None or event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:
+            return  # modules and the bodies of classes run once, in whichever test is the first to import them
+        if code.co_filename.startswith(self._prefixes):
             current.functions.add((code.co_filename.removeprefix(self._root), _function_of(code.co_qualname)))
 
     @pytest.hookimpl(wrapper=True)
@@ -114,16 +117,16 @@ class Selection:
 def selected(tests: dict[str, Entered], path: str, function: str, killers: Counter[str]) -> list[str]:
     """Return the tests that may notice a change of a function: those that noticed others first, then the quickest.
 
-    Those are the tests that enter it; where none does, as with what is outside of functions, those that enter its
-    module, or else all; and last those that enter nothing, because they work through processes of their own.
+    Those are the tests that enter it; where none does, as with modules and the bodies of classes, all, and first those
+    that enter a function of the module; and last those that enter nothing, because they work through processes of their
+    own.
     """
     tests = {name: test for name, test in tests.items() if not test.failed}
-    entering = [name for name, test in tests.items() if (path, function) in test.functions]
-    entering = entering or [name for name, test in tests.items() if any(file == path for file, _ in test.functions)]
-    # A module of constants or protocols alone is entered by nobody.
-    entering = entering or [name for name, test in tests.items() if test.functions]
+    inside = [name for name, test in tests.items() if test.functions]
+    entering = [name for name in inside if (path, function) in tests[name].functions]
+    near = {name for name in inside if any(file == path for file, _ in tests[name].functions)}
     outside = [name for name, test in tests.items() if not test.functions]
     return [
-        *sorted(entering, key=lambda name: (-killers[name], tests[name].seconds)),
+        *sorted(entering or inside, key=lambda name: (name not in near, -killers[name], tests[name].seconds)),
         *sorted(outside, key=lambda name: tests[name].seconds),
     ]

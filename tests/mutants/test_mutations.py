@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import EQUIVALENT, ROOT, equivalent
-from tests.mutants.coverage import Entered, _function_of, selected
+from tests.mutants.coverage import Entered, Recorder, _function_of, selected
 from tests.mutants.mutations import Mutant, iterate, mutants
 from tests.mutants.runner import mirrored_tests
 
@@ -84,8 +84,9 @@ def test_tests_that_enter_the_function_are_run_and_the_likeliest_first():
         "process": Entered(set(), 5.0),
     }
     assert selected(tests, "a.py", "f", Counter(killer=1)) == ["killer", "quick", "slow", "process"]
-    assert selected(tests, "a.py", "<module>", Counter()) == ["module", "quick", "slow", "killer", "process"]
-    assert len(selected(tests, "constants.py", "<module>", Counter())) == len(tests) - 1
+    everyone = ["module", "quick", "slow", "killer", "elsewhere", "process"]
+    assert selected(tests, "a.py", "<module>", Counter()) == everyone
+    assert sorted(selected(tests, "constants.py", "<module>", Counter())) == sorted(everyone)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,21 @@ def test_tests_that_enter_the_function_are_run_and_the_likeliest_first():
 )
 def test_code_belongs_to_the_function_around_it_but_a_default_to_no_class(qualified, function):
     assert _function_of(qualified) == function
+
+
+def test_the_body_of_a_class_is_credited_to_no_test():
+    def function():
+        return sys._getframe()
+
+    class Body:
+        frame = sys._getframe()
+
+    recorder = Recorder(ROOT, ["tests"])
+    recorder._current = entered = Entered()
+    recorder._enter(Body.frame, "call", None)
+    assert not entered.functions
+    recorder._enter(function(), "call", None)
+    assert {name.rpartition(".")[2] for _, name in entered.functions} == {"function"}
 
 
 def test_equivalent_mutants_exist_and_each_has_its_reason():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster import channel, engine_server, protocol, remote_engine
+from service.cluster import channel, engine_server, heartbeat, protocol, remote_engine
 from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
 from service.errors import ClientDisconnected
@@ -204,6 +204,21 @@ def answers_lost_at_the_end(patch: pytest.MonkeyPatch) -> None:
             self._transport.close()
 
     patch.setattr(channel.FrameProtocol, "close", close)
+
+
+def frozen_processes_left_alone(patch: pytest.MonkeyPatch) -> None:
+    """Nobody notices that a process stands still."""
+    patch.setattr(heartbeat.Pulse, "is_frozen", lambda *arguments, **options: False)
+
+
+def frozen_engines_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A worker waits for its engine's answer as long as that takes."""
+    patch.setattr(pipeline, "_LATE_SECONDS", 60.0)
+
+
+def working_processes_taken_for_frozen(patch: pytest.MonkeyPatch) -> None:
+    """A process is given less time between two beats than they take."""
+    patch.setattr(heartbeat, "_FROZEN_SECONDS", 0.0)
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -74,8 +74,8 @@ class Device:
         seconds: how long the next batch takes.
 
     Attributes:
-        running: batches that are computed at this moment.
-        idle_since: when a stream last became free.
+        running, explaining: batches that are computed at this moment, without and with a pass of their own for maps.
+        idle_since, unexplaining_since: when a stream last became free, and the thread of explanations.
         failing: whether a thread ended or is about to.
         engine: what launches on it, once that is made.
         dead: whether everything fails from now on.
@@ -98,8 +98,8 @@ class Device:
         self.device = name
         self.max_batch = max_batch
         self.streams = streams
-        self.running = 0
-        self.idle_since = scheduler.now
+        self.running = self.explaining = 0
+        self.idle_since = self.unexplaining_since = scheduler.now
         self.dead = False
         self.defect = False
         self.failing = False
@@ -129,6 +129,8 @@ class Device:
     ) -> BatchPrediction:
         if not 0 < len(images) <= self.max_batch:
             self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")
+        if any(wanted is not None and wanted.needs_pass for wanted in maps) != self._explains():
+            self._scheduler.violate(f"{self.device}: explanations and classification are not apart")
         numbers = [number_of(pixels) for pixels in images]
         kinds = [int(pixels.flat[4]) for pixels in images]
         self._scheduler.note(f"{self.device} computes", numbers)
@@ -148,10 +150,22 @@ class Device:
             ],
         )
 
+    def _explains(self) -> bool:
+        """Return whether the thread that runs is that of explanations."""
+        return self._threads.current is not None and self._threads.current.name == "engine-maps"
+
     def _compute(self) -> None:
-        self.running += 1
-        if self.running > self.streams:
-            self._scheduler.violate(f"{self.device}: {self.running} batches at once on {self.streams} streams")
+        explains = self._explains()
+        self.explaining += explains
+        self.running += not explains
+        if self.running > self.streams or self.explaining > 1:
+            self._scheduler.violate(
+                f"{self.device}: {self.running} batches at once on {self.streams} streams, {self.explaining} explained"
+            )
         self._threads.sleep(self._seconds())
-        self.running -= 1
-        self.idle_since = self._scheduler.now
+        self.explaining -= explains
+        self.running -= not explains
+        if explains:
+            self.unexplaining_since = self._scheduler.now
+        else:
+            self.idle_since = self._scheduler.now

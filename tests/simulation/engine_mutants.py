@@ -7,6 +7,7 @@ A fault is a function that patches what it is given; its docstring says what is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,45 @@ def closed_queue_unanswered(patch: pytest.MonkeyPatch) -> None:
     """What waits when an engine ends gets no outcome."""
     close = streams.Streams.close
     patch.setattr(streams.Streams, "close", lambda self: close(self)[:0])
+
+
+def explanations_held_back_by_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Explanations are launched while classification waits."""
+    patch.setattr(BatchQueue, "age", lambda self: math.inf)
+
+
+def explanations_starve(patch: pytest.MonkeyPatch) -> None:
+    """Explanations wait for classification, however long that goes on."""
+    patch.setattr(BatchQueue, "age", lambda self: 0.0)
+
+
+def explanations_in_large_batches(patch: pytest.MonkeyPatch) -> None:
+    """Explanations are launched in batches as large as those of classification."""
+
+    def explain(self: Any, runner: Any) -> None:
+        self._launch_all(runner, lambda: self._next(self._explanations, runner.max_batch))
+
+    patch.setattr(streams.Streams, "_explain", explain)
+
+
+def explanations_in_one_queue_with_classification(patch: pytest.MonkeyPatch) -> None:
+    """A map that needs a pass of its own holds up a stream."""
+    patch.setattr(streams.Streams, "_queue_of", lambda self, request: self._queue)
+
+
+def explanations_not_woken(patch: pytest.MonkeyPatch) -> None:
+    """When classification waits no more, explanations are not told."""
+    patch.setattr(streams.Streams, "_wake_if_explanations_alone_wait", lambda self: None)
+
+
+def explanations_on_every_stream(patch: pytest.MonkeyPatch) -> None:
+    """Streams of classification take explanations when they have nothing else to do."""
+    following = streams.Streams._next
+
+    def either(self: Any, queue: Any, max_batch: int) -> Any:
+        return following(self, self._explanations if len(self._explanations) else queue, max_batch)
+
+    patch.setattr(streams.Streams, "_next", either)
 
 
 MUTANTS: list[Mutant] = [

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from model.prediction import MapRequest
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import (
     ClientDisconnected,
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Outcome = InferenceResult | ServiceError
-_SLACK = 2.0
-"""Virtual seconds after its deadline within which a request that was launched in time has its answer."""
+_SLACK = 1.0
+"""Virtual seconds after its deadline within which a request has its answer, whatever becomes of its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +178,7 @@ class Requests:
             pixels = image(number, kind)
             if plan.decode:
                 await asyncio.sleep(plan.decode)
-            wanted = MapRequest(1) if plan.map else None
-            return await pipeline.infer(pixels, request.deadline, top_k=plan.top_k, map_request=wanted)
+            return await pipeline.infer(pixels, request.deadline, top_k=plan.top_k, map_request=plan.map)
         except ServiceError as error:
             if len(request.images) == 1:
                 raise
@@ -190,7 +188,7 @@ class Requests:
         world, now = self._world, self._world.scheduler.now
         if self._open.pop(request.number, None) is None:
             world.scheduler.violate(f"request {request.number} has a second outcome")
-        if now > request.deadline.at + _SLACK:
+        if now > request.deadline.at + _SLACK + world.patience:
             world.scheduler.violate(f"request {request.number} is answered {now - request.deadline.at} s late")
         for (number, kind), outcome in zip(request.images, outcomes, strict=True):
             world.scheduler.note("image", number, "->", type(outcome).__name__)
@@ -201,8 +199,7 @@ class Requests:
         """Return whether an image may have this outcome at this moment."""
         plan = request.plan
         if isinstance(outcome, InferenceResult):
-            wanted = MapRequest(1) if plan.map else None
-            return kind == GOOD and is_own(outcome, InferenceRequest(image(number, kind), plan.top_k, wanted))
+            return kind == GOOD and is_own(outcome, InferenceRequest(image(number, kind), plan.top_k, plan.map))
         if isinstance(outcome, InferenceFailed):
             return kind != GOOD or self._world.disturbed
         if isinstance(outcome, DeadlineExceeded):

@@ -6,9 +6,13 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from model.prediction import MapRequest
 from tests.simulation.device import GOOD, NAN, POISON
 
-FaultKind = Literal["kill engine", "stop engine", "device dies", "defect", "kill worker", "stall", "stranger"]
+FaultKind = Literal[
+    "kill engine", "stop engine", "device dies", "defect", "freeze engine",
+    "kill worker", "freeze worker", "stall", "stranger",
+]  # fmt: skip
 _LOADED = 0.05
 """Seconds after the start when the first request may come; most engines are loaded then."""
 
@@ -21,7 +25,7 @@ class RequestPlan:
     worker: int
     kinds: tuple[int, ...]
     top_k: int
-    map: bool
+    map: MapRequest | None
     decode: float
     timeout: float
     leaves_after: float | None
@@ -29,7 +33,7 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong: what, when, to which engine or worker, and for how long a stall lasts."""
+    """One thing that goes wrong: what, when, to which engine or worker, and for how long; 0 is for good."""
 
     at: float
     kind: FaultKind
@@ -66,7 +70,10 @@ class Scenario:
     @property
     def disturbs_engines(self) -> bool:
         """Return whether an engine may be missing at times."""
-        return any(fault.kind in {"kill engine", "stop engine", "device dies", "defect"} for fault in self.faults)
+        return any(
+            fault.kind in {"kill engine", "stop engine", "device dies", "defect", "freeze engine"}
+            for fault in self.faults
+        )
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -102,7 +109,7 @@ def _request(choose: random.Random, span: float, together: float, workers: int, 
         worker=choose.randrange(workers),
         kinds=tuple(choose.choices((GOOD, POISON, NAN), (20, 1, 1), k=choose.choice((1, 1, 1, 2, 3)))),
         top_k=choose.randint(1, 3),
-        map=choose.random() < 0.2,
+        map=choose.choices((None, MapRequest(1), MapRequest.explained("gae")), (3, 1, 2))[0],
         decode=choose.choice((0.0, 0.0, 0.001, 0.01)),
         timeout=timeout,
         leaves_after=choose.random() * min(timeout, 4 * slowest) if choose.random() < 0.3 else None,
@@ -113,8 +120,12 @@ def _fault(choose: random.Random, span: float, slowest: float, workers: int, eng
     kinds: list[FaultKind] = ["device dies", "defect", "stall"]
     if engines:
         kinds = ["kill engine", "kill engine", "stop engine", *kinds, "kill worker", "kill worker", "stranger"]
+        kinds += ["freeze engine", "freeze worker"]
     kind = choose.choice(kinds)
-    target = choose.randrange(workers if kind == "kill worker" else max(1, engines))
+    target = choose.randrange(workers if kind in {"kill worker", "freeze worker"} else max(1, engines))
     # At any time, or while those that came together wait.
     at = choose.random() * span if choose.random() < 0.5 else span / 2 + choose.random() * 4 * slowest
-    return Fault(_LOADED + at, kind, target, seconds=choose.random() * 0.02)
+    seconds = choose.random() * 0.02
+    if kind.startswith("freeze"):
+        seconds = choose.choice((0.0, 10 * seconds, 100 * seconds))
+    return Fault(_LOADED + at, kind, target, seconds)

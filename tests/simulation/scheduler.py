@@ -159,6 +159,7 @@ class Process(_EventLoop):  # type: ignore[misc]
         index: the number of the engine or worker that it runs.
         killed: whether it was ended by force.
         stalled_until: when its event loop, which is busy with something else, goes on.
+        frozen_at, frozen_until: when it was stopped last, threads and all, and when it goes on.
     """
 
     def __init__(self, scheduler: Scheduler, name: str) -> None:
@@ -169,7 +170,7 @@ class Process(_EventLoop):  # type: ignore[misc]
         self.queued = False
         self.alive = True
         self.killed = False
-        self.stalled_until = 0.0
+        self.stalled_until = self.frozen_at = self.frozen_until = 0.0
         self.signal_handlers: dict[int, Callable[[], None]] = {}
         self.on_end: list[Callable[[], None]] = []
         self.run_in_thread: Callable[[Callable[[], Any], Callable[[Any], None]], None] | None = None
@@ -181,8 +182,9 @@ class Process(_EventLoop):  # type: ignore[misc]
 
     def step(self) -> bool:
         """Run one iteration of the event loop."""
-        if self.stalled_until > self.scheduler.now:
-            self.scheduler.at(self.stalled_until, functools.partial(self.scheduler.wake, self))
+        resumes_at = max(self.stalled_until, self.frozen_until)
+        if resumes_at > self.scheduler.now:
+            self.scheduler.at(resumes_at, functools.partial(self.scheduler.wake, self))
             return False
         asyncio._set_running_loop(self)
         try:
@@ -218,7 +220,7 @@ class Process(_EventLoop):  # type: ignore[misc]
 
     def bury(self) -> None:
         """Unwind the tasks that are left, once nothing that they do counts any more."""
-        self.alive, self.stalled_until = True, 0.0
+        self.alive, self.stalled_until, self.frozen_until = True, 0.0, 0.0
         for task in self._tasks:
             task.cancel()
         for _ in range(_STEPS_TO_UNWIND):

@@ -68,6 +68,10 @@ class VirtualThread:
         """Run to the next wait."""
         if self.finished or not (self.process.alive or self.buried):
             return False
+        if self.process.frozen_until > self._threads.scheduler.now and not self.buried:
+            wake = functools.partial(self._threads.scheduler.wake, self)
+            self._threads.scheduler.at(self.process.frozen_until, wake)
+            return False
         if self._greenlet is None:
             self._greenlet = greenlet(self._run)
         outer, self._threads.current = self._threads.current, self

@@ -11,6 +11,7 @@ from service.cluster.balancer import Balancer
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
 from service.engine import launch as launching
+from service.engine import streams
 from service.engine.launch import Outcome, Waiting
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
@@ -71,7 +72,8 @@ class WatchedEngine(LocalEngine):
         self.model = model
         self.stopping = False
         self._world = world
-        self._waiting: dict[int, tuple[float, float]] = {}
+        self._waiting: dict[int, tuple[float, float, bool]] = {}
+        self._alone_since: float | None = process.time()
         self._asked: dict[int, int] = {}
         self._ended_at = math.inf
         model.engine = self
@@ -79,7 +81,8 @@ class WatchedEngine(LocalEngine):
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         now = self.process.time()
         number = self._asked[id(request)] = number_of(request.pixels)
-        self._waiting[id(request)] = now, now + timeout
+        explained = request.map is not None and request.map.needs_pass
+        self._waiting[id(request)] = now, now + timeout, explained
         try:
             result = await super().infer(request, timeout=timeout)
             self._world.answered[number] = self.process
@@ -89,8 +92,13 @@ class WatchedEngine(LocalEngine):
             del self._asked[id(request)]
 
     def on_launch(self, batch: Sequence[Waiting]) -> None:
-        """Check that each image of a batch still waits, in time and for somebody."""
+        """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""
         world, now = self._world, self.process.time()
+        if any(entry.item.map is not None and entry.item.map.needs_pass for entry in batch):
+            if len(batch) > streams.EXPLAINED_AT_ONCE:
+                world.scheduler.violate(f"{len(batch)} images are explained at once")
+            if len(self._streams._queue) and now - batch[0].arrived < streams.PATIENCE - _TICK:
+                world.scheduler.violate("an explanation does not wait for classification")
         for entry in batch:
             number = number_of(entry.item.pixels)
             waited = self._waiting.pop(id(entry.item), None)
@@ -107,18 +115,32 @@ class WatchedEngine(LocalEngine):
         now, model, scenario = self.process.time(), self.model, self._world.scenario
         if self._asked and self.status.state in {"failed", "closed"}:
             self._ended_at = min(now, self._ended_at)
-            if now > self._ended_at + self._world.patience:
+            if now > max(self._ended_at, self.process.frozen_until) + self._world.patience:
                 self._world.scheduler.violate(f"{model.device} ended, and left {list(self._asked.values())} waiting")
-        depth = len(self._streams)
+        depth = max(len(self._streams._queue), len(self._streams._explanations))
         if depth > scenario.queue_size:
             self._world.scheduler.violate(f"{model.device}: {depth} images in a queue of {scenario.queue_size}")
-        if not self._waiting or self.stopping or not self.ready or model.failing or model.running >= model.streams:
+        if len(self._streams._queue):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        if self.stopping or not self.ready or model.failing:
             return
-        for arrived, deadline in self._waiting.values():
-            free_since = max(arrived + scenario.max_delay, model.idle_since)
-            since = free_since + scenario.wake_delay + 2 * scenario.grid + _TICK
+        for arrived, deadline, explained in self._waiting.values():
+            if model.explaining if explained else model.running >= model.streams:
+                continue
+            if explained:
+                # It lets others go first, but not for ever.
+                patient_until = arrived + streams.PATIENCE
+                alone_since = patient_until if self._alone_since is None else min(self._alone_since, patient_until)
+                free_since = max(arrived, model.unexplaining_since, alone_since)
+            else:
+                free_since = max(arrived + scenario.max_delay, model.idle_since)
+            since = max(free_since, self.process.frozen_until) + scenario.wake_delay + 2 * scenario.grid + _TICK
             if since < now < deadline:
-                self._world.scheduler.violate(f"{model.device}: an image waits since {since:.6f}, and a stream is free")
+                self._world.scheduler.violate(
+                    f"{model.device}: an image waits since {since:.6f}, and nothing is in its way"
+                )
 
 
 def watched_launch(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
@@ -44,6 +45,7 @@ class Worker:
         if world.channels:
             self.limiter: Limiter = SharedLimiter(world.counters, self.number)
             self.remotes = [RemoteEngine(channel, self.number, retry_seconds=0.01) for channel in world.channels]
+            self.process.spawn(keep_beating(world.counters.worker_beats, self.number))
             self.engine = WatchedBalancer(self.remotes, world.scheduler) if len(self.remotes) > 1 else self.remotes[0]
         else:
             self.limiter = Limiter(world.scenario.capacity)

@@ -20,6 +20,7 @@ from service.cluster.shared_memory import SharedCounters
 from service.engine import local, streams
 from service.settings import Settings
 from tests.simulation.device import Defect, Device
+from tests.simulation.heartbeats import Heartbeats
 from tests.simulation.requests import Requests
 from tests.simulation.scenario import Fault, scenario_of
 from tests.simulation.scheduler import Process, Scheduler, Violation
@@ -80,6 +81,7 @@ class World:
         self.watched: dict[int, WatchedEngine] = {}
         self.exit_codes: list[int] = []
         self.workers = [Worker(self, number) for number in range(self.scenario.workers)]
+        self.heartbeats = Heartbeats(self)
         self._stopping = False
         self.scheduler.on_quiet = self._check
 
@@ -101,6 +103,7 @@ class World:
         for worker in self.workers:
             worker.start()
         self.requests.plan(scenario.requests)
+        self.heartbeats.start()
         for fault in scenario.faults:
             self.scheduler.after(fault.at, functools.partial(self._happen, fault))
         last = max((fault.at for fault in scenario.faults), default=0.0) + self.scheduler.now
@@ -108,6 +111,7 @@ class World:
         run(lambda: self.requests.over() and self.scheduler.now >= last, until=self.scheduler.now + _LONG)
         self.scheduler.note("--- heal")
         self._replace_broken()
+        run(lambda: not self.heartbeats.any_frozen(), until=self.scheduler.now + _LONG)
         healed = self.scheduler.now + _HEALING
         self.scheduler.at(healed, lambda: None)
         run(lambda: self.scheduler.now >= healed and self._is_whole(), until=self.scheduler.now + _LONG)
@@ -132,7 +136,7 @@ class World:
         for index in self.engines:
             model = self.watched[index].model
             if model.dead or model.defect:
-                self._kill_engine(index)
+                self.kill_engine(index)
 
     def _is_whole(self) -> bool:
         return not self.scenario.engines or all(
@@ -205,7 +209,8 @@ class World:
 
         process.spawn(main())
 
-    def _kill_engine(self, index: int) -> None:
+    def kill_engine(self, index: int) -> None:
+        """Kill an engine's process; the supervisor clears its cells and starts another."""
         if self.engines[index].alive:
             self.engines[index].killed = True
             self._engine_ended(index)
@@ -236,7 +241,12 @@ class World:
         elif fault.kind == "stranger":
             self.strangers.append(Stranger(self.channels[target], self.process("stranger"), self.scheduler))
         elif fault.kind == "kill engine":
-            self._kill_engine(target)
+            self.kill_engine(target)
+        elif fault.kind == "freeze worker":
+            self.heartbeats.freeze(self.workers[target].process, fault.seconds)
+        elif fault.kind == "freeze engine":
+            if self.counters.engine_ready[target]:  # one that starts may be silent for a minute
+                self.heartbeats.freeze(self.engines[target], fault.seconds)
         elif fault.kind == "stop engine":
             self._stop_engine(target)
         elif target in self.watched:
@@ -255,6 +265,8 @@ class World:
             (local, "threading", self.threads),
             (streams, "threading", self.threads),
             (streams, "launch", watched_launch),
+            (streams, "PATIENCE", 0.03),
+            (streams, "EXPLAINED_AT_ONCE", 2),
             (engine_process, "LocalEngine", self._local_engine),
             (engine_process, "EngineServer", WatchedServer),
         ]

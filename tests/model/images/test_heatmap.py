@@ -232,6 +232,15 @@ def test_the_size_of_the_drawing_does_not_move_the_region():
         assert abs(columns.min() - 50.5 * scale) <= 0.5 and abs(columns.max() + 1 - 100 * scale) <= 0.5
 
 
+def test_pixels_whose_centre_lies_on_the_edge_of_the_region_belong_to_it():
+    photo = np.full((100, 200, 3), 255, np.uint8)
+
+    pixels = drawn([[1, 0], [0, 0]], photo, region=Region(50.5, 20.5, 99, 59), alpha=0.0, size=200, smooth=False)
+
+    rows, columns = np.nonzero((pixels == 255).all(axis=2))  # what the model did not see is dimmed
+    assert (columns.min(), columns.max(), rows.min(), rows.max()) == (50, 149, 20, 79)
+
+
 def test_the_colour_bar_stands_beside_the_picture():
     plain = drawn(RAMP, PICTURE, size=384)
     pixels = drawn(RAMP, PICTURE, size=384, colorbar=True)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from model.errors import ImageTooLarge, InvalidImage
+from model.images.formats import unpack
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import (
     config,
@@ -175,8 +176,10 @@ def test_a_progressive_jpeg_of_very_many_scans_is_refused():
 
 
 def test_a_large_run_length_bmp_is_refused():
-    data = bytearray(encode(Image.new("P", (64, 64)), "BMP") + b"\0" * 3_000_000)
-    data[30] = 1
-
-    with pytest.raises(InvalidImage, match="run-length"):
-        preprocess(bytes(data), config())
+    data = bytearray(encode(Image.new("P", (64, 64)), "BMP"))
+    data += bytes((2 << 20) - len(data))
+    for kind in (1, 2):  # 8 and 4 bits
+        data[30] = kind
+        assert unpack(bytes(data)).data == data
+        with pytest.raises(InvalidImage, match="run-length"):
+            preprocess(bytes(data) + b"\0", config())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.images import sheet as sheet_module
 from model.images.heatmap import MAX_SIZE
 from model.images.sheet import ContactSheet, in_a_row
 
@@ -71,9 +72,45 @@ def test_a_picture_of_another_shape_is_fitted_and_not_stretched() -> None:
     assert (np.ptp(rows) + 1) / (np.ptp(columns) + 1) == pytest.approx(2, abs=0.02)
 
 
+@pytest.mark.parametrize(("size", "shown"), [((1, 1000), (1, 320)), ((2000, 1), (480, 1))])
+def test_a_thin_picture_keeps_a_pixel_and_stands_in_the_middle(size: tuple[int, int], shown: tuple[int, int]) -> None:
+    sheet = ContactSheet(1, (60, 40))
+    sheet.add(picture("red", size))
+    rows, columns = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))
+    assert (int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1) == shown
+    assert int(columns.min()) == 8 + (480 - shown[0]) // 2
+    assert int(rows.min()) == 8 + (320 - shown[1]) // 2
+
+
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
 def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels(shape: tuple[int, int]) -> None:
     assert max(ContactSheet(2000, shape).image.size) <= 8192 + 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "cell"),
+    [((50, 50), (320, 320)), ((40, 60), (213, 320)), ((60, 40), (480, 320)), ((1600, 400), (1280, 320))],
+)
+def test_a_sheet_of_few_pictures_shows_them_large(shape: tuple[int, int], cell: tuple[int, int]) -> None:
+    sheet = ContactSheet(1, shape)
+    sheet.add(picture("red", shape), "a file", "a label")
+    rows, columns = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))
+    assert (int(np.ptp(columns)) + 1, int(np.ptp(rows)) + 1) == cell
+    assert (int(columns.min()), int(rows.min())) == (8, 8)
+    assert sheet.image.size == (cell[0] + 16, cell[1] + 16 + 2 * 16)  # two lines of text of 13 pixels
+
+
+@pytest.mark.parametrize(("room", "cell", "line"), [(480, 121, 15), (240, 57, 6), (40, 4, 1)])
+def test_captions_of_small_cells_are_small(room: int, cell: int, line: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet_module, "_MAX_SHEET", room)
+    columns = rows = 3
+    width, height = ContactSheet(columns * rows, (100, 100)).image.size
+    assert (width, height) == (columns * (cell + 8) + 8, rows * (cell + 2 * line + 8) + 8)
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1600, 400)])
+def test_a_sheet_of_many_pictures_uses_its_room(shape: tuple[int, int]) -> None:
+    assert max(ContactSheet(2000, shape).image.size) > 0.9 * 8192
 
 
 def test_a_long_caption_is_cut_to_its_cell() -> None:
@@ -81,4 +118,17 @@ def test_a_long_caption_is_cut_to_its_cell() -> None:
     sheet.add(picture("red"), "W" * 500)
     red = np.nonzero((np.asarray(sheet.image) == (255, 0, 0)).all(axis=-1))[1]
     inked = np.nonzero((np.asarray(sheet.image) < 64).all(axis=-1))[1]
-    assert inked.max() <= red.max()
+    assert red.max() - 20 < inked.max() <= red.max()
+
+
+def test_a_caption_loses_no_more_letters_than_it_must() -> None:
+    sheet = ContactSheet(1, (60, 40))
+    width, font = sheet._cell[0], sheet._font
+    for line in ("W" * 500, "i" * 500, "a word " * 100):
+        shown = sheet._fitted(line).removesuffix("...")
+        longer = " ".join(line.split())[: len(shown) + 1]
+        assert longer.startswith(shown)
+        assert font.getlength(shown + "...") <= width < font.getlength(longer + "...")
+    whole = next(line for line in ("i" * count for count in range(500, 0, -1)) if font.getlength(line) <= width)
+    assert sheet._fitted(whole) == whole
+    assert sheet._fitted(f" {whole[:9]}\n{whole[:9]}  ") == f"{whole[:9]} {whole[:9]}"

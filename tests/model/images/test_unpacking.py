@@ -14,6 +14,7 @@ from model.images.colour import converter
 from model.images.control import UNCONTROLLED
 from model.images.exif import read_directory
 from model.images.formats import unpack
+from model.images.formats.base import EncodedImage
 from model.images.formats.heif import Heif, _check_boxes
 from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import preprocess
@@ -114,23 +115,6 @@ def test_the_bytes_that_decoding_takes_for_a_pixel(
     assert picture.decoding_bytes(picture.open(UNCONTROLLED), scale) == expected
 
 
-@pytest.mark.parametrize("scale", [4, 8])
-def test_a_progressive_jpeg_without_its_fine_scans_ends_with_the_end_of_the_picture(scale):
-    data = encode(noise(64, 48), "JPEG", progressive=True, subsampling="4:4:4")
-    plain, followed = unpack(data), unpack(data + b"more")
-    assert isinstance(plain, Jpeg)
-    assert isinstance(followed, Jpeg)
-
-    shorter = plain.without_fine_scans(scale, {1, 2, 3})
-
-    assert shorter is not None
-    assert len(shorter) < len(data)
-    assert shorter.endswith(b"\xff\xd9")
-    assert followed.without_fine_scans(scale, {1, 2, 3}) == shorter
-    assert plain.without_fine_scans(2, {1, 2, 3}) is None
-    assert plain.without_fine_scans(scale, set()) is None
-
-
 def tiff(*fields: tuple[int, int, int, bytes], more: bytes = b"") -> bytes:
     """A TIFF file of a directory alone: tag, field type, count and the 4 bytes of its value or offset."""
     entries = b"".join(struct.pack("<HHL4s", *field) for field in fields)
@@ -180,6 +164,35 @@ def test_a_first_value_that_is_longer_than_an_entry_stays_where_it_is():
     assert [(field.value_count, directory.inline(field)) for field in directory.fields] == [(1, place)]
 
 
+@pytest.mark.parametrize(("field_type", "code"), [(3, "H"), (4, "L")])
+@pytest.mark.parametrize("tag", [279, 325])
+def test_strips_and_tiles_may_together_have_as_many_bytes_as_the_file(tag, field_type, code):
+    def with_blocks(*sizes: int) -> bytes:
+        return tiff((tag, field_type, 3, struct.pack("<L", 26)), more=struct.pack(f"<3{code}", *sizes))
+
+    size = len(with_blocks(0, 0, 0))
+    assert len(unpack(with_blocks(1, size - 3, 2)).data) == size
+    with pytest.raises(InvalidImage, match="claim more data than the file has"):
+        unpack(with_blocks(1, size - 3, 3))
+
+
+def test_the_sizes_of_strips_that_stand_partly_outside_of_the_file_are_left_out():
+    data = tiff((258, 3, 1, b"\x08\0\0\0"), (279, 4, 3, struct.pack("<L", 38)), more=bytes(10))
+
+    directory = read_directory(unpack(data).data)
+
+    assert directory is not None
+    assert [field.tag for field in directory.fields] == [258]
+
+
+def test_fields_of_a_tiff_that_share_their_values_may_not_claim_more_than_the_file_has():
+    place, values = struct.pack("<L", 38), bytes(80)
+
+    unpack(tiff((258, 3, 40, place), (320, 3, 19, place), more=values))  # 118 bytes claim as many
+    with pytest.raises(InvalidImage, match="directory claims more data"):
+        unpack(tiff((258, 3, 40, place), (320, 3, 20, place), more=values))
+
+
 @pytest.mark.parametrize("values", [65_536, 65_537])
 def test_the_number_of_values_of_a_tiff_field_is_bounded(values):
     data = tiff((320, 3, values, struct.pack("<L", 26)), more=bytes(2 * values))
@@ -216,6 +229,17 @@ def test_the_header_of_a_webp_is_read_from_the_bytes_that_it_has(data, needed):
 def test_a_webp_without_a_valid_header_is_refused(data):
     with pytest.raises(InvalidImage, match="corrupt"):
         unpack(data)
+
+
+def test_what_else_pillow_says_of_an_avif_is_not_hidden(monkeypatch):
+    def refuse(*_):
+        raise SyntaxError("not what it seems")
+
+    picture = unpack(encode(scene(), "AVIF"))
+    monkeypatch.setattr(EncodedImage, "open", refuse)
+
+    with pytest.raises(SyntaxError, match="not what it seems"):
+        picture.open(UNCONTROLLED)
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])
@@ -282,13 +306,14 @@ def test_the_canvas_of_a_gif_holds_all_its_frames_behind_palettes_of_their_own()
         assert picture.size == size
 
 
-@pytest.mark.parametrize("scale", [1, 2])
-def test_every_scan_of_a_progressive_jpeg_shows_at_half_its_size(scale):
-    picture = unpack(encode(noise(64, 48), "JPEG", progressive=True, subsampling=0))
+@pytest.mark.parametrize("control", [b"!\xf9\0", b"!\xf9\1\xff\0", b"!\xf9\4\xff\0\0\0\0"])
+def test_a_graphic_control_of_a_gif_may_be_shorter_than_it_should(control):
+    frame = b"," + struct.pack("<HHHHB", 0, 0, 4, 3, 0) + b"\2\0;"
+    header = b"GIF89a" + struct.pack("<HHBBB", 4, 3, 0, 0, 0)
 
-    assert isinstance(picture, Jpeg)
-    assert picture.without_fine_scans(scale, {1, 2, 3}) is None
-    assert picture.without_fine_scans(8, {1, 2, 3}) is not None
+    kept = unpack(header + control + frame).data
+
+    assert kept == header + control.replace(b"\xff", b"\xe3") + frame  # without how the frame is disposed of
 
 
 @pytest.mark.parametrize(("kind", "count", "inline"), [(4, 1, True), (3, 2, True), (1, 4, True), (1, 5, False)])
@@ -307,3 +332,15 @@ def test_a_box_whose_size_has_64_bits_may_stand_before_others():
 
     for boxes in (long, long + long, long + struct.pack(">L4s", 8, b"free")):
         _check_boxes(boxes)
+
+
+def test_a_bitmap_with_a_short_header_has_no_field_that_says_run_lengths():
+    pixels = np.zeros((800, 1000, 3), np.uint8)
+    pixels[-1, 1, 1] = 1  # rows stand from below, and pixels begin 26 bytes into the file
+    data = struct.pack("<2sIII", b"BM", 26 + pixels.nbytes, 0, 26) + struct.pack("<IHHHH", 12, 1000, 800, 1, 24)
+    data += pixels[::-1].tobytes()
+    assert len(data) > 2_097_152
+    assert data[30:34] == b"\1\0\0\0"
+
+    with unpack(data).open(UNCONTROLLED) as picture:
+        assert np.array_equal(np.asarray(picture)[:, :, ::-1], pixels)

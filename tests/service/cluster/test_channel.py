@@ -105,6 +105,15 @@ def test_more_connections_than_can_wait_are_refused_and_block_nobody(channel: En
         assert fill(channel, connections) >= 128
 
 
+def test_twice_as_many_as_there_are_workers_can_wait() -> None:
+    with (
+        closing(SharedCounters(workers=100, engines=1, capacity=1)) as counters,
+        closing(EngineChannel(0, "cpu", counters, slots=1)) as channel,
+        ExitStack() as connections,
+    ):
+        assert fill(channel, connections) == 200 + 1  # the kernel lets one more in
+
+
 def test_every_worker_can_wait_for_the_engine() -> None:
     workers = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     with (

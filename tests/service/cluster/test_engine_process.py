@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
 from service.cluster.channel import EngineChannel
-from service.cluster.engine_process import STOP, _serve, run_engine
+from service.cluster.engine_process import STOP, _loop_factory, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.supervisor import TRY_AGAIN
@@ -132,3 +134,10 @@ def test_an_option_that_did_not_help_is_not_tried_again(channel: EngineChannel) 
     assert counters.change_option(1, "max_batch", 32)
     assert counters.change_option(1, "max_batch", 16)
     assert counters.changed_options(1) == {"cuda_graphs": "off", "max_batch": 16}
+
+
+def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=asyncio.SelectorEventLoop))
+    assert _loop_factory() is asyncio.SelectorEventLoop
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # importing it fails
+    assert _loop_factory() is None

@@ -33,14 +33,39 @@ def test_a_process_ends_with_what_its_work_returns_or_with_one() -> None:
 def fail():
     raise RuntimeError("it does not work")
 
-for main in (lambda: 7, fail):
+for main in (lambda: 0, lambda: 7, fail):
     pid = system.spawn("child", main)
     ended, code = until_ended()
     assert ended == pid
     print(code)
 assert system.reap() == []
 """
-    assert run(PROLOGUE + script) == "7\n1"
+    assert run(PROLOGUE + script) == "0\n7\n1"
+
+
+def test_all_that_have_ended_are_reaped_at_once() -> None:
+    script = """
+pids = [system.spawn("child", lambda code=code: code) for code in (0, 3, 0)]
+for pid in pids:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+print(sorted(system.reap()) == sorted(zip(pids, (0, 3, 0))), system.reap())
+"""
+    assert run(PROLOGUE + script) == "True []"
+
+
+def test_a_process_that_fails_says_why() -> None:
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def fail():
+    raise RuntimeError("it does not work")
+
+system.spawn("the child", fail)
+until_ended()
+"""
+    lines = run(PROLOGUE + script).splitlines()
+    assert (lines[0], lines[-1]) == ("the child failed", "RuntimeError: it does not work")
 
 
 def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:

@@ -170,6 +170,14 @@ def test_a_frame_that_is_too_long_is_refused_as_soon_as_its_length_is_known(more
         assert is_refused(length.to_bytes(4, "little") + bytes(50), limit=100) == refused
 
 
+@pytest.mark.parametrize(
+    ("limit", "size"), [(REQUEST_LIMIT, 1024), (REPLY_LIMIT, 268_435_456)], ids=["worker", "engine"]
+)
+def test_what_a_peer_may_announce_has_a_bound(limit: int, size: int) -> None:
+    assert not is_refused(size.to_bytes(4, "little"), limit)
+    assert is_refused((size + 1).to_bytes(4, "little"), limit)
+
+
 @given(FRAMES.filter(lambda frame: isinstance(frame, Hello | Submit | Cancel)))
 def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
     assert not is_refused(encode(frame), REQUEST_LIMIT)

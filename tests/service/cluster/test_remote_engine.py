@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from model.prediction import MapRequest
-from service.cluster.protocol import Frame, ModelLoaded, StatusChanged
+from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
@@ -118,6 +119,51 @@ async def test_an_image_that_comes_between_the_end_of_a_connection_and_the_news_
 
 
 @on_a_loop
+async def test_an_engine_that_says_it_failed_is_sent_nothing_and_its_reason_is_told() -> None:
+    async with service() as running:
+        predictor = await running.start_engine()
+        worker = await running.ready_worker()
+        failed = replace(worker.status, state="failed", reason="the device hangs")
+        worker._on_status(StatusChanged(failed))  # its connection lives on until the process ends
+        with pytest.raises(EngineUnavailable, match="the device hangs"):
+            await ask(worker, 1)
+        await worker.close()
+        assert (worker.status.state, worker.status.reason) == ("failed", "the device hangs")  # why it ended stays known
+    assert predictor.launched == []
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (Failed.of(99, QueueFull("all taken")), "an answer to 99, which waits for none"),
+        (Cancel(1), "Cancel out of order"),
+    ],
+    ids=["an answer to nothing", "a request"],
+)
+async def test_an_engine_that_says_what_it_may_not_is_left_and_found_again(
+    frame: Frame, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as running:
+        predictor = await running.start_engine()
+        worker = await running.ready_worker()
+        connection = worker._connection
+        assert connection is not None
+        predictor.gate.clear()
+        waiting = ask(worker, 1)
+        await predictor.wait_until_busy()
+        connection.data_received(encode(frame))
+        with pytest.raises(EngineUnavailable, match="started again"):
+            await waiting
+        predictor.gate.set()
+        await until(lambda: worker.ready and worker._connection is not connection)
+        assert (await ask(worker, 2)).indices.tolist() == expected_indices(2, 3)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        f"engine connection: {reason}"
+    ]
+
+
+@on_a_loop
 async def test_a_worker_hears_of_each_change_of_state() -> None:
     async with service() as running:
         states: list[str] = []
@@ -129,6 +175,36 @@ async def test_a_worker_hears_of_each_change_of_state() -> None:
         running.lose_connections(running.servers[0])
         await until(lambda: not worker.ready)
         assert states == ["ready", "failed"]
+
+
+@on_a_loop
+async def test_nothing_is_left_of_a_worker_that_went_away() -> None:
+    async with service() as running:
+        await running.start_engine()
+        one, other = await running.ready_worker(0), await running.ready_worker(1)
+        connections = running.servers[0].connections
+        both = set(connections)
+        assert len(both) == 2
+        await one.close()
+        await until(lambda: len(connections) == 1)
+        [gone] = both - connections
+        assert gone._transport is None  # what is sent to it is dropped
+        await other.close()
+        await until(lambda: not connections)
+
+
+@on_a_loop
+async def test_a_worker_that_has_closed_hears_no_news() -> None:
+    async with service() as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        ready = worker.status
+        await worker.close()
+        worker._on_status(StatusChanged(ready))
+        assert not worker.ready
+        assert (worker.status.state, worker.status.reason) == ("closed", "the engine is closed")
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await ask(worker, 1)
 
 
 @on_a_loop
@@ -178,6 +254,7 @@ async def test_a_cancelled_images_slot_is_used_again_only_after_the_engine_has_l
         await until(lambda: running.counters.queue_depth[0] == 1)
         cancelled.cancel()
         await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
         with pytest.raises(QueueFull):  # the engine has not heard of it yet
             await worker.infer(InferenceRequest(pixels(3), 3), timeout=PATIENCE)
         await until(lambda: worker.outstanding == 1)

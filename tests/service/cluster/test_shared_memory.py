@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import closing
 
 import numpy as np
@@ -128,6 +129,37 @@ with file.locked():
     assert run(script) == "mine"
 
 
+def test_a_lock_is_held_until_its_block_ends_also_by_an_error() -> None:
+    script = """
+import fcntl, os
+from service.cluster.shared_memory import SharedFile
+
+file = SharedFile("test")
+
+def another_gets_it():
+    child = os.fork()
+    if child == 0:
+        try:
+            fcntl.lockf(file._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+seen = []
+try:
+    with file.locked():
+        seen.append(another_gets_it())
+        raise KeyError
+except KeyError:
+    seen.append(another_gets_it())
+with file.locked():
+    seen.append(another_gets_it())
+print(*seen, another_gets_it())
+"""
+    assert run(script) == "False True False True"
+
+
 def test_each_workers_pixels_are_its_own_and_the_engine_sees_all() -> None:
     shape, slots = (8, 6, 3), 5
     file = SharedFile("test")
@@ -175,3 +207,39 @@ def test_zero_limits_no_key() -> None:
         for _ in range(100):
             limiter.acquire(0)
         assert counters.key_requests.tolist() == [[100]]
+
+
+def test_memory_that_cannot_be_given_back_is_an_error_with_the_systems_reason() -> None:
+    file = SharedFile("test")
+    file.grow(whole_pages(1))
+    with pytest.raises(OSError, match="Invalid argument") as raised:
+        file.free(0, 0)
+    assert raised.value.errno == errno.EINVAL
+    file.close()
+
+
+@pytest.mark.parametrize("start", [0, 5 << 30], ids=["at the beginning", "behind 4 GiB"])
+def test_pages_that_are_given_back_read_as_zeros_and_all_others_stay(start: int) -> None:
+    file, page = SharedFile("test"), whole_pages(1)
+    for place in (1 << 30, start):
+        file.write(place, b"x" * 3 * page)
+    file.free(start + page, page)
+    assert file.read(start, 3 * page) == b"x" * page + bytes(page) + b"x" * page
+    assert file.read(1 << 30, 3 * page) == b"x" * 3 * page
+    file.close()
+
+
+def test_a_service_is_ready_when_all_engines_are_and_all_workers_know() -> None:
+    with closing(SharedCounters(workers=2, engines=2, capacity=1)) as counters:
+        assert not counters.all_ready()
+        counters.engine_ready[:] = 1
+        for state in (SharedCounters.LISTENING, SharedCounters.SERVING):
+            counters.worker_state[1] = state
+            assert not counters.all_ready()
+        counters.worker_state[0] = SharedCounters.SERVING
+        assert counters.all_ready()
+        counters.worker_state[0] = SharedCounters.LISTENING
+        assert not counters.all_ready()
+        counters.worker_state[0] = SharedCounters.SERVING
+        counters.forget_engine(1)
+        assert not counters.all_ready()

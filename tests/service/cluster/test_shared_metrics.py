@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +123,8 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(SettingsError, match=r"TMPDIR.*No space left"):
         SharedMetrics(workers=1, engines=1)
+
+
+def test_a_folder_that_somebody_has_removed_keeps_the_service_from_nothing(shared: SharedMetrics) -> None:
+    shutil.rmtree(shared.folder)  # as what clears out temporary files does; the fixture closes
+    assert all(os.pread(file._descriptor, 1, 0) == b"\0" for file in shared._files)

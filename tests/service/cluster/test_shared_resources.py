@@ -7,6 +7,8 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,23 @@ def test_a_listener_each_on_one_port() -> None:
         listener.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET), ("::", socket.AF_INET6)]
+)
+def test_the_form_of_the_host_says_which_addresses_are_listened_on(
+    host: str, family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def create_server(address: tuple[str, int], *, family: int, **options: Any) -> SimpleNamespace:
+        asked.append((address, family))
+        return SimpleNamespace(getsockname=lambda: (host, 4321))
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    assert len(listen(host, 0, 2)) == 2
+    assert asked == [((host, 0), family), ((host, 4321), family)]
+
+
 def test_connections_that_wait_for_a_worker_survive_it(shared: SharedResources) -> None:
     """A worker's end closes its own descriptor, not the socket."""
     of_a_worker = shared.listeners[0].dup()
@@ -62,6 +81,12 @@ def test_an_engine_a_device_and_room_for_every_permit_even_while_cancelled_ones_
     assert [channel.device for channel in shared.channels] == ["cuda:0", "cuda:1"]
     assert [channel.slots for channel in shared.channels] == [512, 512]
     assert shared.counters.capacity == 256
+
+
+def test_one_worker_may_ask_several_engines(temporary: Path) -> None:
+    shared = SharedResources(load_settings({"workers": 1, "port": 0, "device": "cuda:0,cuda:1"}))
+    assert [listener.getsockname()[1] for listener in shared.listeners] == [shared.port]
+    shared.close()
 
 
 def test_closing_gives_every_descriptor_back_but_that_of_the_folders_lock(temporary: Path) -> None:

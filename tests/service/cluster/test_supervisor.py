@@ -90,6 +90,15 @@ def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_g
     assert len(service.system.starts_of(service.workers[0])) == 1
 
 
+def test_a_child_is_started_when_it_is_due_whatever_happens_meanwhile(service: Service) -> None:
+    for seconds in (3, 4):
+        service.system.end_at(seconds, "engine")
+    service.system.signal_at(4.5, signal.SIGUSR1)
+    service.system.signal_at(20, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 3, 5]
+
+
 def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) -> None:
     for seconds in (10, 11, 13, 80, 81):
         service.system.end_at(seconds, "engine")
@@ -116,6 +125,16 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
     assert service.run() == 1
     assert len(service.system.spawned) == 3
     assert f"{name} ended with {how} before it was ready" in caplog.text
+
+
+def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(service: Service) -> None:
+    service.running.remove("engine")
+    service.system.stubborn = {"worker 0"}
+    service.system.end_at(3, "engine", 1)
+    service.system.signal_at(5, signal.SIGTERM)
+    service.system.end_at(9, "worker 0", 0)
+    assert service.run() == 128 + signal.SIGTERM
+    assert (5, "worker 0", signal.SIGKILL) in [(round(when), name, sent) for when, name, sent in service.system.sent]
 
 
 def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
@@ -179,6 +198,17 @@ def test_a_child_that_is_stopped_is_killed_and_started_again_within_five_seconds
     assert 12 <= killed <= 15
     assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [(killed, name)]
     assert caplog.text.count(f"{name} is frozen") == 1
+
+
+def test_a_frozen_child_is_noticed_while_another_waits_to_be_started_again(service: Service) -> None:
+    for seconds in (3, 4, 6, 9, 14):  # the next start is due at 22
+        service.system.end_at(seconds, "engine")
+    service.system.at(14.2, service.system.freezes("worker 1"))
+    service.system.signal_at(60, signal.SIGTERM)
+    assert service.run() == 0
+    killed, number = service.system.sent_to("worker 1")[0]
+    assert number == signal.SIGKILL
+    assert killed <= 19.2
 
 
 def test_an_event_loop_that_waits_for_its_turn_on_a_busy_machine_is_left_alone(service: Service) -> None:

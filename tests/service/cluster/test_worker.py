@@ -106,6 +106,7 @@ def test_the_supervisor_hears_when_a_worker_begins_to_serve_and_when_it_ceases(m
     assert one.woken == []
     one.becomes("ready")
     assert one.counters.worker_state.tolist() == [0, SharedCounters.SERVING]
+    assert one.settled == 1
     one.becomes("failed")
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
     assert one.woken == [(os.getpid(), worker.CHANGED)] * 2

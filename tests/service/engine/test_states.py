@@ -159,6 +159,19 @@ async def test_the_status_names_the_device_once_it_is_known(running: Running) ->
 
 
 @on_a_loop
+async def test_the_traceback_of_a_defect_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    async with running_engine(FakePredictor(error=ZeroDivisionError)) as rig:
+        with pytest.raises(EngineUnavailable):
+            await rig.ask(BAD)
+        thread = rig.engine._thread  # type: ignore[attr-defined]
+        await asyncio.to_thread(thread.join, PATIENCE)
+        await rig.until_state("failed")
+    assert [(each.exc_type, each.thread) for each in seen] == [(ZeroDivisionError, thread)]
+
+
+@on_a_loop
 async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waiting(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

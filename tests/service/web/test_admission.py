@@ -30,6 +30,21 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
         assert limiter.in_use == 1
 
 
+def test_a_permit_gives_its_places_back_once() -> None:
+    limiter = Limiter(3)
+    with limiter.permit():
+        permit = limiter.permit()
+        for places in (1, 2):
+            with permit:
+                assert limiter.in_use == 1 + places
+            assert limiter.in_use == 1
+            permit.extend(2)
+        with permit:
+            pass
+        with permit:
+            assert limiter.in_use == 1
+
+
 def test_looking_for_places_takes_none() -> None:
     limiter = Limiter(3)
     with limiter.permit():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
 
 from service.settings import load_settings
-from tests.service.fakes import SIZE, on_a_loop, png
+from service.web.app import VERSION, log_model
+from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, kept, pipeline_of, settle, until
+from tests.service.web.fake_engine import FakeEngine
 
 
 @on_a_loop
@@ -146,3 +149,9 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
     stop.set()
     await task
     assert service.engine.state == "closed"
+
+
+def test_one_line_of_the_log_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_model(FakeEngine().status, model_info())
+    assert caplog.messages == [f"vitserve {VERSION}: fake on cpu in float32, fake 1.0, compile: off"]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.listening import GET, listening, post
+from tests.service.web.wire import Wire
 
 WRONG_HOSTS = [
     (1, b""),
@@ -78,3 +79,24 @@ async def test_an_old_client_is_not_told_to_continue() -> None:
     async with listening() as server, server.connect() as connection:
         await connection.send(post(png(4), "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(("size", "status"), [(64 << 10, 200), ((64 << 10) + 1, 400)])
+async def test_a_head_that_comes_at_once_with_what_follows_it_is_bounded_too(size: int, status: int) -> None:
+    """Counted are the path, and each header with its colon, blank and end of line; not the rest of the first line."""
+    headers = b"".join(b"X-%03d: \r\n" % number for number in range(200)) + b"X: "
+    path = b"/healthz"
+    counted = len(path) + len(headers) + len(b"Host: x\r\n" + b"\r\n")
+    async with Wire() as wire:
+        lines = [b"GET " + path + b" HTTP/1.1", b"Host: x", headers + b"a" * (size - counted), b"", b""]
+        await wire.send(b"\r\n".join(lines) + GET)
+        assert wire.answers.statuses == [status] * (2 if status == 200 else 1)
+
+
+@on_a_loop
+@pytest.mark.parametrize(("count", "status"), [(256, 200), (257, 400)])
+async def test_a_head_may_have_256_headers(count: int, status: int) -> None:
+    async with Wire() as wire:
+        await wire.send(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * (count - 1) + b"\r\n")
+        assert wire.answers.statuses == [status]

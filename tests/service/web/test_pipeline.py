@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.errors import MalformedRequest
+from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
 from service.web.lanes import Control, Deadline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
@@ -36,6 +36,22 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
     communicator.feed(png(1), more=False)
     await running
     assert service.engine.timeouts == [6]
+
+
+@pytest.mark.parametrize("state", ["loading", "failed", "closed"])
+def test_nobody_is_admitted_while_no_engine_is_ready(state: str) -> None:
+    service = app()
+    service.engine.state = state
+    admitting = pipeline_of(service)
+    with pytest.raises(EngineUnavailable), admitting.admit_upload():
+        pytest.fail("an upload is admitted")
+    with pytest.raises(EngineUnavailable):
+        admitting.admit()
+    assert admitting.limiter.in_use == 0
+    service.engine.state = "ready"
+    with admitting.admit():
+        assert admitting.limiter.in_use == 1
+    assert admitting.limiter.in_use == 0
 
 
 @on_a_loop

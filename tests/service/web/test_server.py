@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+import uvicorn
 
 from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
@@ -101,6 +102,43 @@ async def test_connections_that_have_begun_get_time_before_the_listener_is_close
         server.should_exit = True
         await until(lambda: not server.servers[0].is_serving())
     assert happened == ["ignored", 0.1, "looked"]
+
+
+@on_a_loop
+async def test_a_server_that_drains_stops_when_the_delay_for_load_balancers_is_over() -> None:
+    service = app(port=0, drain_delay=0.01)
+    async with started(service) as server:
+        server.drain()
+        assert service.lifecycle.draining
+        assert not server.should_exit
+        await until(lambda: not server.started or server.should_exit)
+        assert service.lifecycle.exit_code == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(("waiting", "turns"), [(3, 3), (1_000_000, 8)])
+async def test_callers_who_wait_are_accepted_without_a_pause_as_many_as_the_kernel_may_hold(
+    waiting: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    looks = iter(range(waiting + 1))
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def shut_down(*_: object) -> None:
+        slept.append(-1)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(uvicorn.Server, "shutdown", shut_down)
+    monkeypatch.setattr(server_module, "_BACKLOG", 4)
+    monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: None)
+    monkeypatch.setattr(server_module, "has_callers", lambda listener: listener == "b" and next(looks) < waiting)
+    service = app(port=0)
+    server = Server(service.asgi, service.settings, service.lifecycle)
+    monkeypatch.setattr(server, "_listeners", lambda: ["a", "b"])
+    await server.shutdown()
+    assert slept == [0.1, *[0] * turns, -1]
 
 
 @on_a_loop

@@ -32,6 +32,17 @@ def test_the_hint_names_the_callers_own_picture_where_no_examples_are(hint: pyte
     assert "curl -F file=@photo.jpg 'http://127.0.0.1:9000/classify'" in hint.text
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("::1", "[::1]"), ("2001:db8::7", "[2001:db8::7]"), ("localhost", "localhost"), ("0.0.0.0", "127.0.0.1")],
+)
+def test_the_hint_names_an_address_that_a_browser_can_open(
+    host: str, address: str, hint: pytest.LogCaptureFixture
+) -> None:
+    log_address(load_settings({"host": host}), 8000, container_marks=())
+    assert f"ready: http://{address}:8000 (API: http://{address}:8000/docs)" in hint.text
+
+
 def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     hint: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

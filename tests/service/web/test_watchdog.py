@@ -29,6 +29,11 @@ def test_an_event_loop_that_does_not_turn_ends_the_process_with_one_line(caplog:
     assert caplog.messages == ["the event loop has not turned for 30 s: ending"]
 
 
+def test_an_event_loop_that_never_turned_has_no_more_time_than_another() -> None:
+    clock, ended = Clock(), list[int]()
+    assert look_for(Watchdog(30, clock=clock, end=ended.append), clock, 30) == [False] * 29 + [True]
+
+
 def test_every_turn_begins_the_time_anew() -> None:
     clock, ended = Clock(), list[int]()
     watchdog = Watchdog(3, clock=clock, end=ended.append)

@@ -177,7 +177,8 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
         path, _, query = name.partition("?")
         file = await service.get(f"/{path}", query)
         assert (file.status, file.headers["cache-control"]) == (200, "public, max-age=31536000, immutable")
-        assert file.headers["content-type"].startswith(("text/css", "text/javascript"))
+        wanted = "text/css" if path.endswith(".css") else "text/javascript"
+        assert file.headers["content-type"] == f"{wanted}; charset=utf-8"
         assert file.headers["x-content-type-options"] == "nosniff"
         assert len(file.content) > 100
         for other in ("", "v=of-another-release"):
