@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from model.config import ViTConfig
 from model.network.layers.block import LayerScale, Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 
@@ -23,6 +24,17 @@ def through_linear(layer: nn.Linear, gradient: Tensor, rows: slice = slice(None)
     """Return the gradient [..., in] with respect to the input, in float32, from that of these rows of the output."""
     weight = layer.weight[rows]
     return (gradient.to(weight.dtype) @ weight).float()
+
+
+def through_projection(layer: nn.Linear, gradient: Tensor, heads: int) -> Tensor:
+    """Return `through_linear` by head: [B, Q, D] -> [B, heads, Q, head_dim].
+
+    The weight is square. OpenVINO takes such a one for its transpose where the layer itself is in the same graph, so
+    that it is split by head first, which makes it another constant.
+    """
+    weight = layer.weight.reshape(len(layer.weight), heads, -1).permute(1, 0, 2)
+    by_head: Tensor = gradient.to(weight.dtype).unsqueeze(1) @ weight
+    return by_head.float()
 
 
 def through_scale(layer: nn.Module, gradient: Tensor) -> Tensor:
@@ -65,7 +77,7 @@ def lead_gradient(logits: Tensor, classes: Tensor) -> Tensor:
     """
     own = classes.unsqueeze(1)
     zeros = torch.zeros_like(logits, dtype=torch.float32)
-    rivals = min(_RIVALS, logits.shape[1] - 1)
+    rivals = min(_RIVALS, int(logits.shape[1]) - 1)  # in a trace a size is a tensor
     if rivals:
         best = logits.float().scatter(1, own, -torch.inf).topk(rivals, dim=1).indices
         zeros = zeros.scatter(1, best, -1 / rivals)
@@ -76,3 +88,21 @@ def through_head(model: VisionTransformer, pooled: Tensor, logits: Tensor, class
     """Return the gradient of the lead with respect to the pooled tokens, [B, D] or [B, 2 D], before `fc_norm`."""
     gradient = through_linear(model.head, lead_gradient(logits, classes))
     return through_norm(model.fc_norm, pooled, gradient)
+
+
+def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:
+    """Return the gradient with respect to the tokens x, [B, N, D], of those that are pooled by a rule but `cls`.
+
+    Args:
+        gradient: with respect to the pooled vector, float32 [B, D], or [B, 2 D] with `cls_mean`.
+    """
+    skipped = 0 if config.pool_prefix else config.prefix_tokens
+    pooled = x[:, skipped:].float()
+    gradient = gradient.unsqueeze(1)
+    to_cls = gradient[..., : x.shape[2]]
+    mean = gradient[..., -x.shape[2] :].expand_as(pooled) / pooled.shape[1]
+    highest = (pooled == pooled.amax(dim=1, keepdim=True)).float()
+    most = gradient * highest / highest.sum(dim=1, keepdim=True) if config.pool in ("max", "mean_max") else mean
+    shares = {"max": most, "mean_max": (most + mean) / 2}.get(config.pool, mean)
+    found = nn.functional.pad(shares, (0, 0, skipped, 0))
+    return torch.cat((found[:, :1] + to_cls, found[:, 1:]), dim=1) if config.pool == "cls_mean" else found

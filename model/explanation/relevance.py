@@ -24,6 +24,8 @@ from model.explanation.frozen_gradients import (
     through_linear,
     through_mlp,
     through_norm,
+    through_pooling,
+    through_projection,
     through_scale,
 )
 from model.network.layers.attention import Attention
@@ -73,10 +75,17 @@ def _gaussian(size: int, sigma: float, device: torch.device) -> Tensor:
 
 
 class _Start(NamedTuple):
-    """The relevance of all tokens [B, N], the strongest of them int64 [B, S], and their gradients [B, S, D]."""
+    """The relevance of all tokens and what is known of the strongest ones.
+
+    Attributes:
+        found: [B, N].
+        chosen: [B, S, N], a row for each of the strongest tokens that is 1 there and else 0. Products with it take and
+            put back tokens; on a CPU they are faster than gathering.
+        gradient: with respect to the strongest tokens, [B, S, D].
+    """
 
     found: Tensor
-    strongest: Tensor
+    chosen: Tensor
     gradient: Tensor
 
 
@@ -91,14 +100,15 @@ def token_relevance(model: VisionTransformer, output: ViTOutput, classes: Tensor
     kept = output.kept.blocks
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
-        found, strongest, gradient = _start_at_block(model, blocks[-1], kept[-1], output.logits, classes)
+        start = _start_at_block(model, blocks[-1], kept[-1], output.logits, classes)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
-        found, strongest, gradient = _start_at_pool(model, model.attn_pool, output.kept.tokens, output.logits, classes)
+        start = _start_at_pool(model, model.attn_pool, output.kept.tokens, output.logits, classes)
     else:
-        found, strongest, gradient = _start_at_tokens(model, output.kept.tokens, output.logits, classes)
+        start = _start_at_tokens(model, output.kept.tokens, output.logits, classes)
+    found = start.found
     for block, attended in list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]:
-        found = _hop(block, attended, found, strongest, gradient)
+        found = found + _hop(block, attended, start)
     return found
 
 
@@ -114,16 +124,15 @@ def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, logits: 
     gradient = _at_last_tokens(model, left, logits, classes)
     to_mlp = through_mlp(block.mlp, normed, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)  # [B, read, D]
-    to_heads = _by_head(through_linear(attention.proj, through_scale(block.ls1, gradient)), attention.heads)
-    found = (weights * (to_heads @ _without_bias(block, kept.v).transpose(-2, -1))).sum(dim=(1, 2))
+    to_heads = through_projection(attention.proj, through_scale(block.ls1, gradient), attention.heads)
+    found = (weights * _through_values(block, kept.v, to_heads)).sum(dim=(1, 2))
     own = (gradient * entering.float()).sum(dim=-1)
     found = torch.cat((found[:, :read] + own, found[:, read:]), dim=1)
-    strongest = _strongest(found)
-    to_values = _of_tokens(weights.transpose(-2, -1) @ to_heads, strongest)
+    chosen = _strongest(found)
+    to_values = (chosen.unsqueeze(1) @ weights.transpose(-2, -1)) @ to_heads
     to_values = through_linear(attention.qkv, _joined(to_values), _values(attention))
-    of_strongest = through_norm(block.norm1, _of_tokens(kept.x, strongest), to_values)
-    is_read = strongest.unsqueeze(2) == torch.arange(gradient.shape[1], device=strongest.device)
-    return _Start(found, strongest, of_strongest + is_read.float() @ gradient)
+    of_chosen = through_norm(block.norm1, chosen @ kept.x.float(), to_values)
+    return _Start(found, chosen, of_chosen + chosen[:, :, :read] @ gradient)
 
 
 def _at_last_tokens(model: VisionTransformer, left: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, log
     hidden = pool.norm(pooled)
     gradient = through_head(model, (pooled + pool.mlp(hidden))[:, 0], logits, classes).unsqueeze(1)
     gradient = gradient + through_norm(pool.norm, pooled, through_mlp(pool.mlp, hidden, gradient))
-    to_heads = _by_head(through_linear(pool.proj, gradient), pool.heads)
+    to_heads = through_projection(pool.proj, gradient, pool.heads)
     to_values = through_linear(pool.kv, _joined(weights.transpose(-2, -1) @ to_heads), slice(width, None))
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return _start(x, through_norm(model.norm, x, to_tokens))
@@ -153,40 +162,40 @@ def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, log
 
 def _start_at_tokens(model: VisionTransformer, x: Tensor, logits: Tensor, classes: Tensor) -> _Start:
     """Go back from the pooled vector to the tokens that are pooled by a rule."""
-    with torch.enable_grad():
-        leaf = model.norm(x).detach().requires_grad_()
-        pooled = pool_tokens(leaf, model.config)
-        gradient = through_head(model, pooled.detach(), logits, classes).to(pooled.dtype)
-        (to_tokens,) = torch.autograd.grad(pooled, leaf, gradient)
-    return _start(x, through_norm(model.norm, x, to_tokens.float()))
+    normed = model.norm(x)
+    gradient = through_head(model, pool_tokens(normed, model.config), logits, classes)
+    return _start(x, through_norm(model.norm, x, through_pooling(normed, gradient, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:
     found = (gradient * x.float()).sum(dim=-1)
-    strongest = _strongest(found)
-    return _Start(found, strongest, _of_tokens(gradient, strongest))
+    chosen = _strongest(found)
+    return _Start(found, chosen, chosen @ gradient)
 
 
-def _hop(block: Block, kept: Kept, found: Tensor, strongest: Tensor, gradient: Tensor) -> Tensor:
-    """Move what the strongest tokens have from others by this block's attention to those others: [B, N]."""
-    attention, bias = block.attn, block.attn.bias()
-    rows = None if bias is None else bias[0][:, strongest].transpose(0, 1)
-    weights = _softmax(attention, _of_tokens(kept.q, strongest), kept.k, rows)
-    to_heads = _by_head(through_linear(attention.proj, through_scale(block.ls1, gradient)), attention.heads)
-    moved = (weights * (to_heads @ _without_bias(block, kept.v).transpose(-2, -1))).sum(dim=1)  # [B, S, N]
-    received: Tensor = found + moved.sum(dim=1)
-    return received.scatter_add(1, strongest, -moved.sum(dim=2))
+def _hop(block: Block, kept: Kept, start: _Start) -> Tensor:
+    """Return what this block's attention moves from the strongest tokens to those that they took it from: [B, N]."""
+    attention, bias, chosen = block.attn, block.attn.bias(), start.chosen.unsqueeze(1)
+    weights = _softmax(attention, chosen.to(kept.q.dtype) @ kept.q, kept.k, None if bias is None else chosen @ bias)
+    to_heads = through_projection(attention.proj, through_scale(block.ls1, start.gradient), attention.heads)
+    moved = (weights * _through_values(block, kept.v, to_heads)).sum(dim=1)  # [B, S, N]
+    left: Tensor = moved.sum(dim=1) - (moved.sum(dim=2).unsqueeze(1) @ start.chosen).squeeze(1)
+    return left
 
 
 def _strongest(found: Tensor) -> Tensor:
-    """Return the tokens of highest relevance for or against: at most 32, and an eighth of all. int64 [B, S]."""
-    return found.abs().topk(min(_STRONGEST, math.ceil(found.shape[1] / 8)), dim=1).indices
+    """Return which tokens have the highest relevance for or against: an eighth of all, at most 32; see `_Start`."""
+    count = int(found.shape[1])  # in a trace a size is a tensor
+    best = found.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
+    chosen: Tensor = best.unsqueeze(2) == torch.arange(count, device=found.device)
+    return chosen.float()
 
 
 def _softmax(attention: Attention, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Return the attention weights of some queries, float32 [B, heads, Q, N]."""
     scores = (q * attention.head_dim**-0.5) @ k.transpose(-2, -1)
-    return (scores if bias is None else scores + bias).float().softmax(dim=-1)
+    weights: Tensor = (scores if bias is None else scores + bias).float().softmax(dim=-1)
+    return weights
 
 
 def _values(attention: Attention) -> slice:
@@ -194,23 +203,18 @@ def _values(attention: Attention) -> slice:
     return slice(2 * attention.heads * attention.head_dim, None)
 
 
-def _without_bias(block: Block, v: Tensor) -> Tensor:
-    """Return the values less those of a token of zeros after the norm's scale, float32 [B, heads, N, head_dim]."""
+def _through_values(block: Block, v: Tensor, to_heads: Tensor) -> Tensor:
+    """Return how much each token's values less their bias add to the score, float32 [B, heads, Q, N].
+
+    Args:
+        v: [B, heads, N, head_dim].
+        to_heads: gradient with respect to the attended values, float32 [B, heads, Q, head_dim].
+    """
     attention, rows = block.attn, _values(block.attn)
     bias = None if attention.qkv.bias is None else attention.qkv.bias[rows]
     offset = nn.functional.linear(block.norm1.bias, attention.qkv.weight[rows], bias)
-    return (v - offset.reshape(attention.heads, 1, attention.head_dim)).float()
-
-
-def _of_tokens(x: Tensor, tokens: Tensor) -> Tensor:
-    """Return the features of some tokens: [B, N, D] or [B, heads, N, head_dim], int64 [B, S] -> S in place of N."""
-    index = tokens.unsqueeze(-1) if x.ndim == 3 else tokens[:, None, :, None]
-    return x.gather(-2, index.expand(*x.shape[:-2], -1, x.shape[-1]))
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Split [B, Q, D] to [B, heads, Q, head_dim]."""
-    return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
+    offset = offset.reshape(attention.heads, attention.head_dim, 1).float()
+    return (to_heads.to(v.dtype) @ v.transpose(-2, -1)).float() - to_heads @ offset
 
 
 def _joined(x: Tensor) -> Tensor:

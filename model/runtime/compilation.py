@@ -86,10 +86,10 @@ def compiled_twin(
         autotune: whether several kernels are timed for every matrix product first.
         embedding: whether the embedding is compiled as the blocks are.
     """
-    # Three kinds of block a size (any but the last, the last with and without the attention row); beyond the
-    # limit torch gives up in silence.
+    # Five kinds of block a size (the last without and with the attention row, any other, and both when kept for the
+    # relevance); beyond the limit torch gives up in silence.
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * shapes)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 6 * shapes)
     mode = "max-autotune-no-cudagraphs" if autotune else None
     with torch.device("meta"):
         twin = VisionTransformer(model.config)

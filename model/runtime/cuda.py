@@ -14,7 +14,7 @@ from model.errors import DeviceError
 from model.runtime.backend import first_line, launch_size
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, DeviceOps
 from model.runtime.compilation import CompilationState
-from model.runtime.postprocess import TopKOutput, pack, unpack
+from model.runtime.postprocess import RELEVANCE, TopKOutput, pack, run_network, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,19 @@ class Cuda(TorchBackend):
         """See `Backend.predict`; the output comes from the device in one piece."""
         size = launch_size(len(images), self.batch_sizes)
         packed, packed_k = self._launcher.run(images, size=size, layers=layers, top_k=top_k)
-        output = unpack(packed, top_k=packed_k, layers=len(layers), heads=self.config.heads)
+        wanted, config = RELEVANCE in layers, self.config
+        output = unpack(
+            packed,
+            top_k=packed_k,
+            layers=len(layers) - wanted,
+            heads=config.heads,
+            relevance=config.tokens if wanted else 0,
+        )
         return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
 
     def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
         """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
-        return pack(self.postprocess(self._model_for(layers)(self._normalise(pixels), layers), top_k))
+        return pack(self.postprocess(run_network(self._model_for(layers), self._normalise(pixels), layers), top_k))
 
     def compile(self) -> None:
         """Compile, and capture a graph of each launch size, before returning."""
