@@ -96,8 +96,13 @@ class MapRequest:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether the map needs a pass of its own, and is not a row of the classification's."""
-        return self.method != "cls"
+        """Return whether the map needs a pass of its own, and does not come out of the classification's."""
+        return self.method != "cls" and not self.of_best_class
+
+    @property
+    def of_best_class(self) -> bool:
+        """Return whether it is the relevance of the best class, which the classification's pass can give."""
+        return self.method == "relevance" and self.class_index is None
 
 
 def parse_layer(layer: int | None, depth: int) -> int:

@@ -6,8 +6,6 @@ these tokens' projection, MLP and norms, and not through the network.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -29,9 +27,8 @@ def head_gradient(
     block: Block,
     x: Tensor,
     classes: Tensor,
-    score: Callable[[Tensor, Tensor], Tensor] = class_scores,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention weights and the gradient of the class's score with respect to them, each [B, heads, Q, N].
+    """Return attention weights and the gradient of the class's logit with respect to them, each [B, heads, Q, N].
 
     The Q queries are the tokens that the head reads: CLS, and the distillation token where it has a head; all where
     the head pools over tokens. With attention pooling it is the pooling query alone, after the block.
@@ -40,7 +37,6 @@ def head_gradient(
         block: the block whose output the head reads, as if it were the last one.
         x: the block's input, [B, N, D].
         classes: int64 [B].
-        score: (logits [B, num_classes], classes) -> the sum of the images' scores; the logit of the class by default.
     """
     pool = model.attn_pool
     with torch.no_grad():
@@ -54,6 +50,6 @@ def head_gradient(
             logits, _ = model.read(finish(block, x, weighed))
         else:
             logits = finish_pool(model, pool, weighed)
-        (gradient,) = torch.autograd.grad(score(logits, classes), weighed.weights)
+        (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
     weights, config = weighed.weights.detach(), model.config
     return over_all_tokens(weights, config), over_all_tokens(gradient, config)

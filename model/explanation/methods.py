@@ -15,7 +15,7 @@ from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.gae import gae
 from model.explanation.legrad import legrad
-from model.explanation.relevance import relevance
+from model.explanation.relevance import relevance, sharpened
 from model.explanation.rollout import rollout
 from model.network.vit import VisionTransformer
 from model.prediction import Rollout
@@ -93,6 +93,15 @@ def explain_with_mass(model: VisionTransformer, pixels: Tensor, classes: Tensor,
     images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
     parts = zip(torch.split(pixels, images), torch.split(classes, images), strict=True)
     return _maps(torch.cat([tokens(model, *part) for part in parts]).float(), config)
+
+
+def relevance_maps(found: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
+    """Return what `explain_with_mass` returns of the method `relevance`, from `token_relevance` of a pass.
+
+    Args:
+        found: float32 [B, N].
+    """
+    return _maps(sharpened(found, config), config)
 
 
 def _maps(tokens: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor],
             assert isinstance(block, Block)
             total[layer] += _summed_distance(block.attn, block.norm1(x), config.prefix_tokens, places, max_scores).cpu()
             if layer < config.depth - 1:
-                x, _ = block(x)
+                x = block(x)[0]
         images += len(pixels)
     if not images:
         raise InputError("images", "no images to measure attention on")

@@ -14,13 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import Block
+from model.network.layers.block import Block, Kept
 from model.network.layers.patch_dropout import drop_patches
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.pooling import AttentionPool, pool_tokens
 from model.network.layers.position import sincos2d_position_embedding
 
 _LAYER_SCALE_START = 1e-5
+
+
+class KeptPass(NamedTuple):
+    """What is kept of a forward pass.
+
+    Attributes:
+        blocks: of the last blocks, the first one first.
+        tokens: the last block's output, [B, N, D], or only the tokens that the head reads.
+    """
+
+    blocks: list[Kept]
+    tokens: Tensor
 
 
 class ViTOutput(NamedTuple):
@@ -30,10 +42,12 @@ class ViTOutput(NamedTuple):
         logits: [B, num_classes], in the model's dtype.
         attention: [B, len(layers), heads, N] float32, or None when no layer was asked for. Each row
             is a softmax over all N tokens, prefix tokens first.
+        kept: what an explanation needs of the pass, or None when nothing was to be kept.
     """
 
     logits: Tensor
     attention: Tensor | None
+    kept: KeptPass | None = None
 
 
 class VisionTransformer(nn.Module):
@@ -109,12 +123,13 @@ class VisionTransformer(nn.Module):
         x = self.norm_pre(x)  # [B, N, D]
         return x
 
-    def forward(self, pixels: Tensor, attention_layers: Sequence[int] = ()) -> ViTOutput:
+    def forward(self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0) -> ViTOutput:
         """Return logits and, for the layers that are asked for, attention rows.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row is wanted, in the order wanted.
+            keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
 
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
@@ -124,18 +139,21 @@ class VisionTransformer(nn.Module):
         if self.training and self.patch_dropout:
             x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
+        kept: list[Kept] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
         read = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
         for index, block in enumerate(self.blocks):
             wanted = index in attention_layers and not (index == last and self.attn_pool is not None)
-            x, row = block(x, wanted, read if index == last else None)
+            x, row, of_block = block(x, wanted, read if index == last else None, index > last - keep)
             if row is not None:
                 rows[index] = row
+            if of_block is not None:
+                kept.append(of_block)
         logits, row = self.read(x, last in attention_layers)
         if row is not None:
             rows[last] = row
         attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
-        return ViTOutput(logits, attention)
+        return ViTOutput(logits, attention, KeptPass(kept, x) if keep else None)
 
     def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
         """Map the last block's output to logits, and to the pooling query's attention where there is one.

@@ -32,6 +32,8 @@ class Backend(Protocol):
     def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """Return the best classes of a batch, and the attention rows of these layers, in host memory.
 
+        With `postprocess.RELEVANCE` among the layers the relevance of each image's best class is returned, too.
+
         It is called by as many threads at once as there are streams.
 
         Raises:

@@ -111,10 +111,10 @@ def compiled_twin(model: VisionTransformer, *, shapes: int, autotune: bool) -> V
         shapes: number of batch sizes that it will be run with.
         autotune: see `compiled_for_any_batch`.
     """
-    # Three kinds of block a size (any but the last, the last with and without the attention row); beyond the
-    # limit torch gives up in silence.
+    # Five kinds of block a size (the last without and with the attention row, any other, and both when kept for the
+    # relevance); beyond the limit torch gives up in silence.
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * shapes)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 6 * shapes)
     twin = _twin(model)
     for block in twin.blocks:
         # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.

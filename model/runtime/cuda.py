@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import VisionTransformer
 from model.runtime.backend import Images, first_line, launch_size
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, DeviceOps
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
 from model.runtime.device import batch_too_large
-from model.runtime.postprocess import TopKOutput, pack, unpack
+from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, pack, run_network, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class _Compute(NamedTuple):
 
     normalise: Callable[[Tensor], Tensor]
     model: VisionTransformer
-    tail: Callable[[Tensor, Tensor | None, int], Tensor]
+    tail: Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
 
     def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
         """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
-        output = self.model(self.normalise(pixels), layers)
-        return self.tail(output.logits, output.attention, top_k)
+        output = run_network(self.model, self.normalise(pixels), layers)
+        return self.tail(*output, top_k)
 
 
 class Cuda(TorchBackend):
@@ -71,7 +71,7 @@ class Cuda(TorchBackend):
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
         packed, packed_k = self._launcher.run(images, size=size, layers=layers, top_k=top_k)
-        output = unpack(packed, top_k=packed_k, layers=len(layers), heads=self.config.heads)
+        output = self._unpack(packed, layers, packed_k)
         return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
 
     def exercise(self, sizes: Sequence[int]) -> None:
@@ -91,8 +91,7 @@ class Cuda(TorchBackend):
         """See `Backend.logits`; they are the compiled model's where there is one."""
         compute = self._compiled or self._uncompiled
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        output: ViTOutput = compute.model(compute.normalise(batch), ())
-        return output.logits
+        return run_network(compute.model, compute.normalise(batch), ()).logits
 
     def compile(self) -> None:
         """Compile, and capture a graph of each launch size, before returning; or compile behind, after capturing.
@@ -186,17 +185,27 @@ class Cuda(TorchBackend):
         compute = _Compute(normalise, twin, tail)
 
         def scores(images: Tensor, layers: tuple[int, ...]) -> Tensor:
-            packed = compute(images, layers, self._captured_k)
-            return _or_nan(unpack(packed, top_k=self._captured_k, layers=len(layers), heads=self.config.heads))
+            return _or_nan(self._unpack(compute(images, layers, self._captured_k), layers, self._captured_k))
 
         with self._ops.lasting_kernels() if graphs else nullcontext():
             # The largest first: kernels are tuned for what they see first.
             self._exercise(scores, (self._options.sizes[-1], 2))
         self._compiled, self._model = compute, twin
 
-    def _tail(self, logits: Tensor, attention: Tensor | None, top_k: int) -> Tensor:
+    def _tail(self, logits: Tensor, attention: Tensor | None, relevance: Tensor | None, top_k: int) -> Tensor:
         """Map the network's output to packed output, int32 [B, width]."""
-        return pack(self.postprocess(ViTOutput(logits, attention), top_k))
+        return pack(self.postprocess(NetworkOutput(logits, attention, relevance), top_k))
+
+    def _unpack(self, packed: Tensor, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+        """Split packed output, on whichever device."""
+        wanted, config = RELEVANCE in layers, self.config
+        return unpack(
+            packed,
+            top_k=top_k,
+            layers=len(layers) - wanted,
+            heads=config.heads,
+            relevance=config.tokens if wanted else 0,
+        )
 
 
 def _or_nan(output: TopKOutput) -> Tensor:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import queue
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,14 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.errors import DeviceError
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import VisionTransformer, meta_model
 from model.runtime.backend import Images, stacked
-from model.runtime.postprocess import TopKOutput
+from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import TorchCpu
 
 if TYPE_CHECKING:
     import openvino
+
+logger = logging.getLogger(__name__)
 
 PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
 """The plugin's names of each dtype: for the capability, and for the hint."""
@@ -36,6 +41,10 @@ PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "b
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest norm of the difference to torch's float32 logits, relative to theirs. A graph that lost something is off by
 its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
+
+
+_RELEVANCE_TOLERANCE: Final = {torch.float32: 0.05, torch.bfloat16: 0.5}
+"""The same for relevance, which is a difference of large numbers: ViT-Ti/16 in bfloat16 is off by 0.1."""
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -52,20 +61,43 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class OpenVino:
-    """Computes logits and the last layer's attention row in OpenVINO, other rows and explanations in torch."""
+    """Computes logits, the last layer's attention row and relevance in OpenVINO, other rows and explanations in torch.
+
+    Relevance has a graph of its own with another copy of the weights, which is made on a thread when it is first asked
+    for; until then, or if that fails, torch computes what is asked with it.
+    """
 
     def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
         self.name = f"openvino {network.version}"
         self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
         self._network = network
         self._torch = fallback
+        self._explaining: OpenVinoNetwork | None = None
+        self._preparing = threading.Lock()
 
     def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """See `Backend.predict`."""
-        if layers and layers != self._network.layers:
+        rows = tuple(layer for layer in layers if layer != RELEVANCE)
+        network: OpenVinoNetwork | None = self._network
+        if rows != layers:
+            if not self._preparing.locked():
+                # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
+                threading.Thread(target=self.prepare_relevance, name="openvino-relevance").start()
+            network = self._explaining
+        if network is None or (rows and rows != network.layers):
             return self._torch.predict(images, layers=layers, top_k=top_k)
         with self._torch.threads as alone:
-            return self._torch.postprocess(self._network(stacked(images), alone=alone), top_k)
+            return self._torch.postprocess(network(stacked(images), alone=alone), top_k)
+
+    def prepare_relevance(self) -> None:
+        """Make the graph that gives relevance, too, once; if it cannot be made that is logged, and torch stays."""
+        if not self._preparing.acquire(blocking=False):
+            return
+        torch.set_num_threads(1)  # of the calling thread
+        try:
+            self._explaining = self._network.with_relevance(self._torch.float_copy())
+        except DeviceError as error:
+            logger.warning("torch computes relevance: %s", error)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
@@ -94,6 +126,8 @@ class OpenVinoNetwork:
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
 
+        relevance: whether to compute the relevance of the best class, too.
+
     Attributes:
         layers: the layer whose attention row is computed with the logits, or none.
 
@@ -101,16 +135,19 @@ class OpenVinoNetwork:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
     """
 
-    def __init__(self, options: TorchOptions, *, threads: int, streams: int) -> None:
+    def __init__(self, options: TorchOptions, *, threads: int, streams: int, relevance: bool = False) -> None:
         config, dtype = options.model.config, options.dtype
+        self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
         self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
+        self._relevance = relevance
         self.version = importlib.metadata.version("openvino")
-        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers)
+        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers, relevance)
         rows, columns = config.image_size
         images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
         with torch.inference_mode():
-            expected = traced(torch.from_numpy(images))[0]
+            outputs = traced(torch.from_numpy(images))
+        expected = outputs[0]
         if not expected.isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
         try:
@@ -122,38 +159,48 @@ class OpenVinoNetwork:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
         for count in (1, 3):
             # With one image, and with another number than traced, a constant that the trace made of a size shows.
-            off = self(images[:count], alone=count == 1).logits - expected[:count]
-            # A head that is all zeros gives zeros in both.
-            relative = float(off.norm() / expected[:count].norm().clamp_min(1e-6))
-            if not relative <= _TOLERANCE[dtype]:
-                raise DeviceError(f"OpenVINO's logits are {relative:.2g} of their norm away from torch's")
+            found = self(images[:count], alone=count == 1)
+            _require_close(found.logits, expected[:count], _TOLERANCE[dtype], "logits")
+            if found.relevance is not None:
+                _require_close(found.relevance, outputs[-1][:count], _RELEVANCE_TOLERANCE[dtype], "relevance")
 
-    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> ViTOutput:
+    def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
+        """Return a network that computes relevance, too; raises DeviceError.
+
+        Args:
+            model: the one that this network was made of, in float32.
+        """
+        options = replace(self._options, model=model)
+        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, relevance=True)
+
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> NetworkOutput:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Returns:
-            Logits float32 [B, num_classes], attention float32 [B, 1, heads, N] or None.
+            Its attention is of `layers`.
 
         Raises:
             RuntimeError: as OpenVINO raises it.
         """
         outputs = (self._alone if alone else self._beside).infer(np.ascontiguousarray(images))
-        logits, *rows = (torch.from_numpy(output) for output in outputs)
-        return ViTOutput(logits, rows[0] if rows else None)
+        logits, *others = (torch.from_numpy(output) for output in outputs)
+        return NetworkOutput(logits, others[0] if self.layers else None, others[-1] if self._relevance else None)
 
 
 class _Traced(nn.Module):
     """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
 
-    def __init__(self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...], relevance: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self.normalise = normalise
-        self.layers = layers
+        self.layers = (*layers, RELEVANCE) if relevance else layers
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        output: ViTOutput = self.model(self.normalise(images), self.layers)
-        return (output.logits,) if output.attention is None else (output.logits, output.attention)
+        output = run_network(self.model, self.normalise(images), self.layers)
+        return tuple(part for part in output if part is not None)
 
 
 class _Requests:
@@ -179,6 +226,14 @@ class _Requests:
             return list(request.infer([images], share_inputs=True, share_outputs=False).values())
         finally:
             self._free.put(request)
+
+
+def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    """Raise DeviceError if the difference's norm is more than the tolerance of the expected norm."""
+    # A head that is all zeros gives zeros in both.
+    relative = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+    if not relative <= tolerance:
+        raise DeviceError(f"OpenVINO's {name} are {relative:.2g} of their norm away from torch's")
 
 
 def _convert(module: nn.Module, example: Tensor) -> openvino.Model:

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
-from model.network.vit import ViTOutput
+from model.explanation.relevance import KEPT, token_relevance
+from model.network.vit import VisionTransformer
+
+RELEVANCE: Final = -1
+"""Among the attention layers that are wanted, it stands for the relevance of each image's best class."""
+
+
+class NetworkOutput(NamedTuple):
+    """The output of the network, with what maps are made of.
+
+    Attributes:
+        logits: [B, num_classes].
+        attention: float32 [B, layers, heads, N]; None if no layer was asked for.
+        relevance: `token_relevance` of the best class, float32 [B, N], or None.
+    """
+
+    logits: Tensor
+    attention: Tensor | None
+    relevance: Tensor | None = None
+
+    def first(self, count: int) -> NetworkOutput:
+        """Return the output of the first images."""
+        logits, attention, found = self
+        return NetworkOutput(
+            logits[:count], None if attention is None else attention[:count], None if found is None else found[:count]
+        )
+
+
+def run_network(model: VisionTransformer, pixels: Tensor, layers: tuple[int, ...]) -> NetworkOutput:
+    """Run a model on normalised pixels [B, C, H, W]; `layers` may hold `RELEVANCE`."""
+    wanted = RELEVANCE in layers
+    output = model(pixels, tuple(layer for layer in layers if layer != RELEVANCE), KEPT if wanted else 0)
+    found = token_relevance(model, output, output.logits.argmax(dim=1)) if wanted else None
+    return NetworkOutput(output.logits, output.attention, found)
 
 
 class TopKOutput(NamedTuple):
@@ -18,13 +51,14 @@ class TopKOutput(NamedTuple):
         scores: float32 [B, k], highest first.
         indices: int64 [B, k].
         finite: bool [B], whether all scores of the image are finite.
-        attention: float32 [B, layers, heads, N]; None if no layer was asked for.
+        attention, relevance: see `NetworkOutput`.
     """
 
     scores: Tensor
     indices: Tensor
     finite: Tensor
     attention: Tensor | None
+    relevance: Tensor | None = None
 
 
 class Postprocess:
@@ -39,33 +73,42 @@ class Postprocess:
         logits = logits.float() / self._temperature
         return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
 
-    def __call__(self, output: ViTOutput, top_k: int) -> TopKOutput:
-        """Return the `top_k` best classes of each image; the attention rows are passed on."""
+    def __call__(self, output: NetworkOutput, top_k: int) -> TopKOutput:
+        """Return the `top_k` best classes of each image; attention and relevance are passed on."""
         scores = self.scores(output.logits)
         # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
         finite = scores.isfinite().all(dim=-1)
-        return TopKOutput(*scores.topk(top_k, dim=-1), finite, output.attention)
+        return TopKOutput(*scores.topk(top_k, dim=-1), finite, output.attention, output.relevance)
 
 
 def pack(output: TopKOutput) -> Tensor:
-    """Join an output on its device: int32 [B, 2k + 1 + layers*heads*N]; indices must be below 2^31.
+    """Join an output on its device: int32 [B, 2k + 1 + layers*heads*N + N]; indices must be below 2^31.
 
-        [ scores: k float32 | indices: k int32 | finite: 1 | attention: layers * heads * N float32 ]
+        [ scores: k float32 | indices: k int32 | finite: 1 | attention: layers * heads * N float32 | relevance: N ]
 
     Floats keep their bits (they are viewed as int32, never converted), so that what is unpacked is what was packed.
     """
     parts = [output.scores.view(torch.int32), output.indices.int(), output.finite.int().unsqueeze(1)]
     if output.attention is not None:
         parts.append(output.attention.flatten(1).view(torch.int32))
+    if output.relevance is not None:
+        parts.append(output.relevance.view(torch.int32))
     return torch.cat(parts, dim=1)
 
 
-def unpack(packed: Tensor, *, top_k: int, layers: int, heads: int) -> TopKOutput:
-    """Split a packed output on the host into tensors that keep nothing of its memory; 0 layers have no attention."""
-    scores, indices, finite, attention = packed.tensor_split((top_k, 2 * top_k, 2 * top_k + 1), dim=1)
+def unpack(packed: Tensor, *, top_k: int, layers: int, heads: int, relevance: int = 0) -> TopKOutput:
+    """Split a packed output on the host into tensors that keep nothing of its memory.
+
+    Args:
+        layers: of attention rows; 0 have no attention.
+        relevance: columns of it; 0 have none.
+    """
+    ends = (top_k, 2 * top_k, 2 * top_k + 1, packed.shape[1] - relevance)
+    scores, indices, finite, attention, found = packed.tensor_split(ends, dim=1)
     return TopKOutput(
         scores.view(torch.float32).clone(),
         indices.long(),
         finite[:, 0] != 0,
         attention.reshape(len(packed), layers, heads, -1).view(torch.float32).clone() if layers else None,
+        found.view(torch.float32).clone() if relevance else None,
     )

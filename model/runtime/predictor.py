@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
-from model.explanation.methods import METHODS
+from model.explanation.methods import METHODS, relevance_maps
 from model.network.vit import count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime.backend import Backend, Images, first_line, launch_size
@@ -26,6 +27,7 @@ from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
+from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -193,12 +195,17 @@ class Predictor:
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
         layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
+        wanted_too = (RELEVANCE,) if any(wanted is not None and wanted.of_best_class for wanted in maps) else ()
         with torch.inference_mode():
-            scores, indices, finite, attention = self._backend.predict(images, layers=layers, top_k=top_k)
+            output = self._backend.predict(images, layers=layers + wanted_too, top_k=top_k)
             found: list[AttentionMap | None] = [None] * count
-            if layers and attention is not None:
-                found = attention_maps(attention, layers, maps, self.config)
-            prediction = BatchPrediction(scores.numpy(), indices.numpy(), finite.numpy(), found)
+            if layers and output.attention is not None:
+                found = attention_maps(output.attention, layers, maps, self.config)
+            prediction = BatchPrediction(output.scores.numpy(), output.indices.numpy(), output.finite.numpy(), found)
+            if output.relevance is not None:
+                members = [place for place, wanted in enumerate(maps) if wanted is not None and wanted.of_best_class]
+                made = relevance_maps(output.relevance[members], self.config)
+                _put(prediction, "relevance", members, prediction.indices[members, 0], *made)
         for method in sorted({wanted.method for wanted in maps if wanted is not None and wanted.needs_pass}):
             self._explain(images, method, maps, prediction)
         return prediction
@@ -211,21 +218,40 @@ class Predictor:
         prediction: BatchPrediction,
     ) -> None:
         """Put the maps of one method into the prediction, each of its request's class or of the best one."""
-        members = [index for index, wanted in enumerate(requests) if wanted is not None and wanted.method == method]
+        members = [
+            index
+            for index, wanted in enumerate(requests)
+            if wanted is not None and wanted.needs_pass and wanted.method == method
+        ]
         classes = prediction.indices[members, 0]
         for place, member in enumerate(members):
             wanted = requests[member]
             if wanted is not None and wanted.class_index is not None:
                 classes[place] = wanted.class_index
-        maps, kept_mass = self._backend.explain(np.stack([images[member] for member in members]), classes, method)
-        for member, class_index, values, kept in zip(
-            members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True
-        ):
-            of_class = class_index if METHODS[method].class_specific else None
-            prediction.maps[member] = AttentionMap(None, None, values, kept, method, of_class)
+        _put(
+            prediction,
+            method,
+            members,
+            classes,
+            *self._backend.explain(np.stack([images[member] for member in members]), classes, method),
+        )
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
         found: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
         return found
+
+
+def _put(
+    prediction: BatchPrediction,
+    method: str,
+    members: Sequence[int],
+    classes: NDArray[np.int64],
+    maps: Tensor,
+    kept_mass: Tensor,
+) -> None:
+    """Put maps by one method into the prediction, those of these members of the batch."""
+    for member, label, values, kept in zip(members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True):
+        of_class = label if METHODS[method].class_specific else None
+        prediction.maps[member] = AttentionMap(None, None, values, kept, method, of_class)

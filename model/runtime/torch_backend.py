@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ from model.config import PreprocessConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain_with_mass
 from model.network.layers.attention import Attention
-from model.network.vit import VisionTransformer, ViTOutput, count_parameters
+from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import first_line, launch_size
 from model.runtime.compilation import (
     Compilation,
@@ -27,7 +29,7 @@ from model.runtime.compilation import (
     compiled_twin,
     plan_compilation,
 )
-from model.runtime.postprocess import Postprocess
+from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, run_network
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class TorchBackend:
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Attributes:
-        usual_layers: choices of attention layers that are compiled and captured: no map, or the default one.
+        usual_layers: choices of attention layers that are compiled and captured: no map, or one of the defaults.
 
     Raises:
         DeviceError: not enough memory for the weights.
@@ -87,7 +89,7 @@ class TorchBackend:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
         self.config = options.model.config
-        self.usual_layers: tuple[tuple[int, ...], ...] = (), (self.config.depth - 1,)
+        self.usual_layers: tuple[tuple[int, ...], ...] = (), (self.config.depth - 1,), (RELEVANCE,)
         self.postprocess = Postprocess(options.checkpoint)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
@@ -104,16 +106,16 @@ class TorchBackend:
         self._model = self._plain
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> ViTOutput:
-        """Return logits and attention rows of uint8 [B, H, W, C] in host memory, on the device."""
+    def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
+        """Return the output of `run_network` for uint8 [B, H, W, C] in host memory, on the device."""
         # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
         model, count = self._model_for(layers), len(images)
         missing = launch_size(count, self.batch_sizes) - count
         if missing:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        output: ViTOutput = model(self._normalise(batch), layers)
-        return ViTOutput(output.logits[:count], None if output.attention is None else output.attention[:count])
+        output = run_network(model, self._normalise(batch), layers)
+        return output if not missing else output.first(count)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
@@ -121,6 +123,14 @@ class TorchBackend:
         wanted = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
         maps, kept_mass = explain_with_mass(self._plain, self._normalise(batch), wanted, method)
         return maps.cpu(), kept_mass.cpu()
+
+    def float_copy(self) -> VisionTransformer:
+        """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
+        twin = copy.deepcopy(self._plain).float()
+        for module in twin.modules():
+            if isinstance(module, Attention):
+                module.attend = F.scaled_dot_product_attention
+        return twin
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
@@ -131,7 +141,7 @@ class TorchBackend:
         self._exercise(self._logits_of(self._model), sizes)
 
     def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
-        return lambda images, layers: model(self._normalise(images), layers).logits
+        return lambda images, layers: run_network(model, self._normalise(images), layers).logits
 
     def _exercise(self, compute: Callable[[Tensor, tuple[int, ...]], Tensor], sizes: Sequence[int]) -> None:
         """Run (images on the device, layers) -> logits or scores with trial images of these sizes."""

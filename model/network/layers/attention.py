@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,14 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.network.layers.attention_kernels import mean_row_by_image
 from model.network.layers.position import relative_position_index, relative_table_size
+
+
+class Heads(NamedTuple):
+    """What each head attended with: q [B, heads, Q, head_dim] and k after their norms, k and v of all N tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class Attention(nn.Module):
@@ -48,8 +57,8 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the attended tokens and, when asked, the attention row that a map is made of.
+    ) -> tuple[Tensor, Tensor | None, Heads]:
+        """Return the attended tokens, the attention row that a map is made of when asked, and the heads' inputs.
 
         Args:
             x: [B, N, D].
@@ -57,7 +66,7 @@ class Attention(nn.Module):
             queries: how many of the first tokens are queries; None means all. Keys and values are always all.
 
         Returns:
-            [B, queries or N, D], and [B, heads, N] float32 or None.
+            [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
         """
         batch, _, width = x.shape
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
@@ -69,7 +78,7 @@ class Attention(nn.Module):
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
         x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
-        return x, row
+        return x, row, Heads(q, k, v)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of [B, N, D] before their norms, each [B, heads, N, head_dim]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,15 @@ class DropPath(nn.Module):
         return x * mask / keep
 
 
+class Kept(NamedTuple):
+    """What an explanation needs of a block's pass: its input x [B, N, D], and `Heads`."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class Block(nn.Module):
     """Pre-norm encoder block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -108,10 +117,14 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, queries: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None); see `Attention.forward`."""
-        y, row = self.attn(self.norm1(x), return_attention, queries)
+        self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None, Kept | None]:
+        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None, what is kept of it or None).
+
+        See `Attention.forward`.
+        """
+        y, row, heads = self.attn(self.norm1(x), return_attention, queries)
+        kept = Kept(x, *heads) if keep else None
         x = x[:, :queries] + self.drop_path(self.ls1(y))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        return x, row
+        return x, row, kept

@@ -38,14 +38,20 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
     return Reference(attention, pool, outputs, logits)
 
 
-def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+def attention_weights(layer: Attention, x: Tensor) -> Tensor:
+    """Return the attention [B, heads, N, N] of tokens [B, N, D] after the block's first norm."""
     width, heads = x.shape[2], layer.heads
-    q, k, v = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
+    q, k, _ = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
     scores = torch.einsum("bhqd,bhkd->bhqk", layer.q_norm(q), layer.k_norm(k)) / (width // heads) ** 0.5
     if layer.relative_position_bias_table is not None:
         for head in range(heads):
             scores[:, head] += layer.relative_position_bias_table[:, head][layer.relative_position_index]
-    weights = scores.softmax(dim=-1)
+    return torch.softmax(scores, dim=-1)
+
+
+def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    v = layer.qkv(x)[..., 2 * x.shape[2] :].unflatten(2, (layer.heads, -1)).transpose(1, 2)
+    weights = attention_weights(layer, x)
     weights.retain_grad()
     return layer.proj(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)), weights
 

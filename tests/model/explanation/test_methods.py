@@ -18,6 +18,7 @@ from model.network.vit import VisionTransformer
 from model.prediction import CLASS_SPECIFIC, Rollout
 from model.prediction import METHODS as NAMES
 from tests.model.explanation.plain_reference import Reference, forward, read
+from tests.model.explanation.plain_relevance import plain_relevance
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,10 +41,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str) -> VisionTransformer:
+def model_of(family: str, **others: Any) -> VisionTransformer:
     """A model of random weights, in which every parameter counts."""
-    sizes = {"image_size": (16, 24), "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 40}
-    model = VisionTransformer(ViTConfig(**sizes | {"num_classes": 5} | FAMILIES[family])).eval()
+    sizes: dict[str, Any] = {
+        "image_size": (16, 24),
+        "patch_size": 8,
+        "width": 24,
+        "depth": 3,
+        "heads": 3,
+        "mlp_width": 40,
+    }
+    model = VisionTransformer(ViTConfig(**sizes | {"num_classes": 5} | FAMILIES[family] | others)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,20 +80,6 @@ def grad_of(weights: Tensor | None) -> Tensor:
 def all_tokens(pool: Tensor, config: ViTConfig) -> Tensor:
     """[B, seen] -> [B, N]: what the pooling does not see has nothing."""
     return torch.cat([torch.zeros(len(pool), config.tokens - pool.shape[1]), pool], dim=1)
-
-
-def plain_relevance(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    found = forward(model, pixels)
-    for logits, label in zip(found.logits, CLASSES.tolist(), strict=True):
-        rivals = sorted(
-            (logit for index, logit in enumerate(logits) if index != label),
-            key=lambda logit: logit.item(),
-            reverse=True,
-        )[:10]
-        (logits[label] - (sum(rivals) / len(rivals) if rivals else 0)).backward(retain_graph=True)
-    weights = found.attention[-1] if found.pool is None else found.pool
-    product = (weights * grad_of(weights)).sum((1, 2)).clamp(min=0) ** 1.5
-    return all_tokens(product, model.config)
 
 
 def plain_gae(model: VisionTransformer, pixels: Tensor) -> Tensor:
@@ -151,17 +145,21 @@ def plain_rollout(model: VisionTransformer, pixels: Tensor, fusion: str = "mean"
 
 
 PLAIN: dict[str, Callable[[VisionTransformer, Tensor], Tensor]] = {
-    "relevance": plain_relevance,
+    "relevance": lambda model, pixels: plain_relevance(model, pixels, CLASSES),
     "gae": plain_gae,
     "legrad": plain_legrad,
     "rollout": plain_rollout,
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", PLAIN)
-def test_a_map_is_that_of_plain_autograd(family: str, method: str) -> None:
-    model = model_of(family)
+CASES: list[tuple[str, str, dict[str, Any]]] = [(family, method, {}) for family in FAMILIES for method in PLAIN]
+# Of many patches relevance follows several and not one, and of many blocks the last ones.
+CASES += [(family, "relevance", {"image_size": (56, 48), "depth": 6}) for family in FAMILIES if family != "square"]
+
+
+@pytest.mark.parametrize(("family", "method", "sizes"), CASES)
+def test_a_map_is_that_of_plain_autograd(family: str, method: str, sizes: dict[str, Any]) -> None:
+    model = model_of(family, **sizes)
     pixels = pictures(model)
     tokens = PLAIN[method](model, pixels).detach()
     patches = tokens[:, model.config.prefix_tokens :]

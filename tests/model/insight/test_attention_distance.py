@@ -62,7 +62,7 @@ def all_weights(model: VisionTransformer, images: torch.Tensor) -> NDArray[np.fl
                 scores = scores + table[attention.relative_position_index.numpy()].transpose(2, 0, 1)
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
             layers.append(scores / scores.sum(axis=-1, keepdims=True))
-            x, _ = block(x)
+            x = block(x)[0]
     return np.stack(layers, axis=1)
 
 

@@ -27,7 +27,7 @@ from model.runtime.compilation import (
     powers_of_two,
     twin_for_any_batch,
 )
-from model.runtime.postprocess import Postprocess, pack
+from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, pack, run_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -242,19 +242,21 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     compiled_normalise = compiled_for_any_batch(normalise.forward, autotune=False, backend="eager")
     postprocess = Postprocess(make_checkpoint())
 
-    def tail(logits: torch.Tensor, attention: torch.Tensor | None, top_k: int) -> torch.Tensor:
-        return pack(postprocess(ViTOutput(logits, attention), top_k))
+    def tail(
+        logits: torch.Tensor, attention: torch.Tensor | None, relevance: torch.Tensor | None, top_k: int
+    ) -> torch.Tensor:
+        return pack(postprocess(NetworkOutput(logits, attention, relevance), top_k))
 
     compiled_tail = compiled_for_any_batch(tail, autotune=False, backend="eager")
     with torch.inference_mode():
         for size in (8, 2, 1, 5):
             images = torch.randint(0, 256, (size, 16, 24, 3), dtype=torch.uint8)
-            for layers in ((), (1,)):
-                expected = model(normalise(images), layers)
-                found = twin(compiled_normalise(images), layers)
+            for layers in ((), (1,), (RELEVANCE,)):
+                expected = run_network(model, normalise(images), layers)
+                found = run_network(twin, compiled_normalise(images), layers)
                 for got, wanted in zip(found, expected, strict=True):
                     torch.testing.assert_close(got, wanted)
-                packed = compiled_tail(found.logits, found.attention, 3)
-                assert torch.equal(packed, tail(found.logits, found.attention, 3))
+                packed = compiled_tail(*found, 3)
+                assert torch.equal(packed, tail(*found, 3))
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -145,7 +145,7 @@ def test_maps_that_are_computed_beside_and_captures_hold_the_same_lock(
 
     monkeypatch.setattr(TorchBackend, "explain", explained)
     monkeypatch.setattr(BatchLauncher, "capture", captured)
-    predictor.predict(make_images(1), top_k=1, maps=[MapRequest.explained("relevance")])
+    predictor.predict(make_images(1), top_k=1, maps=[MapRequest.explained("gae")])
     wait_for_the_compiler(compiler)
     assert held == [True, True]
     assert predictor.compiled == "compiled"

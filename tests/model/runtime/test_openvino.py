@@ -17,10 +17,11 @@ import torch
 from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
 from model.runtime import openvino as openvino_backend
 from model.runtime.openvino import unsupported_reason
+from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
 
@@ -151,7 +152,7 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
 ) -> None:
     whole = openvino_backend.OpenVinoNetwork.__call__
 
-    def wrong(self: openvino_backend.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> ViTOutput:
+    def wrong(self: openvino_backend.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
         output = whole(self, images, alone=alone)
         return output._replace(logits=output.logits.flip(-1))
 

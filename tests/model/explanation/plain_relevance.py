@@ -1,0 +1,125 @@
+"""Relevance by automatic differentiation of a forward pass whose scales are constants, one token at a time.
+
+Nothing of `model.explanation` is used here, and of the network only its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.network.layers.block import Block, SwiGLU
+from model.network.vit import VisionTransformer
+from tests.model.blocks import blocks
+from tests.model.explanation.plain_reference import attention_weights
+
+
+def plain_relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
+    """Return the relevance of each token, not negative: [B, N]."""
+    return torch.stack(
+        [_of_image(model, one.unsqueeze(0), int(label)) for one, label in zip(pixels, classes, strict=True)]
+    )
+
+
+def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
+    entering = [model.embed(pixels)]
+    for block in blocks(model):
+        entering.append(block(entering[-1])[0])
+    through = blocks(model)[-1:] if model.config.pool == "cls" else []
+    leaf = entering[-1 - len(through)].detach().requires_grad_()
+    x = leaf
+    for block in through:
+        x = _frozen_block(block, x)
+    logits = _frozen_read(model, x)[0]
+    ranked = sorted((logit for index, logit in enumerate(logits) if index != label), key=Tensor.item, reverse=True)[:10]
+    (logits[label] - (sum(ranked) / len(ranked) if ranked else 0)).backward()
+    gradient = leaf.grad
+    assert gradient is not None
+    found = [float(gradient[0, token] @ leaf[0, token].detach()) for token in range(model.config.tokens)]
+    order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
+    strongest = order[: min(32, math.ceil(len(found) / 8))]
+    before = blocks(model)[: -1 if through else None]
+    for place in range(len(before) - 1, max(-1, len(before) - 4), -1):
+        given = _contributions(before[place], entering[place], strongest, gradient[0])
+        for taker, row in zip(strongest, given.tolist(), strict=True):
+            for giver, share in enumerate(row):
+                found[giver] += share
+                found[taker] -= share
+    return _sharpened(torch.tensor(found), model)
+
+
+def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
+    """Return what each token gave to each taker's features, times the taker's gradient: [takers, N]."""
+    layer = block.attn
+    width, heads = x.shape[2], layer.heads
+    weights = attention_weights(layer, block.norm1(x))[0]
+    linear = (x[0] - x[0].mean(-1, keepdim=True)) / (
+        x[0].var(-1, unbiased=False, keepdim=True) + block.norm1.eps
+    ).sqrt()
+    values = (linear * block.norm1.weight @ layer.qkv.weight[2 * width :].T).unflatten(1, (heads, width // heads))
+    given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2) @ layer.proj.weight.T
+    return torch.sum(block.ls1(given) * gradient[takers].unsqueeze(1), -1).detach()
+
+
+def _frozen_norm(layer: nn.Module, x: Tensor) -> Tensor:
+    if not isinstance(layer, nn.LayerNorm):
+        return x
+    scale = (x.var(-1, unbiased=False, keepdim=True) + layer.eps).sqrt().detach()
+    return (x - x.mean(-1, keepdim=True)) / scale * layer.weight + layer.bias
+
+
+def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
+    hidden = mlp.fc1(x)
+    if isinstance(mlp, SwiGLU):
+        gate, hidden = hidden.chunk(2, dim=-1)
+        return torch.as_tensor(mlp.fc2(mlp.activation(gate).detach() * hidden))
+    return torch.as_tensor(mlp.fc2((mlp.activation(hidden) / hidden).detach() * hidden))
+
+
+def _frozen_block(block: Block, x: Tensor) -> Tensor:
+    normed = _frozen_norm(block.norm1, x)
+    weights = attention_weights(block.attn, normed).detach()
+    values = block.attn.qkv(normed)[..., 2 * x.shape[2] :].unflatten(2, (block.attn.heads, -1))
+    mixed = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2)
+    x = x + block.ls1(block.attn.proj(mixed))
+    left: Tensor = x + block.ls2(_frozen_mlp(block.mlp, _frozen_norm(block.norm2, x)))
+    return left
+
+
+def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
+    """Return the logits of tokens [1, N, D]."""
+    config, x = model.config, _frozen_norm(model.norm, x)
+    seen = x if config.pool_prefix else x[:, config.prefix_tokens :]
+    if model.attn_pool is not None:
+        pool, width = model.attn_pool, config.width
+        split = (config.heads, width // config.heads)
+        q = pool.q(pool.latent).unflatten(2, split)[0, 0]
+        k, v = (part.unflatten(2, split) for part in pool.kv(seen).split(width, dim=2))
+        weights = (torch.einsum("hd,bkhd->bhk", q, k) / split[1] ** 0.5).softmax(dim=-1).detach()
+        pooled = pool.proj(torch.einsum("bhk,bkhd->bhd", weights, v).flatten(1))
+        pooled = pooled + _frozen_mlp(pool.mlp, _frozen_norm(pool.norm, pooled))
+    elif config.pool == "cls":
+        pooled = x[:, 0]
+    elif config.pool == "cls_mean":
+        pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
+    else:
+        pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
+    logits = model.head(_frozen_norm(model.fc_norm, pooled))
+    return torch.as_tensor(logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1]))
+
+
+def _sharpened(found: Tensor, model: VisionTransformer) -> Tensor:
+    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their positive part."""
+    prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
+    patches, sigma = found[prefix:].reshape(rows, columns), min(rows, columns) / 32
+    places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1).float()
+    smooth = []
+    for place in places.reshape(-1, 2):
+        near = (-((places - place) ** 2).sum(-1) / (2 * sigma**2)).exp()
+        smooth.append((near * patches).sum() / near.sum())
+    positive = torch.stack(smooth).clamp(min=0)
+    squared = positive**2
+    return torch.cat([found[:prefix].clamp(min=0), squared * positive.sum() / max(float(squared.sum()), 1e-30)])

@@ -1,0 +1,171 @@
+"""The relevance of the best class, out of the classification's own pass."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint
+from model.config import PreprocessConfig
+from model.errors import DeviceError
+from model.explanation.methods import explain_with_mass
+from model.network.vit import VisionTransformer
+from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from model.runtime.choose_backend import BackendName
+from model.runtime.openvino import OpenVino, OpenVinoNetwork, unsupported_reason
+from model.runtime.postprocess import NetworkOutput
+from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import Normalise, TorchBackend
+from model.runtime.torch_cpu import TorchCpu
+from tests.model.explanation.test_methods import FAMILIES, model_of
+from tests.model.runtime.device_stand_in import StandInOps
+
+RELEVANCE = MapRequest.explained("relevance")
+MIXED = [RELEVANCE, None, MapRequest(0, 1), RELEVANCE, MapRequest(3, "max")]
+CPU = torch.device("cpu")
+needs_openvino = pytest.mark.skipif(unsupported_reason(CPU, torch.float32) is not None, reason="no OpenVINO here")
+SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 4}
+
+
+def checkpoint_of(family: str) -> Checkpoint:
+    model = model_of(family, **SIZES)
+    size = model.config.image_size
+    preprocess = PreprocessConfig(
+        size=size, resize="squash", resize_size=size, interpolation="bicubic", mean=(0.5,) * 3, std=(0.25,) * 3
+    )
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return Checkpoint("test", "test", "vitserve", "vit", model.config, preprocess, tuple("abcde"), tensors)
+
+
+def images_for(predictor: Predictor, count: int = 5) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 256, (count, *predictor.config.image_size, 3), dtype=np.uint8)
+
+
+def made(family: str, backend: BackendName = "torch", **options: Any) -> Predictor:
+    return Predictor(checkpoint_of(family), device="cpu", dtype="float32", backend=backend, threads=1, **options)
+
+
+def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: BatchPrediction) -> None:
+    """The image's map is the one that an explanation of its best class alone gives."""
+    pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
+    best = int(found.indices[place, 0])
+    expected, kept = explain_with_mass(predictor.checkpoint.build(), pixels[[place]], torch.tensor([best]), "relevance")
+    got = found.maps[place]
+    assert isinstance(got, AttentionMap)
+    assert (got.method, got.class_index, got.layer, got.head) == ("relevance", best, None, None)
+    np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
+    assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
+    assert got.values.max() > 2 / got.values.size, "the map is not even"
+
+
+@pytest.fixture
+def no_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr(TorchBackend, "explain", refuse)
+
+
+def require_mixed(predictor: Predictor, rows_of: Predictor) -> None:
+    """A batch of all kinds of requests gives each image what it asks for."""
+    images = images_for(predictor)
+    found = predictor.predict(images, top_k=2, maps=MIXED)
+    rows = rows_of.predict(images, top_k=2, maps=[None, None, MIXED[2], None, MIXED[4]])
+    np.testing.assert_array_equal(found.indices, rows.indices)
+    for place in (0, 3):
+        require_explanation(predictor, images, place, found)
+    assert found.maps[1] is None
+    for place in (2, 4):
+        got, wanted = found.maps[place], rows.maps[place]
+        assert got is not None
+        assert wanted is not None
+        assert (got.layer, got.head, got.method) == (wanted.layer, wanted.head, "cls")
+        np.testing.assert_allclose(got.values, wanted.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "square"])
+@pytest.mark.usefixtures("no_explanations")
+def test_a_mixed_batch_needs_no_further_pass(family: str) -> None:
+    predictor = made(family)
+    require_mixed(predictor, predictor)
+
+
+@pytest.mark.usefixtures("no_explanations")
+def test_a_captured_graph_gives_it() -> None:
+    ops = StandInOps()
+    predictor = made("registers", ops=ops, max_batch=8, streams=1)
+    predictor.warm_up()
+    images, replays = images_for(predictor, 3), ops.replays
+    found = predictor.predict(images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
+    assert ops.replays == replays + 1
+    require_explanation(predictor, images, 1, found)
+    require_explanation(predictor, images, 2, found)
+    require_mixed(predictor, made("registers"))  # its choice of rows has no graph
+
+
+def test_of_a_named_class_it_is_an_explanation() -> None:
+    assert MapRequest.explained("relevance", 0).needs_pass
+    assert not RELEVANCE.needs_pass
+
+
+@needs_openvino
+@pytest.mark.timeout(120)  # graphs are compiled
+class TestOpenVino:
+    @pytest.mark.parametrize("family", ["registers", "distilled", "swiglu", "beit", "cls_mean", "max", "attention"])
+    @pytest.mark.usefixtures("no_explanations")
+    def test_its_graph_gives_it(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        predictor = made(family, "openvino")
+        backend = predictor._backend
+        assert isinstance(backend, OpenVino)
+        backend.prepare_relevance()
+        require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
+        monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
+        images = images_for(predictor, 3)
+        maps = [RELEVANCE, None, RELEVANCE if backend._network.layers == () else MapRequest(3)]
+        found = predictor.predict(images, top_k=1, maps=maps)
+        require_explanation(predictor, images, 0, found)
+
+    def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        predictor = made("plain", "openvino")
+        go, calls = threading.Event(), []
+
+        def slow(_: OpenVinoNetwork, model: VisionTransformer) -> OpenVinoNetwork:
+            calls.append(model)
+            go.wait(30)
+            raise DeviceError("it cannot be made")
+
+        monkeypatch.setattr(OpenVinoNetwork, "with_relevance", slow)
+        images = images_for(predictor, 2)
+        for _ in range(2):
+            require_explanation(predictor, images, 0, predictor.predict(images, top_k=1, maps=[RELEVANCE, None]))
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "openvino-relevance":
+                thread.join()
+        require_explanation(predictor, images, 1, predictor.predict(images, top_k=1, maps=[None, RELEVANCE]))
+        assert len(calls) == 1, "it is made once"
+
+    def test_a_graph_that_gives_another_relevance_is_not_used(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        predictor = made("plain", "openvino")
+        backend, whole = predictor._backend, OpenVinoNetwork.__call__
+        assert isinstance(backend, OpenVino)
+
+        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
+            output = whole(self, images, alone=alone)
+            return output if output.relevance is None else output._replace(relevance=output.relevance.flip(-1))
+
+        monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
+        with caplog.at_level(logging.WARNING):
+            backend.prepare_relevance()
+        assert "torch computes relevance: OpenVINO's relevance are" in caplog.text
+        with pytest.raises(DeviceError, match="relevance"):
+            backend._network.with_relevance(predictor.checkpoint.build())
+        images = images_for(predictor, 2)
+        require_explanation(predictor, images, 1, predictor.predict(images, top_k=1, maps=[None, RELEVANCE]))
