@@ -2,6 +2,7 @@
 
     limit        HTTP against the same work in-process, and a lone request against decoding plus computing
     attention    attention=true on every request against none
+    relevance    attention=relevance on every request against none, with OpenVINO and with torch
     connections  throughput and latency with 1 to 512 connections
     workers      the same with 1 to 4 web workers
     memory       of each process, and whether it grows over many requests; seconds from start to ready
@@ -21,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, memory, pictures
-from benchmarks.load import loader
+from benchmarks.load import Protocol, loader
 from benchmarks.record import RESULTS, Record, medians, one_of, table
-from benchmarks.servers import OURS, OURS_ATTENTION, VITSERVE, ServerFailed, running
+from benchmarks.servers import OURS, OURS_ATTENTION, OURS_RELEVANCE, VITSERVE, ServerFailed, running
 
 _CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _WORKERS = (1, 2, 3, 4)
 _STARTS = 3
-_SECTIONS = ("limit", "attention", "connections", "workers", "memory")
+_SECTIONS = ("limit", "attention", "relevance", "connections", "workers", "memory")
 
 
 class Benchmark:
@@ -70,10 +71,22 @@ class Benchmark:
 
     def attention(self) -> None:
         """With and without maps, in turn on one server."""
-        rounds: list[dict[str, Any]] = self._section.setdefault("attention", [])
+        self._maps("attention", OURS_ATTENTION)
+
+    def relevance(self) -> None:
+        """With and without relevance, in turn on one server of each backend."""
+        for backend in ("openvino", "torch"):
+            self._maps(f"relevance-{backend}", OURS_RELEVANCE, VIT_BACKEND=backend)
+
+    def _maps(self, section: str, asking: Protocol, **settings: str) -> None:
+        rounds: list[dict[str, Any]] = self._section.setdefault(section, [])
         if len(rounds) >= self._arguments.rounds:
             return
-        with self._running() as server, loader(self._files, OURS) as plain, loader(self._files, OURS_ATTENTION) as maps:
+        with (
+            self._running(**settings) as server,
+            loader(self._files, OURS) as plain,
+            loader(self._files, asking) as maps,
+        ):
             self._warm(server.url, plain)
             self._warm(server.url, maps)
             while len(rounds) < self._arguments.rounds:
@@ -84,7 +97,7 @@ class Benchmark:
                     measured[name] = load.closed(server.url, connections=32, seconds=self._arguments.seconds).as_json()
                 measured["ratio"] = round(measured["attention"]["rate"] / measured["plain"]["rate"], 4)
                 rounds.append(measured)
-                self._saved("attention", measured["ratio"])
+                self._saved(section, measured["ratio"])
 
     def connections(self) -> None:
         """One server, ever more connections."""
@@ -163,7 +176,9 @@ def report(data: dict[str, Any]) -> str:
     lines = [f"{device['cpu']}, {device['cores']} cores, load generator included; torch {data['versions']['torch']}."]
     sections: dict[str, Callable[[dict[str, Any]], str]] = {
         "limit": _limit_table,
-        "attention": _attention_table,
+        "attention": lambda model: _attention_table("attention=true", model["attention"]),
+        "relevance-openvino": lambda model: _attention_table("relevance, OpenVINO", model["relevance-openvino"]),
+        "relevance-torch": lambda model: _attention_table("relevance, torch", model["relevance-torch"]),
         "connections": lambda model: _load_table("connections", model["connections"]),
         "workers": lambda model: _load_table("web workers", model["workers"]),
         "memory": _memory_table,
@@ -190,12 +205,11 @@ def _limit_table(model: dict[str, Any]) -> str:
     return table(header, rows)
 
 
-def _attention_table(model: dict[str, Any]) -> str:
-    rounds = model["attention"]
+def _attention_table(name: str, rounds: list[dict[str, Any]]) -> str:
     plain, maps = medians(one["plain"] for one in rounds), medians(one["attention"] for one in rounds)
     ratio = medians({"ratio": one["ratio"]} for one in rounds)["ratio"]
     header = ("", "answered/s", "p50 ms", "p99 ms")
-    rows = [(name, one["rate"], one["p50"], one["p99"]) for name, one in (("plain", plain), ("attention=true", maps))]
+    rows = [(row, one["rate"], one["p50"], one["p99"]) for row, one in (("plain", plain), (name, maps))]
     return table(header, [*rows, ("ratio", ratio, None, None)])
 
 
@@ -229,7 +243,7 @@ def main() -> int:
     record = Record(arguments.record, dtype="auto (bfloat16 where native)", about={"pictures": origin})
     if arguments.sections != ["report"]:
         for name in arguments.models:
-            for section in ("limit", "attention"):
+            for section in ("limit", "attention", "relevance"):
                 if section in arguments.sections:
                     getattr(Benchmark(record, name, files, arguments), section)()
         for name, section in (("vit32", "connections"), ("bundled", "workers"), ("bundled", "memory")):

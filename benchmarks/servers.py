@@ -271,6 +271,7 @@ JPEG = {"Content-Type": "image/jpeg"}
 FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
 OURS = Protocol("/classify", JPEG, _same, _json("predictions", 0, "index"))
 OURS_ATTENTION = Protocol("/classify?attention=true", JPEG, _same, _json("predictions", 0, "index"))
+OURS_RELEVANCE = Protocol("/classify?attention=relevance", JPEG, _same, _json("predictions", 0, "index"))
 
 
 def _peer(threads: int, decoders: int, wait: float, **more: str) -> dict[str, str]:
