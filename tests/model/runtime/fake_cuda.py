@@ -68,21 +68,24 @@ def require_fake_cuda() -> None:
 
 
 @contextmanager
-def captured(dtype: torch.dtype) -> Iterator[list[str]]:
+def captured(dtype: torch.dtype, *, float_products: bool = False) -> Iterator[list[str]]:
     """Refuse what a CUDA graph of a model of this dtype must not do; gives the names of the kernels that ran.
+
+    Args:
+        float_products: whether products in float32 are allowed, too, as gradients are computed.
 
     Raises:
         NotCapturable: at the call at fault.
     """
     kernels: list[str] = []
-    with _Capture(dtype, kernels):
+    with _Capture({dtype, torch.float32} if float_products else {dtype}, kernels):
         yield kernels
 
 
 class _Capture(TorchDispatchMode):
-    def __init__(self, dtype: torch.dtype, kernels: list[str]) -> None:
+    def __init__(self, allowed: set[torch.dtype], kernels: list[str]) -> None:
         super().__init__()
-        self._dtype, self._kernels = dtype, kernels
+        self._allowed, self._kernels = allowed, kernels
 
     def __torch_dispatch__(
         self, kernel: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -94,8 +97,9 @@ class _Capture(TorchDispatchMode):
         if (waits and (name != "index" or masks)) or name in _HOST_WAITS:
             raise NotCapturable(f"{kernel}: the host waits for what the device computes")
         self._check(kernel, (args, kwargs))
-        if name in _PRODUCTS and (found := {t.dtype for t in _tensors(args)}) != {self._dtype}:
-            raise NotCapturable(f"{kernel}: a product of {_words(found)} in a model of {self._dtype}")
+        found = {t.dtype for t in _tensors(args)}
+        if name in _PRODUCTS and (len(found) > 1 or not found <= self._allowed):
+            raise NotCapturable(f"{kernel}: a product of {_words(found)} in a model of {_words(self._allowed)}")
         result = kernel(*args, **kwargs)
         self._check(kernel, result)
         self._kernels.append(name)

@@ -14,7 +14,7 @@ from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
 from model.runtime.cuda import Cuda
-from model.runtime.postprocess import Postprocess
+from model.runtime.postprocess import RELEVANCE, Postprocess
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
@@ -54,19 +54,20 @@ def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
     config, to_capture = backend.config, backend._compute_to_capture
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for choice in layers:
-        with captured(backend._options.dtype) as kernels:
+        relevance = RELEVANCE in choice
+        with captured(backend._options.dtype, float_products=relevance) as kernels:
             packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3)
-        assert packed.shape == (2, 7 + len(choice) * config.heads * config.tokens)
-        assert kernels.count("topk") == 1
+        assert packed.shape == (2, 7 + ((len(choice) - relevance) * config.heads + relevance) * config.tokens)
+        assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
     last, every = (KINDS[kind].depth - 1,), tuple(range(KINDS[kind].depth))
     with started(kind, torch.bfloat16, torch.float16) as (bfloat16, float16):
-        # The twin computes the first two, the plain model what has rows of every layer.
-        launch(bfloat16, (), last, every)
-        launch(float16, last, every)
+        # The twin computes all but the last, the plain model what has rows of every layer.
+        launch(bfloat16, (), last, (RELEVANCE,), every)
+        launch(float16, last, (RELEVANCE,), every)
 
 
 def test_the_twin_lies_on_the_device_whole_and_shares_every_tensor() -> None:
