@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, ViTOutput
+from model.runtime.pieces import compute_in_pieces
 from model.runtime.postprocess import TopKOutput
 from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import TorchCpu
@@ -63,7 +64,8 @@ class OpenVino:
         if layers and layers != self._network.layers:
             return self._torch.predict(images, layers=layers, top_k=top_k)
         with self._torch.threads as alone:
-            return self._torch.postprocess(self._network(images, alone=alone), top_k)
+            output = compute_in_pieces(images, lambda piece: self._network(piece, alone=alone))
+            return self._torch.postprocess(output, top_k)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
@@ -79,6 +81,10 @@ class OpenVino:
         self._torch.exercise(sizes[:1])
         for turn, size in enumerate(sizes):
             self._torch.require_finite(self.logits(self._torch.trial_images(size, turn)))
+
+    def fill_caches(self, size: int) -> None:
+        """See `Backend.fill_caches`."""
+        self._network.fill_caches(self._torch.trial_images(size, 0))
 
     def compile(self) -> None:
         """Do nothing: OpenVINO compiles its graphs when they are made."""
@@ -139,6 +145,12 @@ class OpenVinoNetwork:
         logits, *rows = (torch.from_numpy(output) for output in outputs)
         return ViTOutput(logits, rows[0] if rows else None)
 
+    def fill_caches(self, images: NDArray[np.uint8]) -> None:
+        """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
+        self._alone.run_all(images)
+        if self._beside is not self._alone:
+            self._beside.run_all(images)
+
 
 class _Traced(nn.Module):
     """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
@@ -166,6 +178,7 @@ class _Requests:
             "ENABLE_CPU_PINNING": False,
         }
         compiled = _openvino().Core().compile_model(graph, "CPU", options)
+        self._streams = streams
         self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
         for _ in range(streams):
             self._free.put(compiled.create_infer_request())
@@ -177,6 +190,18 @@ class _Requests:
             return list(request.infer([images], share_inputs=True, share_outputs=False).values())
         finally:
             self._free.put(request)
+
+    def run_all(self, images: NDArray[np.uint8]) -> None:
+        """Run the same batch in all requests at the same time, which gives work to each stream."""
+        requests = [self._free.get() for _ in range(self._streams)]
+        try:
+            for request in requests:
+                request.start_async([images], share_inputs=True)
+            for request in requests:
+                request.wait()
+        finally:
+            for request in requests:
+                self._free.put(request)
 
 
 def _convert(module: nn.Module, example: Tensor) -> openvino.Model:

@@ -6,7 +6,10 @@ threads at once as there are streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -24,8 +27,14 @@ from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, powers_of_two
 from model.runtime.device import choose_device, choose_dtype
+from model.runtime.pieces import sizes_in_use
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
+
+logger = logging.getLogger(__name__)
+
+_FILL_SECONDS: Final = 2.0
+"""How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
 
 _DEFAULT_STREAMS: Final = 2
 """On a GPU, one batch is uploaded, or its answer read, while the other computes."""
@@ -116,6 +125,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model once at its smallest and largest batch, so that no request pays for allocations.
 
+        On the CPU it is run at the other sizes too, largest first, while that takes no more than two seconds, so that
+        the memory that a library keeps for each size is taken before the first request and not at some later one.
         On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU it is compiled on a
         thread of its own while the uncompiled model already answers, and takes over when it is done.
 
@@ -123,7 +134,16 @@ class Predictor:
             DeviceError: the model gives scores that are not finite, or does not run at all.
         """
         self._exercise((1, self.max_batch))
+        self._fill_caches()
         self._backend.compile()
+
+    def _fill_caches(self) -> None:
+        end = monotonic() + _FILL_SECONDS
+        for size in sizes_in_use(self.max_batch):
+            if monotonic() >= end:
+                logger.info("batches of %d and less are not tried before the first request: it takes too long", size)
+                break
+            self._guard(partial(self._backend.fill_caches, size), size)
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -134,11 +154,14 @@ class Predictor:
         self._exercise((1,))
 
     def _exercise(self, sizes: Sequence[int]) -> None:
+        self._guard(partial(self._backend.exercise, sizes), max(sizes))
+
+    def _guard(self, run: Callable[[], None], largest: int) -> None:
         try:
-            self._backend.exercise(sizes)
+            run()
         except torch.OutOfMemoryError as error:
             raise DeviceError(
-                f"{self.device}: not enough memory for batches of {max(sizes)}: a smaller largest batch needs less"
+                f"{self.device}: not enough memory for batches of {largest}: a smaller largest batch needs less"
             ) from error
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
