@@ -16,6 +16,7 @@ from service.cluster.heartbeat import keep_beating
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.web.heap import trim_regularly
 from service.web.single_process import Loader
 
 STOP = signal.SIGUSR1
@@ -32,6 +33,7 @@ def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    trim_regularly(settings.trim_seconds)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, channel, load, metrics))
 
