@@ -22,7 +22,8 @@ help:
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
-	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30"
+	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30,"
+	@echo "             or REQUESTS=50000, with no picture kept: is memory flat?"
 	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
@@ -99,7 +100,8 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.reliability.chaos --minutes $(or $(MINUTES),10) --record $(RESULTS)/chaos.json
 
 soak: $(VENV)/.test
-	$(BIN)/python -m benchmarks.reliability.soak --minutes $(or $(MINUTES),30) --record $(RESULTS)/soak.json
+	$(BIN)/python -m benchmarks.reliability.soak --minutes $(or $(MINUTES),30) \
+		$(if $(REQUESTS),--requests $(REQUESTS) --setting VIT_RECENT_BYTES=0) --record $(RESULTS)/soak.json
 
 # Takes an hour and a half with the peers, on a machine that does nothing else; a run that was cut short goes on.
 bench: $(VENV)/.test

@@ -29,6 +29,11 @@ def processes(pids: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
+def anonymous(pid: int) -> float:
+    """MiB resident of one process that belong to no file: heaps, stacks, kernels made at run time."""
+    return mebibytes((Path("/proc") / str(pid) / "smaps_rollup").read_text(), "Anonymous")
+
+
 def mebibytes(rollup: str, name: str) -> float:
     """One line of `smaps_rollup`.
 

@@ -240,6 +240,9 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
     )
+    trim_seconds: Seconds = Field(
+        30, description="seconds between two moments at which each process returns freed memory (glibc); 0 never does"
+    )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 

@@ -4,6 +4,8 @@ The traffic is 70 % of what the service can answer: 20 % of the callers leave, 5
 batches are mixed in. Memory, file descriptors, threads and tasks of all processes are read every two seconds. After the
 first 5,000 requests the rest is cut into ten pieces; the slope is fitted to the pieces' means, which are nearly
 independent of each other, so that the usual confidence interval of a fitted line holds (batch means).
+
+Whether memory is flat: `make soak REQUESTS=50000` keeps no pictures and fits the line over requests 5,000 to 50,000.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import httpx
 
 from benchmarks import pictures
-from benchmarks.memory import whole
+from benchmarks.memory import anonymous, whole
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.reliability.http_caller import HttpCaller
 from benchmarks.reliability.service_process import ServiceProcess
@@ -48,10 +50,11 @@ async def soak(arguments: argparse.Namespace, files: list[bytes]) -> dict[str, A
             caller = HttpCaller("127.0.0.1", service.port, patience=_PATIENCE)
             known = await learn(caller, files)
             peak = await capacity(caller, known, 10)
-            rate = arguments.load * peak
+            rate = arguments.rate or arguments.load * peak
+            seconds = arguments.requests / rate if arguments.requests else 60 * arguments.minutes
             print(f"{peak:.0f} requests a second at most; {rate:.0f} are sent", file=sys.stderr)
             traffic = Traffic(caller, known, seed=arguments.seed)
-            sending = asyncio.create_task(traffic.run(rate, 60 * arguments.minutes))
+            sending = asyncio.create_task(traffic.run(rate, seconds))
             samples: list[Sample] = []
             missed = 0
             began = time.monotonic()
@@ -95,6 +98,7 @@ def _look(service: ServiceProcess) -> Sample:
     tasks = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("vit_event_loop_tasks ")]
     return {
         "rss_mib": whole(pids),
+        "anonymous_mib": sum(anonymous(pid) for pid in pids),
         "fds": float(sum(_entries(pid, "fd") for pid in pids)),
         "threads": float(sum(_entries(pid, "task") for pid in pids)),
         "tasks": sum(tasks),
@@ -137,7 +141,8 @@ def main() -> int:
     print(f"{sum(found['outcomes'].values())} requests at {found['rate']} a second; p99 {found['p99_ms']} ms\n")
     print(table(["outcome", "requests"], found["outcomes"].items()))
     rows = []
-    for name, unit in (("rss_mib", "MiB resident"), ("fds", "file descriptors"), ("threads",) * 2, ("tasks",) * 2):
+    units = {"rss_mib": "MiB resident", "anonymous_mib": "of it no file's", "fds": "file descriptors"}
+    for name, unit in (units | {"threads": "threads", "tasks": "tasks"}).items():
         growth, half = slope(found["samples"], name)
         record.section("slopes")[name] = {"per_1000_requests": growth, "half_interval": half}
         last = found["samples"][-1][name]
@@ -150,6 +155,8 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--requests", type=int, help="instead of minutes: how many are sent")
+    parser.add_argument("--rate", type=float, help="instead of a share: requests a second")
     parser.add_argument("--load", type=float, default=0.7, help="share of the capacity that is sent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")

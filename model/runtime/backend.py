@@ -60,6 +60,14 @@ class Backend(Protocol):
             RuntimeError: as the library raises it.
         """
 
+    def fill_caches(self, size: int) -> None:
+        """Run batches of this size wherever they may run later, so that what is kept for a size is there by then.
+
+        Raises:
+            DeviceError: the model gives scores that are not finite.
+            RuntimeError: as the library raises it.
+        """
+
     def compile(self) -> None:
         """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
 

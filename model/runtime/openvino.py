@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, meta_model
 from model.runtime.backend import Images, stacked
+from model.runtime.pieces import compute_in_pieces
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import TorchCpu
@@ -87,7 +89,8 @@ class OpenVino:
         if network is None or (rows and rows != network.layers):
             return self._torch.predict(images, layers=layers, top_k=top_k)
         with self._torch.threads as alone:
-            return self._torch.postprocess(network(stacked(images), alone=alone), top_k)
+            output = compute_in_pieces(stacked(images), partial(network, alone=alone))
+            return self._torch.postprocess(output, top_k)
 
     def prepare_relevance(self) -> None:
         """Make the graph that gives relevance, too, once; if it cannot be made that is logged, and torch stays."""
@@ -113,6 +116,10 @@ class OpenVino:
         self._torch.exercise(sizes[:1])
         for turn, size in enumerate(sizes):
             self._torch.require_finite(self.logits(self._torch.trial_images(size, turn)))
+
+    def fill_caches(self, size: int) -> None:
+        """See `Backend.fill_caches`."""
+        self._network.fill_caches(self._torch.trial_images(size, 0))
 
     def compile(self) -> None:
         """Do nothing: OpenVINO compiles its graphs when they are made."""
@@ -186,6 +193,12 @@ class OpenVinoNetwork:
         logits, *others = (torch.from_numpy(output) for output in outputs)
         return NetworkOutput(logits, others[0] if self.layers else None, others[-1] if self._relevance else None)
 
+    def fill_caches(self, images: NDArray[np.uint8]) -> None:
+        """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
+        self._alone.run_all(images)
+        if self._beside is not self._alone:
+            self._beside.run_all(images)
+
 
 class _Traced(nn.Module):
     """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
@@ -215,6 +228,7 @@ class _Requests:
             "ENABLE_CPU_PINNING": False,
         }
         compiled = _core().compile_model(graph, "CPU", options)
+        self._streams = streams
         self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
         for _ in range(streams):
             self._free.put(compiled.create_infer_request())
@@ -226,6 +240,18 @@ class _Requests:
             return list(request.infer([images], share_inputs=True, share_outputs=False).values())
         finally:
             self._free.put(request)
+
+    def run_all(self, images: NDArray[np.uint8]) -> None:
+        """Run the same batch in all requests at the same time, which gives work to each stream."""
+        requests = [self._free.get() for _ in range(self._streams)]
+        try:
+            for request in requests:
+                request.start_async([images], share_inputs=True)
+            for request in requests:
+                request.wait()
+        finally:
+            for request in requests:
+                self._free.put(request)
 
 
 def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:

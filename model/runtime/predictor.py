@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -27,9 +28,15 @@ from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
+from model.runtime.pieces import sizes_in_use
 from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
+
+logger = logging.getLogger(__name__)
+
+_FILL_SECONDS: Final = 2.0
+"""How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
 
 _DEFAULT_STREAMS: Final = 2
 """On a GPU, one batch is uploaded, or its answer read, while the other computes."""
@@ -143,6 +150,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model once at its smallest and largest batch, so that no request pays for allocations.
 
+        On the CPU it is run at the other sizes too, largest first, while that takes no more than two seconds, so that
+        the memory that a library keeps for each size is taken before the first request and not at some later one.
         On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU, and `behind`, it is
         compiled on a thread of its own while the uncompiled model already answers, and takes over when it is done.
 
@@ -152,7 +161,16 @@ class Predictor:
         """
         with self._device_errors():
             self._backend.exercise((1, self.max_batch))
+            self._fill_caches()
             self._backend.compile()
+
+    def _fill_caches(self) -> None:
+        end = monotonic() + _FILL_SECONDS
+        for size in sizes_in_use(self.max_batch):
+            if monotonic() >= end:
+                logger.info("batches of %d and less are not tried before the first request: it takes too long", size)
+                break
+            self._backend.fill_caches(size)
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.

@@ -151,6 +151,9 @@ class TorchBackend:
                     images = torch.from_numpy(self.trial_images(size, turn)).to(self._device)
                     self.require_finite(compute(images, layers))
 
+    def fill_caches(self, size: int) -> None:
+        """Do nothing: a GPU's allocator keeps what the largest batch took, for all sizes."""
+
     def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
         """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from model.runtime.backend import Images, stacked
 from model.runtime.compilation import CompilationState
-from model.runtime.postprocess import TopKOutput
+from model.runtime.pieces import compute_in_pieces
+from model.runtime.postprocess import NetworkOutput, TopKOutput
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 
@@ -53,7 +54,16 @@ class TorchCpu(TorchBackend):
     def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
         """See `Backend.predict`."""
         with self.threads:
-            return self.postprocess(self.forward(stacked(images), layers), top_k)
+            return self.postprocess(self._forward_in_pieces(stacked(images), layers), top_k)
+
+    def _forward_in_pieces(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
+        if self.batch_sizes is not None:  # compiled: padded to one of few sizes
+            return self.forward(images, layers)
+        return compute_in_pieces(images, lambda piece: self.forward(piece, layers))
+
+    def fill_caches(self, size: int) -> None:
+        """See `Backend.fill_caches`."""
+        self.exercise((size,))
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""

@@ -19,6 +19,7 @@ from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.web.heap import trim_regularly
 from service.web.single_process import Loader
 
 logger = logging.getLogger("vitserve")
@@ -39,6 +40,7 @@ def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    trim_regularly(settings.trim_seconds)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, channel, load, metrics))
 

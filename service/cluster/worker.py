@@ -19,6 +19,7 @@ from service.engine.base import Engine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
+from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
 
@@ -67,5 +68,6 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
     )
     server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
     counters.worker_state[worker] = SharedCounters.LISTENING
+    trim_regularly(settings.trim_seconds)
     server.run(sockets=[shared.listeners[worker]])
     return lifecycle.exit_code

@@ -13,6 +13,7 @@ from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
+from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
 from service.web.watchdog import Watchdog
@@ -50,6 +51,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     app = create_app(settings, engine, metrics, lifecycle, engine_changed)
     server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch)
+    trim_regularly(settings.trim_seconds)
     server.run()
     return lifecycle.exit_code
 

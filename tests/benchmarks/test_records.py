@@ -108,6 +108,7 @@ def test_memory_of_this_process_is_seen():
     [found] = memory.processes([os.getpid()])
 
     assert 0 < found["pss_mib"] <= found["rss_mib"]
+    assert 0 < memory.anonymous(os.getpid()) < found["rss_mib"] + 64
     with pytest.raises(ValueError, match="Swap"):
         memory.mebibytes("Rss: 1 kB", "Swap")
 

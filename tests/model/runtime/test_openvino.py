@@ -70,6 +70,23 @@ def test_warm_up_runs_torch_for_one_image_only(
     assert sizes == [(1,)]
 
 
+def test_warm_up_tries_every_size_on_every_stream(
+    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream keeps kernels for the sizes that it meets: a size met late would be memory taken late."""
+    tried: list[tuple[int, int]] = []
+    run_all = openvino_backend._Requests.run_all
+
+    def spy(self: openvino_backend._Requests, images: np.ndarray) -> None:
+        tried.append((self._streams, len(images)))
+        run_all(self, images)
+
+    monkeypatch.setattr(openvino_backend._Requests, "run_all", spy)
+    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
+    both[1].warm_up()
+    assert tried == [(streams, size) for size in (32, 24, 16, *range(8, 0, -1)) for streams in (1, 2)]
+
+
 def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
     wanted = [MapRequest(layer=0, head=1), None]
     expected, found = (one.predict(images[:2], top_k=3, maps=wanted) for one in both)

@@ -1,0 +1,54 @@
+"""Batches of any size, computed in pieces of few sizes.
+
+The libraries that run a network on the CPU (oneDNN, within torch and OpenVINO) make kernels for each batch size that
+they meet, and keep them: 2 MiB a size and stream in OpenVINO, 8 MiB a size in torch with bfloat16, for a network of
+1.9 million parameters. If every size up to the largest were launched, a service would grow for as long as it meets new
+sizes, which are rare ones in the end. A batch of more than 8 images is therefore cut. A further launch costs about as
+much as one image, where padding to the next size would cost up to half of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.runtime.postprocess import NetworkOutput
+
+_UNCUT: Final = 8
+"""Images in the largest batch that is always computed in one piece."""
+
+
+def piece_sizes(count: int) -> list[int]:
+    """Return the sizes of the pieces of a batch, in the order of its images; most often one or two.
+
+    A piece has 1 ... 8 images, or a power of two, or one and a half times that: 12 is left out, as 8 and 4 are sizes.
+    """
+    sizes = []
+    while count > _UNCUT:
+        power = 1 << (count.bit_length() - 1)
+        largest = power * 3 // 2 if power > _UNCUT and count >= power * 3 // 2 else power
+        sizes.append(largest)
+        count -= largest
+    return [*sizes, count] if count else sizes
+
+
+def sizes_in_use(max_batch: int) -> list[int]:
+    """Return every size that a piece of a batch of 1 ... `max_batch` images can have, descending."""
+    return [size for size in range(max_batch, 0, -1) if piece_sizes(size) == [size]]
+
+
+def compute_in_pieces(
+    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], NetworkOutput]
+) -> NetworkOutput:
+    """Compute each piece of a batch [B, H, W, C], and return their outputs as one."""
+    sizes = piece_sizes(len(images))
+    if len(sizes) == 1:
+        return compute(images)
+    parts = zip(*(compute(piece) for piece in np.split(images, np.cumsum(sizes)[:-1])), strict=True)
+    logits, attention, relevance = (None if part[0] is None else torch.cat(part) for part in parts)
+    assert logits is not None
+    return NetworkOutput(logits, attention, relevance)
