@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
 from service.web.connections import Rank, make_room
-from service.web.http_head import check_head
-from service.web.middleware import BROKEN_FRAMING, request_id_from
+from service.web.http_head import check_head, may_discard
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
 from service.web.problems import MEDIA_TYPE, body, problem_of
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -74,7 +74,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return None
         if cycle is None or cycle.response_complete:
-            return cycle is not None, self._turn
+            return cycle is not None and not cycle.more_body, self._turn
         # Refused, and reading on only so that the caller sees it.
         refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
         return (False, self._turn) if refused else None
@@ -101,8 +101,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._feed(data)
         if self._overhead > _MAX_HEAD_BYTES:
             self.send_400_response(f"more than {_MAX_HEAD_BYTES} bytes that are no body")
-        elif self.cycle is None or self.cycle.response_complete:
-            # A new head has begun, and uvicorn has stopped its clock for idle connections.
+        elif self.cycle is None or (self.cycle.response_complete and (self._overhead or self.cycle.more_body)):
+            # A new head has begun, or a body is thrown away, and uvicorn has stopped its clock for idle connections.
             self._start_head_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -205,6 +205,8 @@ class HttpProtocol(HttpToolsProtocol):
         except ServiceError as error:
             self._refuse(error)
             return
+        if may_discard(version, self.headers):
+            self.scope[DISCARDS_BODY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -225,6 +227,12 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._overhead = 0
         super().on_message_complete()
+        if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
+            self.cycle.more_body = False
+            self._stop_head_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def pause_writing(self) -> None:
         """Start the clock of a caller that does not read its answers."""

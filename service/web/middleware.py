@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from typing import cast
 
 from starlette.datastructures import Headers
@@ -38,6 +39,9 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 
 BROKEN_FRAMING = "vit.broken_framing"
 """Key of the scope under which the HTTP protocol says how a body broke its framing."""
+
+DISCARDS_BODY = "vit.discards_body"
+"""Key of the scope under which the HTTP protocol says that it throws away what an answer leaves unread of a body."""
 
 _CONTEXT = "vit.context"
 
@@ -91,6 +95,7 @@ class RequestContext:
         self._lifecycle = lifecycle
         self._linger_limits = linger
         self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        self._lingers = False
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if it broke its framing."""
@@ -112,10 +117,13 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            if self._lifecycle.draining or self._unread:
+            # The rest of a body that came too slowly is not waited for.
+            discarded = DISCARDS_BODY in self._scope and self.status != HTTPStatus.REQUEST_TIMEOUT
+            self._lingers = self._unread and (self._lifecycle.draining or not discarded)
+            if self._lifecycle.draining or self._lingers:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        elif self._unread and not message.get("more_body", False):
+        elif self._lingers and self._unread and not message.get("more_body", False):
             # Closing a connection with bytes unread resets it, and the caller may never see the answer.
             # So the answer goes out whole, then the rest of the body is thrown away within bounds.
             await self._send({**message, "more_body": True})
