@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
+from service.web.early_refusal import EarlyRefusal
 from service.web.lifecycle import Lifecycle
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, MEDIA_TYPE, body, problem_of, shortened
 
@@ -149,6 +150,9 @@ class RequestContextMiddleware:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
         clock: monotonic seconds.
+
+    Attributes:
+        refuse_early: for an HTTP protocol that refuses requests without calling the application.
     """
 
     def __init__(
@@ -170,6 +174,7 @@ class RequestContextMiddleware:
         self._lifecycle = lifecycle
         self._clock = clock
         self._linger = linger or LingerLimits()
+        self.refuse_early: EarlyRefusal | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -188,22 +193,22 @@ class RequestContextMiddleware:
         finally:
             if counted:
                 self._metrics.inflight.dec()
-            self._finish(scope, context)
+            seconds = self._clock() - context.started
+            status = context.status or CLIENT_DISCONNECTED
+            self.count(scope["method"], scope["path"], status, seconds, context.request_id)
 
-    def _finish(self, scope: Scope, context: RequestContext) -> None:
-        path = scope["path"]
+    def count(self, method: str, path: str, status: int, seconds: float, request_id: str) -> None:
+        """Count a request that was answered with a status after some seconds, and log it."""
         endpoint = path if path in self._endpoints else "other"
-        seconds = self._clock() - context.started
-        status = context.status or CLIENT_DISCONNECTED
         self._requests(endpoint, str(status)).inc()
         self._duration(endpoint).observe(seconds)
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
-            fields = {
-                "request_id": context.request_id,
-                "method": scope["method"],
+            fields: dict[str, Any] = {
+                "request_id": request_id,
+                "method": method,
                 "path": shortened(path, _MAX_LOGGED_PATH),
                 "status": status,
                 "duration_ms": round(1000 * seconds, 1),
