@@ -36,6 +36,9 @@ def configure(log_format: str, level: str) -> None:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    # Found out for every line, and in none of them.
+    logging._srcfile = None  # where it was written; `logging` documents this way
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What it finds wrong with a form is in the answer, and in our line about the request.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)

@@ -1,98 +1,142 @@
 """Many times more requests than can be answered: `python -m benchmarks.reliability.overload`.
 
-First the peak (a closed loop of 32 connections), then an open loop at a multiple of it, in turn. Told are the medians
-over the rounds: the share of the peak that is still answered, how late accepted requests are answered, and how soon the
-others are refused. Then closed loops of 256 and 512 connections in turn. The load comes from the same machine.
+The service has one core and the load generator another, so that neither takes time from the other. Each round measures
+the peak (a closed loop of 32 connections), an open loop at a multiple of it, and closed loops of 256 and 512
+connections. Told are the medians over the rounds: the share of the peak that is still answered, how late accepted
+requests are answered, and how soon the others are refused. `generator_busy` is the generator's share of its core: near
+1, the figures are the generator's and not the service's.
+
+Before the rounds, a service whose only place is taken tells what a refusal costs, in microseconds of processor time:
+the one figure here that hardly changes when other work wants the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
+import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import pictures
-from benchmarks.record import RESULTS, Record, table
-from benchmarks.reliability.http_caller import Cut, HttpCaller, NoAnswer, NotConnected
+from benchmarks.checkpoints import REPOSITORY
+from benchmarks.record import RESULTS, Record, medians, table
+from benchmarks.reliability.flood import Outcomes, post
 from benchmarks.reliability.service_process import ServiceProcess
-from benchmarks.reliability.traffic import Picture, capacity, learn, post
 
-_PATIENCE = 15.0
+_FULL = {"VIT_QUEUE_SIZE": "1", "VIT_MAX_BATCH": "2", "VIT_MAX_DELAY_MS": "10000", "VIT_REQUEST_TIMEOUT": "60"}
+"""One picture waits for another in its batch and takes the only place for ten seconds."""
 
 
-async def flood(caller: HttpCaller, known: Sequence[Picture], rate: float, seconds: float) -> dict[str, float]:
-    """Send at a rate, whatever is answered; return what became of the requests."""
-    loop = asyncio.get_running_loop()
-    chosen = random.Random(0)
-    answered: list[float] = []
-    refused: list[float] = []
-    lost = 0
-    tasks: set[asyncio.Task[None]] = set()
+class Load:
+    """Runs the generator on a core of its own."""
 
-    async def one(request: bytes) -> None:
-        nonlocal lost
-        began = time.perf_counter()
+    def __init__(self, folder: Path, port: int, files: list[Path], core: int) -> None:
+        self._plan = folder / "plan.json"
+        self._about = {"port": port, "files": [str(file) for file in files]}
+        self._core = core
+
+    def __call__(self, **what: float) -> Outcomes:
+        """Measure once: `seconds`, and `rate` or `connections`."""
+        self._plan.write_text(json.dumps(self._about | what))
+        command = [
+            "taskset",
+            "-c",
+            str(self._core),
+            sys.executable,
+            "-m",
+            "benchmarks.reliability.flood",
+            str(self._plan),
+        ]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True)
+        return Outcomes(**json.loads(done.stdout))
+
+
+def refusal_cost(files: list[Path], settings: Mapping[str, str], seconds: float) -> dict[str, float]:
+    """Return the processor time that refusing a picture takes, and how many were refused a second.
+
+    Raises:
+        ValueError: a request was answered otherwise.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with _service({**settings, **_FULL}, cores[0]) as (service, folder):
+        with socket.create_connection(("127.0.0.1", service.port)) as holder:
+            holder.sendall(post(files[0].read_bytes()))
+            time.sleep(0.5)  # until it has its place
+            before = service.processor_seconds()
+            outcomes = Load(folder, service.port, files, cores[-1])(connections=16, seconds=seconds)
+            used = service.processor_seconds() - before
+        refused = len(outcomes.refused)
+        if outcomes.answered or outcomes.other or not refused:
+            raise ValueError(f"{len(outcomes.answered)} answered, {outcomes.other} neither, {refused} refused")
+        return {"microseconds": 1e6 * used / refused, "per_second": refused / seconds}
+
+
+@contextmanager
+def _service(settings: Mapping[str, str], core: int) -> Iterator[tuple[ServiceProcess, Path]]:
+    with tempfile.TemporaryDirectory(prefix="vitserve-overload-") as folder:
+        service = ServiceProcess(Path(folder) / "log", {"VIT_DRAIN_TIMEOUT": "3", **settings}, core)
         try:
-            answer = await caller.ask(request)
-        except (Cut, NoAnswer, NotConnected):
-            lost += 1
-            return
-        (answered if answer.status == 200 else refused).append(time.perf_counter() - began)
+            service.wait_until_ready()
+            yield service, Path(folder)
+        finally:
+            service.stop()
 
-    requests = [post("/classify", picture.data) for picture in known]
-    moment = loop.time()
-    end = moment + seconds
-    while (moment := moment + chosen.expovariate(rate)) < end:
-        await asyncio.sleep(max(0.0, moment - loop.time()))
-        task = asyncio.create_task(one(chosen.choice(requests)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    took = max(seconds, loop.time() - (end - seconds))
-    goodput = len(answered) / took
-    await asyncio.gather(*tasks)
+
+def one_round(load: Load, times: float, seconds: float) -> dict[str, float]:
+    """Return the figures of one round."""
+    peak = _rate(load(connections=32, seconds=seconds))
+    flood = load(rate=times * peak, seconds=seconds)
+    few = _rate(load(connections=256, seconds=seconds))
+    many = load(connections=512, seconds=seconds)
     return {
-        "sent_per_second": (len(answered) + len(refused) + lost) / took,
-        "goodput": goodput,
-        "accepted_p99_ms": 1000 * _quantile(answered, 0.99),
-        "refused": float(len(refused)),
-        "refused_p50_ms": 1000 * _quantile(refused, 0.5),
-        "refused_p99_ms": 1000 * _quantile(refused, 0.99),
-        "lost": float(lost),
+        "peak": peak,
+        "goodput": _rate(flood),
+        "share": _rate(flood) / peak,
+        **_latencies("accepted", flood.answered),
+        **_latencies("refused", flood.refused),
+        "refused": len(flood.refused) / seconds,
+        "other": float(flood.other),
+        "lost": float(flood.lost),
+        "connected": float(flood.connected),
+        "generator_busy": flood.busy,
+        **_latencies("generator_late", flood.late),
+        "connections_256": few,
+        "connections_512": _rate(many),
+        "512_of_256": _rate(many) / few,
+        "512_refused": len(many.refused) / seconds,
+        "512_generator_busy": many.busy,
     }
 
 
-async def measure(arguments: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
+def _rate(outcomes: Outcomes) -> float:
+    return outcomes.in_time / outcomes.seconds
+
+
+def _latencies(name: str, seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [float("nan")] * 99
+    return {f"{name}_p{percent}_ms": 1000 * cuts[percent - 1] for percent in (50, 95, 99)}
+
+
+def measure(arguments: argparse.Namespace, files: list[Path], settings: Mapping[str, str]) -> list[dict[str, float]]:
     """Measure all rounds of one service."""
-    with tempfile.TemporaryDirectory(prefix="vitserve-overload-") as folder:
-        service = ServiceProcess(Path(folder) / "log", {"VIT_DRAIN_DELAY": "0", "VIT_CHECKPOINT": arguments.checkpoint})
-        try:
-            await asyncio.to_thread(service.wait_until_ready)
-            caller = HttpCaller("127.0.0.1", service.port, patience=_PATIENCE)
-            known = await learn(caller, files)
-            rounds: list[dict[str, float]] = []
-            for _ in range(arguments.rounds):
-                peak = await capacity(caller, known, arguments.seconds)
-                found = await flood(caller, known, arguments.times * peak, arguments.seconds)
-                rounds.append({"peak": peak, **found, "share": found["goodput"] / peak})
-                few = await capacity(caller, known, arguments.seconds, 256)
-                many = await capacity(caller, known, arguments.seconds, 512)
-                rounds[-1] |= {"connections_256": few, "connections_512": many, "512_of_256": many / few}
-                print({name: round(value, 2) for name, value in rounds[-1].items()}, file=sys.stderr)
-            caller.close()
-        finally:
-            service.stop()
-    return {"rounds": rounds, "medians": {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}}
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * len(values))] if values else float("nan")
+    cores = sorted(os.sched_getaffinity(0))
+    rounds: list[dict[str, float]] = []
+    with _service(settings, cores[0]) as (service, folder):
+        load = Load(folder, service.port, files, cores[-1])
+        load(connections=32, seconds=arguments.seconds)
+        for _ in range(arguments.rounds):
+            rounds.append(one_round(load, arguments.times, arguments.seconds))
+            print({name: round(value, 2) for name, value in rounds[-1].items()}, file=sys.stderr)
+    return rounds
 
 
 def main() -> int:
@@ -102,14 +146,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checkpoint", default="bundled")
+    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")
     parser.add_argument("--record", type=Path, default=RESULTS / "overload.json")
     arguments = parser.parse_args()
     files, origin = pictures.ensure()
+    settings = dict(pair.split("=", 1) for pair in arguments.setting)
+    about: dict[str, Any] = {"pictures": origin, "model": arguments.checkpoint, "settings": settings}
     arguments.record.unlink(missing_ok=True)
-    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "model": arguments.checkpoint})
-    record.data |= asyncio.run(measure(arguments, [file.read_bytes() for file in files]))
+    record = Record(arguments.record, dtype="auto", about=about)
+    settings = {"VIT_DRAIN_DELAY": "0", "VIT_CHECKPOINT": arguments.checkpoint} | settings
+    record.data["refusal"] = refusal_cost(files, settings, min(8.0, arguments.seconds))
     record.save()
-    print(table(["", "median"], record.data["medians"].items()))
+    record.data["rounds"] = measure(arguments, files, settings)
+    record.data["medians"] = medians(record.data["rounds"])
+    record.save()
+    print(
+        table(["", "median"], [("refusal_us", record.data["refusal"]["microseconds"]), *record.data["medians"].items()])
+    )
     return 0
 
 

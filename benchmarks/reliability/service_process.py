@@ -25,12 +25,14 @@ class ServiceProcess:
     Args:
         log: file for what all of its lives write.
         settings: environment variables.
+        core: the only one that it may use; None: all.
     """
 
-    def __init__(self, log: Path, settings: Mapping[str, str]) -> None:
+    def __init__(self, log: Path, settings: Mapping[str, str], core: int | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
+        self._pinned = [] if core is None else ["taskset", "-c", str(core)]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
         self._environment = kept | {"VIT_PORT": str(self.port), "VIT_LOG_LEVEL": "warning", **settings}
         self._process = self._start()
@@ -44,6 +46,13 @@ class ServiceProcess:
     def log(self) -> str:
         """Everything that it has written."""
         return self._log.read_text(errors="replace")
+
+    def processor_seconds(self) -> float:
+        """Return the processor time, user's and system's, that its processes have used."""
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids()]
+        return sum(int(user) + int(system) for user, system in (one[11:13] for one in fields)) / os.sysconf(
+            "SC_CLK_TCK"
+        )
 
     def pids(self) -> list[int]:
         """Return the process and its children."""
@@ -103,7 +112,7 @@ class ServiceProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "service", "serve"],
+                [*self._pinned, sys.executable, "-m", "service", "serve"],
                 cwd=REPOSITORY,
                 env=self._environment,
                 stdout=out,

@@ -22,6 +22,7 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import MEMORY, Settings
 from service.web.admission import Limiter
+from service.web.early_refusal import EarlyRefusal
 from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
 from service.web.keys import ApiKeyMiddleware, KeyLimiter
 from service.web.lifecycle import Lifecycle
@@ -89,7 +90,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     linger: LingerLimits | None = None,
     hold_seconds: float = 0.5,
-) -> ASGIApp:
+) -> RequestContextMiddleware:
     """Return the ASGI application around an engine.
 
     Args:
@@ -163,7 +164,10 @@ def create_app(
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    return RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock, linger=linger)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock, linger=linger)
+    pipeline: Pipeline = app.state.pipeline
+    outermost.refuse_early = EarlyRefusal(pipeline.refused_heads, pipeline.check_room, outermost.count, metrics)
+    return outermost
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:

@@ -10,6 +10,9 @@ from service.errors import ExpectationFailed, HttpVersionNotSupported, Malformed
 # A name, an IPv4 or bracketed IPv6 address, and a port; a target without a host has an empty one.
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 
+DISCARDED_BYTES = 1 << 20
+"""Length of a body that is worth reading to its end after a refusal: a new connection costs both sides more."""
+
 
 def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Check the protocol's version and the headers, names in lower case, that say how to read a request.
@@ -43,3 +46,18 @@ def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         raise UnsupportedTransferCoding("Transfer-Encoding: only chunked is understood")
     if expectation != b"100-continue":
         raise ExpectationFailed("Expect: only 100-continue can be met")
+
+
+def may_discard(version: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether the connection can go on after a refusal, with the rest of the body read and thrown away.
+
+    Its end must be known and near, and its sender must be certain to send it. A sender that asked first
+    (`Expect: 100-continue`) may send it or not once it is refused.
+    """
+    length = b"0"
+    for name, value in headers:
+        if name == b"content-length":
+            length = value
+        elif name in (b"transfer-encoding", b"expect") or (name == b"connection" and value.lower() != b"keep-alive"):
+            return False
+    return version == "1.1" and int(length) <= DISCARDED_BYTES

@@ -14,9 +14,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
 from service.web.connections import Rank, make_room
-from service.web.http_head import check_head
-from service.web.middleware import BROKEN_FRAMING, request_id_from
-from service.web.problems import MEDIA_TYPE, body, problem_of
+from service.web.early_refusal import EarlyRefusal
+from service.web.http_head import check_head, may_discard
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
+from service.web.problems import MEDIA_TYPE, Problem, body, problem_of
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
@@ -51,8 +52,15 @@ class HttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, max_connections: int = sys.maxsize, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        max_connections: int = sys.maxsize,
+        refuse_early: EarlyRefusal | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        self._refuse_early = refuse_early
         self._max_connections = max_connections
         self._turn = next(_TURNS)
 
@@ -74,7 +82,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return None
         if cycle is None or cycle.response_complete:
-            return cycle is not None, self._turn
+            return cycle is not None and not cycle.more_body, self._turn
         # Refused, and reading on only so that the caller sees it.
         refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
         return (False, self._turn) if refused else None
@@ -101,8 +109,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._feed(data)
         if self._overhead > _MAX_HEAD_BYTES:
             self.send_400_response(f"more than {_MAX_HEAD_BYTES} bytes that are no body")
-        elif self.cycle is None or self.cycle.response_complete:
-            # A new head has begun, and uvicorn has stopped its clock for idle connections.
+        elif self.cycle is None or (self.cycle.response_complete and (self._overhead or self.cycle.more_body)):
+            # A new head has begun, or a body is thrown away, and uvicorn has stopped its clock for idle connections.
             self._start_head_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -205,7 +213,40 @@ class HttpProtocol(HttpToolsProtocol):
         except ServiceError as error:
             self._refuse(error)
             return
+        if may_discard(version, self.headers):
+            cast(dict[str, Any], self.scope)[DISCARDS_BODY] = True
+            if self._is_refused_early():
+                return
         super().on_headers_complete()
+
+    def _is_refused_early(self) -> bool:
+        """Answer a request that is refused whatever its body is; return whether it was."""
+        busy = self.cycle is not None and not self.cycle.response_complete
+        # A caller that does not read its answers is to wait for them.
+        if self._refuse_early is None or busy or self.flow.write_paused:
+            return False
+        request_id = self._request_id()
+        problem = self._refuse_early(self.parser.get_method().decode("ascii"), self.url, self.headers, request_id)
+        if problem is None:
+            return False
+        self.transport.write(self._answer_of(problem, request_id))
+        self.server_state.total_requests += 1
+        self._turn = next(_TURNS)
+        self.cycle = RequestResponseCycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+        self.cycle.response_started = self.cycle.response_complete = True
+        return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -225,6 +266,12 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._overhead = 0
         super().on_message_complete()
+        if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
+            self.cycle.more_body = False
+            self._stop_head_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def pause_writing(self) -> None:
         """Start the clock of a caller that does not read its answers."""
@@ -255,9 +302,15 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _answer(self, error: ServiceError) -> None:
-        given = dict(self.headers or ()).get(b"x-request-id", b"")
-        request_id = request_id_from(given.decode("latin-1"))
-        problem = problem_of(error)
+        self.transport.write(self._answer_of(problem_of(error), self._request_id(), (b"connection", b"close")))
+        # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _request_id(self) -> str:
+        return request_id_from(dict(reversed(self.headers or ())).get(b"x-request-id", b"").decode("latin-1"))
+
+    def _answer_of(self, problem: Problem, request_id: str, *headers: tuple[bytes, bytes]) -> bytes:
         content = body(problem, request_id)
         head = [STATUS_LINE[problem.status]]
         for name, value in (
@@ -265,14 +318,11 @@ class HttpProtocol(HttpToolsProtocol):
             (b"content-type", MEDIA_TYPE.encode()),
             (b"content-length", str(len(content)).encode()),
             (b"x-request-id", request_id.encode()),
-            (b"connection", b"close"),
+            *headers,
             *((name.lower().encode(), value.encode()) for name, value in problem.headers.items()),
         ):
             head += [name, b": ", value, b"\r\n"]
-        self.transport.write(b"".join([*head, b"\r\n", content]))
-        # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
-        self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        return b"".join([*head, b"\r\n", content])
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

@@ -17,16 +17,19 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from http import HTTPStatus
+from typing import Any, cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
+from service.web.early_refusal import EarlyRefusal
 from service.web.lifecycle import Lifecycle
 from service.web.problems import (
     CLIENT_DISCONNECTED,
+    INFERENCE_PROTOCOL,
     INTERNAL_ERROR,
     MEDIA_TYPE,
     body,
@@ -42,11 +45,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 """Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
 
-INFERENCE_PROTOCOL = "/v2"
-"""Paths that begin so answer errors as the Open Inference Protocol does."""
-
 BROKEN_FRAMING = "vit.broken_framing"
 """Key of the scope under which the HTTP protocol says how a body broke its framing."""
+
+DISCARDS_BODY = "vit.discards_body"
+"""Key of the scope under which the HTTP protocol says that it throws away what an answer leaves unread of a body."""
 
 _CONTEXT = "vit.context"
 
@@ -104,6 +107,7 @@ class RequestContext:
         self._lifecycle = lifecycle
         self._linger_limits = linger
         self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        self._lingers = False
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if it broke its framing."""
@@ -125,10 +129,13 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            if self._lifecycle.draining or self._unread:
+            # The rest of a body that came too slowly is not waited for.
+            discarded = DISCARDS_BODY in self._scope and self.status != HTTPStatus.REQUEST_TIMEOUT
+            self._lingers = self._unread and (self._lifecycle.draining or not discarded)
+            if self._lifecycle.draining or self._lingers:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        elif self._unread and not message.get("more_body", False):
+        elif self._lingers and self._unread and not message.get("more_body", False):
             # Closing a connection with bytes unread resets it, and the caller may never see the answer.
             # So the answer goes out whole, then the rest of the body is thrown away within bounds.
             await self._send({**message, "more_body": True})
@@ -154,6 +161,9 @@ class RequestContextMiddleware:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
         clock: monotonic seconds.
+
+    Attributes:
+        refuse_early: for an HTTP protocol that refuses requests without calling the application.
     """
 
     def __init__(
@@ -176,6 +186,7 @@ class RequestContextMiddleware:
         self._lifecycle = lifecycle
         self._clock = clock
         self._linger = linger or LingerLimits()
+        self.refuse_early: EarlyRefusal | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -194,31 +205,46 @@ class RequestContextMiddleware:
         finally:
             if counted:
                 self._metrics.inflight.dec()
-            self._finish(scope, context)
+            seconds = self._clock() - context.started
+            status = context.status or CLIENT_DISCONNECTED
+            who = context.request_id, context.key_name, context.endpoint
+            self.count(scope["method"], scope["path"], status, seconds, *who)
 
-    def _finish(self, scope: Scope, context: RequestContext) -> None:
-        path = scope["path"]
-        endpoint = path if path in self._endpoints else context.endpoint or "other"
-        seconds = self._clock() - context.started
-        status = context.status or CLIENT_DISCONNECTED
+    def count(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        key_name: str | None = None,
+        route: str | None = None,
+    ) -> None:
+        """Count a request that was answered with a status after some seconds, and log it.
+
+        Args:
+            key_name: of its API key, None without one.
+            route: path of the route that answered, None if there is none.
+        """
+        endpoint = path if path in self._endpoints else route or "other"
         self._requests(endpoint, str(status)).inc()
         self._duration(endpoint).observe(seconds)
-        if context.key_name is not None:
-            self._key_requests(context.key_name, str(status)).inc()
+        if key_name is not None:
+            self._key_requests(key_name, str(status)).inc()
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
-            fields = {
-                "request_id": context.request_id,
-                "method": scope["method"],
+            fields: dict[str, Any] = {
+                "request_id": request_id,
+                "method": method,
                 "path": shortened(path, _MAX_LOGGED_PATH),
                 "status": status,
                 "duration_ms": round(1000 * seconds, 1),
             }
             line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
-            if context.key_name is not None:
-                fields["key"] = context.key_name
+            if key_name is not None:
+                fields["key"] = key_name
                 line += " %(key)s"
             logger.log(
                 level,

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -30,12 +30,14 @@ from service.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     MissingImage,
+    QueueFull,
     RequestTimeout,
     UploadTooLarge,
 )
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
+from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
 from service.web.lifecycle import Lifecycle
@@ -106,6 +108,7 @@ class Pipeline:
     lifecycle: Lifecycle
     lanes: Lanes
     clock: Callable[[], float] = time.monotonic
+    refused_heads: RefusedHeads = field(default_factory=RefusedHeads)
 
     def model(self) -> ModelInfo:
         """Return the description of the model; raises `EngineUnavailable` if no model is ready."""
@@ -120,15 +123,23 @@ class Pipeline:
         self.model()
         return self.limiter.permit()
 
+    def check_room(self) -> None:
+        """Raise what `admit` would raise, and take no place."""
+        self.lifecycle.check()
+        self.model()
+        self.limiter.check()
+
     @contextmanager
-    def admit_upload(self) -> Iterator[Upload]:
+    def admit_upload(self, request: Request) -> Iterator[Upload]:
         """Admit a request whose body is still to come, until the context ends; raises as `admit`.
 
         A place must be free, but the request takes its places only when its body is here.
         """
-        self.lifecycle.check()
-        self.model()
-        self.limiter.check()
+        try:
+            self.check_room()
+        except QueueFull:
+            self.refused_heads.remember(request.scope, request_context(request.scope).key_name)
+            raise
         with self.receiving.body() as body, Permit(self.limiter) as permit:
             yield Upload(body, permit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 
 from model import errors as model_errors
@@ -14,6 +15,11 @@ MEDIA_TYPE = "application/problem+json"
 
 _MAX_DETAIL = 500
 """Characters of a detail: it may repeat what the caller sent."""
+
+_AN_ID = "the-id"
+
+INFERENCE_PROTOCOL = "/v2"
+"""Paths that begin so answer errors as the Open Inference Protocol does."""
 
 INTERNAL_ERROR = "internal_error"
 """Code of an error that the table does not have: a defect of ours."""
@@ -104,8 +110,15 @@ def _printable(text: str) -> str:
 
 
 def body(problem: Problem, request_id: str) -> bytes:
-    """Return the problem document, encoded."""
-    return problem.document(request_id).model_dump_json().encode()
+    """Return the problem document, encoded; the request's id needs no escapes."""
+    before, after = _around_the_id(problem.status, problem.code, problem.detail)
+    return before + request_id.encode() + after
+
+
+@lru_cache(maxsize=64)  # under overload the same document goes out again and again
+def _around_the_id(status: int, code: str, detail: str) -> tuple[bytes, bytes]:
+    before, _, after = Problem(status, code, detail, {}).document(_AN_ID).model_dump_json().rpartition(_AN_ID)
+    return before.encode(), after.encode()
 
 
 def protocol_body(problem: Problem) -> bytes:

@@ -56,11 +56,16 @@ class Server(uvicorn.Server):
         lifecycle: Lifecycle,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        protocol = partial(
+            HttpProtocol,
+            max_connections=connection_limit(settings.max_connections),
+            refuse_early=getattr(app, "refuse_early", None),
+        )
         config = uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
-            http=cast(Any, partial(HttpProtocol, max_connections=connection_limit(settings.max_connections))),
+            http=cast(Any, protocol),
             ws="none",
             lifespan="on",
             loop="auto",

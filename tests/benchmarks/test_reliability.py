@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 from PIL import Image
 
 from benchmarks.reliability.chaos import paeth_png
+from benchmarks.reliability.flood import Flood, Outcomes
+from benchmarks.reliability.flood import post as post_bytes
 from benchmarks.reliability.http_caller import Cut, HttpCaller, NoAnswer, NotConnected
 from benchmarks.reliability.soak import slope
 from benchmarks.reliability.traffic import Kind, Outcome, Traffic, learn
@@ -124,3 +128,58 @@ def test_the_slow_picture_is_a_picture() -> None:
     with Image.open(io.BytesIO(paeth_png(40))) as picture:
         picture.load()
         assert picture.size == (40, 40)
+
+
+@contextlib.contextmanager
+def answering(handler: Handler) -> Iterator[int]:
+    """A server on a thread, and its port."""
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(handler, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield server.sockets[0].getsockname()[1]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("way", [lambda flood: flood.open_loop(300, 0.1), lambda flood: flood.closed_loop(4, 0.1)])
+def test_the_flood_tells_answers_and_refusals_apart(kept: bool, way: Callable[[Flood], Outcomes]) -> None:
+    turn = itertools.count()
+    statuses: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                assert b"Content-Length: 90000" in await reader.readuntil(b"\r\n\r\n")
+                status = (200, 503, 404)[next(turn) % 3]
+                statuses.append(status)
+                answer = b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n%s\r\n" % (
+                    status,
+                    b"" if kept else b"Connection: close\r\n",
+                )
+                for part in (answer[:20], answer[20:], b"ok"):  # before the body is here
+                    writer.write(part)
+                    await writer.drain()
+                await reader.readexactly(90000)
+                if not kept:
+                    break
+        writer.close()
+
+    with answering(serve) as port:
+        outcomes = way(Flood(("127.0.0.1", port), [post_bytes(bytes(90000))]))
+    assert len(outcomes.answered) == statuses.count(200) > 0
+    assert len(outcomes.refused) == statuses.count(503)
+    assert outcomes.other == statuses.count(404)
+    assert outcomes.lost == 0
+    assert kept or outcomes.connected >= len(statuses)
+
+
+def test_the_flood_counts_connections_that_break() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    with answering(serve) as port:
+        outcomes = Flood(("127.0.0.1", port), [post_bytes(b"x")]).open_loop(100, 0.1)
+    assert outcomes.lost == outcomes.connected == len(outcomes.late) > 0

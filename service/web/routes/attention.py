@@ -136,7 +136,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    with pipeline.admit_upload() as upload:
+    with pipeline.admit_upload(request) as upload:
         file = await pipeline.read_one(request, upload)
         answer = _decode_and_answer(pipeline, query, map_requests, file, pipeline.deadline(request))
         return await unless_disconnected(request.receive, answer)

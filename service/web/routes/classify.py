@@ -51,7 +51,7 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     """Classify one picture: a multipart field `file`, or the raw body."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit_upload() as upload:
+    with pipeline.admit_upload(request) as upload:
         file = await pipeline.read_one(request, upload)
         return await unless_disconnected(request.receive, classifier.classify(file))
 
@@ -67,7 +67,7 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit_upload() as upload:
+    with pipeline.admit_upload(request) as upload:
         files = await pipeline.read(request, upload, files=pipeline.settings.max_images_per_request)
         items = all_of(classifier.classify_item(file) for file in files)
         return BatchClassification(results=await unless_disconnected(request.receive, items))

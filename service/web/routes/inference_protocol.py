@@ -116,7 +116,7 @@ async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
     pipeline = pipeline_of(request)
     info = _model(request)
-    with pipeline.admit_upload() as upload:
+    with pipeline.admit_upload(request) as upload:
         body = await pipeline.read_body(request, upload)
         length = _header_length(request)
         if length == 0:  # the body is one picture and nothing else

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 from starlette.types import Message
 
 from model.images.preprocess import ModelInput
@@ -43,7 +44,7 @@ def test_nobody_is_admitted_while_no_engine_is_ready(state: str) -> None:
     service = app()
     service.engine.state = state
     admitting = pipeline_of(service)
-    with pytest.raises(EngineUnavailable), admitting.admit_upload():
+    with pytest.raises(EngineUnavailable), admitting.admit_upload(Request({"type": "http"})):
         pytest.fail("an upload is admitted")
     with pytest.raises(EngineUnavailable):
         admitting.admit()
