@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
+    "trim_seconds": 30,
     "log_format": "text",
     "log_level": "info",
 }
@@ -111,6 +112,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
+    ("trim_seconds", "0", 0),
     ("log_format", "json", "json"),
     ("log_level", "debug", "debug"),
 ]
