@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +58,9 @@ class PixelStorage:
         if size <= self.memory:
             return np.empty(shape, np.uint8)
         try:
+            # Asked first: to reserve more than there is fills the disk for everybody before it fails.
+            if size > shutil.disk_usage(self.folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 if hasattr(os, "posix_fallocate"):  # else a full disk would end the process when a page is written
                     os.posix_fallocate(file.fileno(), 0, size)

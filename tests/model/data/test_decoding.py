@@ -83,8 +83,21 @@ def test_good_files_are_not_complained_about(root: Path) -> None:
     assert len(decoder.digests) == 12
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no way to reserve room here")
-def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded_or_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     too_much = 10 * shutil.disk_usage(tmp_path).total
+    # To reserve as much would take all that there is, if only for a moment.
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("the disk is filled"), raising=False)
     with pytest.raises(DatasetError, match=r"no room for .* GiB"):
         PixelStorage(tmp_path, 0).allocate((too_much,))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no way to reserve room here")
+def test_room_that_is_gone_when_it_is_reserved_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(DatasetError, match=r"no room for .* GiB"):
+        PixelStorage(tmp_path, 0).allocate((100,))
