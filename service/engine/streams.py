@@ -18,6 +18,7 @@ from service.engine.batching import BatchQueue, Poll
 from service.engine.launch import Outcome, Waiting, launch
 from service.engine.messages import BatchReport, InferenceRequest
 from service.errors import EngineUnavailable, ServiceError
+from service.priority import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Streams:
         return returned
 
     def _explain(self, runner: ModelRunner) -> None:
+        lower_priority()
         self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, EXPLAINED_AT_ONCE)))
 
     def _serve(self, runner: ModelRunner) -> None:

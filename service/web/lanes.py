@@ -8,8 +8,6 @@ while it waits, and between two of its steps while a thread is at it.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Generic, TypeVar
 
 from model.images.control import WorkControl
 from service.errors import ClientDisconnected, DeadlineExceeded, QueueFull
+from service.priority import lower_priority
 
 T = TypeVar("T")
 
@@ -68,8 +67,6 @@ class Control(WorkControl):
             raise DeadlineExceeded("the time was up before the image was decoded or drawn")
 
 
-_BACKGROUND_NICENESS = 10
-
 Work = Callable[[Control], T]
 """CPU work that asks its control between its steps."""
 
@@ -86,14 +83,6 @@ class _Job(Generic[T]):
         work, self.work = self.work, None
         assert work is not None, "a job runs once, and is not dropped before"
         return work(self.control)
-
-
-def _lower_priority() -> None:
-    """Give this thread, on Linux, a tenth of the weight of others where they compete for a core."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        # A process that was started with less priority still may not raise it.
-        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _BACKGROUND_NICENESS))
 
 
 class Lane:
@@ -115,7 +104,7 @@ class Lane:
         background: bool = False,
     ) -> None:
         self.pool = ThreadPoolExecutor(
-            threads, thread_name_prefix=name, initializer=_lower_priority if background else None
+            threads, thread_name_prefix=name, initializer=lower_priority if background else None
         )
         self.outstanding = 0
         self._name = name

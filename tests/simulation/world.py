@@ -265,6 +265,7 @@ class World:
             (local, "threading", self.threads),
             (streams, "threading", self.threads),
             (streams, "launch", watched_launch),
+            (streams, "lower_priority", lambda: None),  # virtual threads are all of this one
             (streams, "PATIENCE", 0.03),
             (streams, "EXPLAINED_AT_ONCE", 2),
             (engine_process, "LocalEngine", self._local_engine),

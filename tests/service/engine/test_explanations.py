@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
+from typing import Any
 
+import numpy as np
 import pytest
 
-from model.prediction import MapRequest
+from model.prediction import BatchPrediction, MapRequest
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop
+from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
 
 GAE = MapRequest.explained("gae", 3)
 
@@ -96,3 +101,24 @@ async def test_an_image_that_fails_there_fails_alone(running: Running) -> None:
             await rig.ask(BAD, map=GAE)
         assert (await rig.ask(1, map=GAE)).map is not None
         assert (await rig.ask(2)).indices.tolist() == expected_indices(2, 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+@on_a_loop
+async def test_explanations_give_way_to_classification_where_they_compete_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness: dict[bool, int] = {}
+    predictor = FakePredictor()
+    predict = predictor.predict
+
+    def predict_and_tell(images: np.ndarray, **options: Any) -> BatchPrediction:
+        wanted = any(request is not None for request in options.get("maps", ()))
+        niceness[wanted] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return predict(images, **options)
+
+    monkeypatch.setattr(predictor, "predict", predict_and_tell)
+    async with running(predictor) as rig:
+        await asyncio.gather(rig.ask(1), rig.ask(2, map=GAE))
+    assert niceness == {False: here, True: max(here, 10)}
