@@ -8,7 +8,6 @@ import sys
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
 from model.prediction import BatchPrediction, MapRequest
@@ -113,7 +112,7 @@ async def test_explanations_give_way_to_classification_where_they_compete_for_a_
     predictor = FakePredictor()
     predict = predictor.predict
 
-    def predict_and_tell(images: np.ndarray, **options: Any) -> BatchPrediction:
+    def predict_and_tell(images: Any, **options: Any) -> BatchPrediction:
         wanted = any(request is not None for request in options.get("maps", ()))
         niceness[wanted] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         return predict(images, **options)
