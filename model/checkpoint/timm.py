@@ -79,7 +79,7 @@ def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -
     arguments |= {key: value for key, value in given.items() if key not in _UNUSED_ARGS}
     for key in ("num_classes", "global_pool"):
         value = required(config, key, where)
-        if given.get(key, value) != value:
+        if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
             raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
         arguments[key] = value
     if arguments["num_classes"] == 0:

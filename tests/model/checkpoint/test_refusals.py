@@ -135,6 +135,7 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ("timm", "config.json", "num_classes", 0, "without a classification head"),
         ("timm", "config.json", "num_classes", 4, "labels for 4 classes|has shape"),
         ("timm", "config.json", "global_pool", "prr", "global_pool"),
+        ("timm", "config.json", "num_classes", float("nan"), "num_classes"),
         ("timm", "config.json", "model_args.act_layer", "mish", "act_layer"),
         ("timm", "config.json", "model_args.surprise", 1, "surprise"),
         ("timm", "config.json", "model_args.norm_layer", "rmsnorm", "norm_layer"),

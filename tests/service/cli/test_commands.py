@@ -67,8 +67,7 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     entries = b"".join(struct.pack("<HHLL", tag, 3, 1, value) for tag, value in fields)
     tiff = tmp_path / "samples.tif"
     tiff.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(2048))
-    logging.getLogger("PIL").setLevel(logging.NOTSET)  # as in a process that has not run a command yet
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="PIL")
     code, out, err = run(capfd, "classify", tiff, "--checkpoint", checkpoint)
     assert code == 1
     assert "samples per pixel" in out
