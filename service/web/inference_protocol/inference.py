@@ -94,6 +94,8 @@ class Wanted:
         """Return what a request wants; raises `InvalidParameter` for what the model has not."""
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
         classes = info.config.num_classes
+        if len({output.name for output in outputs}) < len(outputs):
+            raise InvalidParameter("an output is asked for twice")
         for output in outputs:
             if output.name not in OUTPUTS:
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
@@ -104,7 +106,7 @@ class Wanted:
         asked = [count for count in counts if count is not None]
         wants_map = any(output.name == "attention" for output in outputs)
         method = header.parameters.get("attention", "relevance")
-        if method not in _MAPS:
+        if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
         return cls(
             outputs,

@@ -17,10 +17,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import InvalidParameter, MalformedRequest
+from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENTS: Final = 1 << 40
+_MAX_DIMENSIONS: Final = 8
+
+_MAX_JSON_VALUES: Final = 500_000
+"""Three pictures of 224 pixels as numbers. JSON is read on the event loop, and a list takes 20 times its text."""
 
 Parameters = dict[str, Any]
 
@@ -37,10 +41,10 @@ class InputTensor(msgspec.Struct, frozen=True):
     @property
     def elements(self) -> int:
         """Return the number of elements of the shape; raises `InvalidParameter` for a shape that is none."""
-        count = math.prod(self.shape)
-        if not self.shape or min(self.shape) < 0 or count > _MAX_ELEMENTS:
-            raise InvalidParameter(f"input {self.name!r}: shape {self.shape!s:.80} is not one of a tensor")
-        return count
+        sides = self.shape[: _MAX_DIMENSIONS + 1]
+        if not 1 <= len(sides) <= _MAX_DIMENSIONS or min(sides) < 0 or math.prod(sides) > _MAX_ELEMENTS:
+            raise InvalidParameter(f"input {self.name!r:.80}: shape {sides!s:.80} is not one of a tensor")
+        return math.prod(sides)
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
@@ -70,15 +74,21 @@ def split_body(body: bytearray, header_length: int | None) -> tuple[InferenceHea
 
     Raises:
         MalformedRequest: the JSON is none of an inference request, or is shorter than it is said to be.
+        UploadTooLarge: the JSON holds very many values.
     """
     whole = memoryview(body)
     length = len(whole) if header_length is None else header_length
     if length > len(whole):
         raise MalformedRequest(f"Inference-Header-Content-Length is {length}, and the body has {len(whole)} bytes")
+    # Counted before anything is made of them. What stands within strings counts too, and base64 has none of these.
+    if sum(body.count(mark, 0, length) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
+        raise UploadTooLarge(f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary")
     try:
         return _decode(whole[:length]), whole[length:]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedRequest(f"not the JSON of an inference request: {error}") from None
+    except RecursionError:
+        raise MalformedRequest("not the JSON of an inference request: it is nested too deeply") from None
 
 
 def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, memoryview]:

@@ -179,6 +179,9 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
         ({"inputs": [IMAGE], "parameters": {"top_k": CLASSES + 1}}, 422, "1 to 10"),
         ({"inputs": [IMAGE], "parameters": {"top_k": True}}, 422, "top_k"),
         ({"inputs": [IMAGE], "parameters": {"attention": "lime"}, "outputs": [{"name": "attention"}]}, 422, "lime"),
+        ({"inputs": [IMAGE], "parameters": {"attention": ["cls"]}, "outputs": [{"name": "attention"}]}, 422, "cls"),
+        ({"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]}, 422, "twice"),
+        ({"inputs": [{**IMAGE, "shape": [10**18, 1]}]}, 422, "not one of a tensor"),
         ({"inputs": [encoded(*range(65))]}, 413, "64"),
     ],
 )
@@ -206,6 +209,8 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form
         (b"{}", {"inference-header-content-length": "99"}),
         (b"{}", {"inference-header-content-length": "-1"}),
         (b"{}", {"inference-header-content-length": "two"}),
+        (b'{"inputs":[],"id":"\xff"}', {}),
+        (b'{"inputs":[],"parameters":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", {}),
     ],
 )
 async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, str]) -> None:
@@ -262,3 +267,18 @@ async def test_requests_are_counted_by_the_form_of_their_path() -> None:
     assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="200") == 1
     assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="404") == 1
     assert service.metric("vit_images_total") == 1
+
+
+@on_a_loop
+async def test_json_of_very_many_values_is_refused_before_anything_is_made_of_them() -> None:
+    """A list takes twenty times the memory of its text, and the event loop reads it."""
+    tensor = b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[1],"data":[' + b"[]," * 500_000 + b"0]}]}"
+    refused = await post(app(), tensor)
+    assert (refused.status, list(refused.json)) == (413, ["error"])
+    assert "binary" in refused.json["error"]
+    # What follows the JSON does not count.
+    data = struct.pack("<I", 600_000) + b"," * 600_000
+    header = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
+    document = json.dumps({"inputs": [header]}).encode()
+    response = await post(app(), document + data, **{"inference-header-content-length": str(len(document))})
+    assert response.status == 415
