@@ -50,11 +50,12 @@ class Inputs:
         return len(self.encoded if self.encoded is not None else self.pixels)  # type: ignore[arg-type]
 
 
-def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo) -> Inputs:
+def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo, *, limit: int) -> Inputs:
     """Return the pictures of a request.
 
     Raises:
         InvalidParameter: it has not one input, of a name, datatype and shape that the model has.
+        TooManyImages: its shape has more than `limit` pictures, which are then not looked at.
         MalformedRequest: see `service.web.inference_protocol.tensors`.
     """
     if len(header.inputs) != 1:
@@ -63,6 +64,8 @@ def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo) -> I
     binary = take_binary([tensor], rest).get(tensor.name)
     if binary is None and tensor.data is None:
         raise InvalidParameter(f"input {tensor.name!r} has no data")
+    if tensor.shape and tensor.shape[0] > limit:
+        raise _too_many(tensor.shape[0], limit)
     if tensor.name == "image":
         if tensor.datatype != "BYTES" or not (len(tensor.shape) == 1 or tensor.shape[1:] == [1]):
             raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
@@ -158,10 +161,14 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
     return results
 
 
+def _too_many(count: int, limit: int) -> TooManyImages:
+    return TooManyImages(f"{count} pictures: at most {limit} are allowed in one request")
+
+
 def check_count(inputs: Inputs, limit: int) -> None:
     """Raise `TooManyImages` if there are more pictures than `limit`, `InvalidParameter` if there is none."""
     if len(inputs) > limit:
-        raise TooManyImages(f"{len(inputs)} pictures: at most {limit} are allowed in one request")
+        raise _too_many(len(inputs), limit)
     if len(inputs) == 0:
         raise InvalidParameter("there is no picture in the request")
 

@@ -24,7 +24,7 @@ _MAX_ELEMENTS: Final = 1 << 40
 _MAX_DIMENSIONS: Final = 8
 
 _MAX_JSON_VALUES: Final = 500_000
-"""Three pictures of 224 pixels as numbers. JSON is read on the event loop, and a list takes 20 times its text."""
+"""Two pictures of 224 pixels as numbers. JSON is read on the event loop, and a list takes 20 times its text."""
 
 Parameters = dict[str, Any]
 
@@ -136,7 +136,7 @@ def _from_json(tensor: InputTensor) -> list[bytearray]:
 
 def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
     elements: list[bytearray] = []
-    while len(binary):
+    while len(binary) and len(elements) <= tensor.elements:  # one too many is told by the caller
         size = _LENGTH.unpack_from(binary)[0] if len(binary) >= _LENGTH.size else len(binary)
         if len(binary) < _LENGTH.size + size:
             raise MalformedRequest(f"input {tensor.name!r}: element {len(elements)} has more bytes than there are")

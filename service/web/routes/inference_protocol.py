@@ -117,15 +117,15 @@ async def v2_infer(request: Request) -> Response:
     pipeline = pipeline_of(request)
     info = _model(request)
     with pipeline.admit_upload(request) as upload:
-        body = await pipeline.read_body(request, upload)
+        body, limit = await pipeline.read_body(request, upload), pipeline.settings.max_images_per_request
         length = _header_length(request)
         if length == 0:  # the body is one picture and nothing else
             header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
         else:
             header, rest = split_body(body, length)
-            inputs, binary = read_inputs(header, rest, info), False
+            inputs, binary = read_inputs(header, rest, info, limit=limit), False
         wanted = Wanted.of(header, info, binary=binary)
-        check_count(inputs, pipeline.settings.max_images_per_request)
+        check_count(inputs, limit)
         upload.permit.extend(len(inputs))
         work = compute(pipeline, inputs, wanted, pipeline.deadline(request))
         results = await unless_disconnected(request.receive, work)
