@@ -33,19 +33,21 @@ class Outcomes:
     """What became of the requests; lists of seconds.
 
     Attributes:
-        answered: from a request's moment to its answer 200.
+        answered: from a request's moment to its answer 200, if the load had settled by that moment.
         refused: the same for 503.
+        unsettled: the same for every answer to a request that was sent before.
         late: by which requests left after their moment.
         other: answers with any other status.
         lost: connections that broke or were refused, and requests without an answer.
-        in_time: answers 200 before the last moment.
+        in_time: answers 200 before the last moment, and not while the load settled.
         connected: connections that were opened.
         busy: the generator's share of a core.
-        seconds: between the first moment and the last.
+        seconds: in which `in_time` was counted.
     """
 
     answered: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
+    unsettled: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
     other: int = 0
     lost: int = 0
@@ -109,8 +111,11 @@ class _Connection:
 class Flood:
     """Sends requests to an address and counts what becomes of them."""
 
-    def __init__(self, address: tuple[str, int], requests: list[memoryview], seed: int = 0) -> None:
+    def __init__(
+        self, address: tuple[str, int], requests: list[memoryview], seed: int = 0, settle: float = 0.0
+    ) -> None:
         self.outcomes = Outcomes()
+        self._settle = settle
         self._address = address
         self._requests = requests
         self._random = random.Random(seed)
@@ -118,10 +123,11 @@ class Flood:
         self._open: dict[int, _Connection] = {}
         self._idle: list[_Connection] = []
         self._on_free: Callable[[_Connection | None], None] = lambda connection: None
-        self._end = 0.0
+        self._begin = self._end = 0.0
 
     def open_loop(self, rate: float, seconds: float) -> Outcomes:
-        """Send `rate` requests a second for some seconds."""
+        """Send `rate` requests a second until the load has settled, and then for some seconds."""
+        seconds += self._settle
         moments = self._moments(rate, seconds)
         self._on_free = self._keep
         self._run(moments, seconds)
@@ -129,6 +135,7 @@ class Flood:
 
     def closed_loop(self, connections: int, seconds: float) -> Outcomes:
         """Keep as many requests under way as there are connections."""
+        seconds += self._settle
         end = time.perf_counter() + seconds
 
         def again(connection: _Connection | None) -> None:
@@ -153,7 +160,7 @@ class Flood:
 
     def _run(self, moments: Iterator[float], seconds: float, until: float = math.inf) -> None:
         begin, used = time.perf_counter(), time.process_time()
-        self._end = begin + seconds
+        self._begin, self._end = begin + self._settle if self._settle else 0.0, begin + seconds
         due = next(moments, math.inf)
         stop = begin + seconds + _GIVE_UP
         busy = None
@@ -170,7 +177,7 @@ class Flood:
             for number, events in self._epoll.poll(max(0.0, min(due, stop, now + 0.05) - now)):
                 self._on_event(self._open[number], events)
         self.outcomes.busy = busy or 0.0
-        self.outcomes.seconds = seconds
+        self.outcomes.seconds = seconds - self._settle
         self.outcomes.lost += self._waiting()
         for connection in list(self._open.values()):
             self._close(connection)
@@ -217,13 +224,12 @@ class Flood:
         connection.waits = False
         now = time.perf_counter()
         seconds = now - connection.moment
-        if status == 200:
-            self.outcomes.answered.append(seconds)
-            self.outcomes.in_time += now <= self._end
-        elif status == 503:
-            self.outcomes.refused.append(seconds)
-        else:
+        of_status = {200: self.outcomes.answered, 503: self.outcomes.refused}.get(status)
+        if of_status is None:
             self.outcomes.other += 1
+        else:
+            (of_status if connection.moment >= self._begin else self.outcomes.unsettled).append(seconds)
+        self.outcomes.in_time += status == 200 and self._begin <= now <= self._end
 
     def _lose(self, connection: _Connection) -> None:
         waited = connection.waits
@@ -249,9 +255,13 @@ def post(body: bytes) -> memoryview:
 
 
 def main() -> int:
-    """Follow a plan (`port`, `files`, `seconds`, and `rate` or `connections`), and print the outcomes as JSON."""
+    """Follow a plan, and print the outcomes as JSON.
+
+    A plan has `port`, `files`, `settle`, `seconds`, and `rate` or `connections`.
+    """
     plan: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    flood = Flood(("127.0.0.1", plan["port"]), [post(Path(file).read_bytes()) for file in plan["files"]])
+    requests = [post(Path(file).read_bytes()) for file in plan["files"]]
+    flood = Flood(("127.0.0.1", plan["port"]), requests, settle=plan.get("settle", 0.0))
     gc.disable()
     if "rate" in plan:
         outcomes = flood.open_loop(plan["rate"], plan["seconds"])

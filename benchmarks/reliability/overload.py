@@ -2,7 +2,9 @@
 
 The service has one core and the load generator another, so that neither takes time from the other. Each round measures
 the peak (a closed loop of 32 connections), an open loop at a multiple of it, and closed loops of 256 and 512
-connections. Told are the medians over the rounds: the share of the peak that is still answered, how late accepted
+connections. A measurement begins when the load has settled: a queue that fills takes work whose answers come later,
+and five hundred callers who connect at once wait for each other (`unsettled`).
+Told are the medians over the rounds: the share of the peak that is still answered, how late accepted
 requests are answered, and how soon the others are refused. `generator_busy` is the generator's share of its core: near
 1, the figures are the generator's and not the service's.
 
@@ -39,9 +41,9 @@ _FULL = {"VIT_QUEUE_SIZE": "1", "VIT_MAX_BATCH": "2", "VIT_MAX_DELAY_MS": "10000
 class Load:
     """Runs the generator on a core of its own."""
 
-    def __init__(self, folder: Path, port: int, files: list[Path], core: int) -> None:
+    def __init__(self, folder: Path, port: int, files: list[Path], core: int, settle: float = 0.0) -> None:
         self._plan = folder / "plan.json"
-        self._about = {"port": port, "files": [str(file) for file in files]}
+        self._about = {"port": port, "files": [str(file) for file in files], "settle": settle}
         self._core = core
 
     def __call__(self, **what: float) -> Outcomes:
@@ -103,6 +105,7 @@ def one_round(load: Load, times: float, seconds: float) -> dict[str, float]:
         "share": _rate(flood) / peak,
         **_latencies("accepted", flood.answered),
         **_latencies("refused", flood.refused),
+        **_latencies("unsettled", flood.unsettled),
         "refused": len(flood.refused) / seconds,
         "other": float(flood.other),
         "lost": float(flood.lost),
@@ -131,7 +134,7 @@ def measure(arguments: argparse.Namespace, files: list[Path], settings: Mapping[
     cores = sorted(os.sched_getaffinity(0))
     rounds: list[dict[str, float]] = []
     with _service(settings, cores[0]) as (service, folder):
-        load = Load(folder, service.port, files, cores[-1])
+        load = Load(folder, service.port, files, cores[-1], arguments.settle)
         load(connections=32, seconds=arguments.seconds)
         for _ in range(arguments.rounds):
             rounds.append(one_round(load, arguments.times, arguments.seconds))
@@ -144,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.overload", description=__doc__)
     parser.add_argument("--times", type=float, default=5, help="of the peak that are sent")
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
+    parser.add_argument("--settle", type=float, default=8, help="seconds before each measurement; fills the queue")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checkpoint", default="bundled")
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")

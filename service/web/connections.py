@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import socket
 from collections.abc import Iterable
 from typing import Protocol
 
 _OTHER_FILES = 128
 """Descriptors that are left for everything that is no connection."""
+
+_FIRST_LOOK_SECONDS = 0.05
+_LONGEST_LOOK_SECONDS = 1.0
 
 _MOST_AT_ONCE = 32
 """Connections closed together, so that not every newcomer costs a look at all of them."""
@@ -53,3 +58,19 @@ def connection_limit(wanted: int) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
+
+
+def watch_for_departure(
+    transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, seconds: float = _FIRST_LOOK_SECONDS
+) -> None:
+    """Cut a connection that sends no more as soon as its caller's system refuses what is sent to it."""
+
+    def look() -> None:
+        if transport.is_closing():
+            return
+        if transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            transport.abort()
+        else:
+            watch_for_departure(transport, loop, min(2 * seconds, _LONGEST_LOOK_SECONDS))
+
+    loop.call_later(seconds, look)

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from service.errors import QueueFull, ServiceError
 from service.metrics.metrics import Metrics
 from service.web.problems import INFERENCE_PROTOCOL, Problem, problem_of
+from service.web.refusal_pace import RefusalPace
 
 Headers = Iterable[tuple[bytes, bytes]]
 Key = tuple[str, bytes, tuple[bytes, ...]]
@@ -60,6 +61,9 @@ class EarlyRefusal:
     Args:
         check_room: raises what the application would raise at a request that needs one place.
         count: see `RequestContextMiddleware.count`.
+
+    Attributes:
+        pace: how often callers are refused.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class EarlyRefusal:
         self._check_room = check_room
         self._count = count
         self._rejected = metrics.rejected
+        self.pace = RefusalPace()
 
     def __call__(self, method: str, target: bytes, headers: Headers, request_id: str) -> Problem | None:
         """Return the refusal of a request, which is counted; None if it has to go through the application."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.web.connections import Rank, make_room
+from service.web.connections import Rank, make_room, watch_for_departure
 from service.web.early_refusal import EarlyRefusal
 from service.web.http_head import check_head, may_discard
 from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
-from service.web.problems import MEDIA_TYPE, Problem, body, problem_of
+from service.web.problems import problem_of
+from service.web.raw_answer import raw_answer
+from service.web.refusal_pace import RefusalPace
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
@@ -26,8 +28,6 @@ LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
 HEARING_SECONDS = 0.5
 _HEARING_TURNS = 5
-_FIRST_LOOK_SECONDS = 0.05
-_LONGEST_LOOK_SECONDS = 1.0
 
 _TURNS = itertools.count()
 
@@ -57,16 +57,20 @@ class HttpProtocol(HttpToolsProtocol):
         *arguments: Any,
         max_connections: int = sys.maxsize,
         refuse_early: EarlyRefusal | None = None,
+        on_connection: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._refuse_early = refuse_early
+        self._on_connection = on_connection
+        self._pace = RefusalPace() if refuse_early is None else refuse_early.pace
         self._max_connections = max_connections
         self._turn = next(_TURNS)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock: a connection that never asks anything is closed; so are others, if there are too many."""
         super().connection_made(transport)
+        self._on_connection()
         if len(self.connections) > self._max_connections:
             others = (c for c in self.connections if isinstance(c, HttpProtocol) and c is not self)
             if not make_room(others):
@@ -91,10 +95,19 @@ class HttpProtocol(HttpToolsProtocol):
         """Close the connection."""
         self.transport.close()
 
+    def pause(self) -> None:
+        """Read nothing for a while."""
+        self.flow.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        self.flow.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell the request that is being answered."""
         self._stop_head_timer()
         self._stop_stall_timer()
+        self._pace.resume(self)
         super().connection_lost(exc)
         # uvicorn tells the newest request, which may be one that waits for its turn behind this one.
         if self._running is not None and not self._running.response_complete:
@@ -126,22 +139,12 @@ class HttpProtocol(HttpToolsProtocol):
             # A caller that is gone looks the same, until its system refuses what is sent to it: an interim answer,
             # which every client of HTTP/1.1 skips.
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._watch_for_departure(_FIRST_LOOK_SECONDS)
+            watch_for_departure(self.transport, self.loop)
         return True
-
-    def _watch_for_departure(self, seconds: float) -> None:
-        def look() -> None:
-            if self.transport.is_closing():
-                return
-            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.transport.abort()
-            else:
-                self._watch_for_departure(min(2 * seconds, _LONGEST_LOOK_SECONDS))
-
-        self.loop.call_later(seconds, look)
 
     def shutdown(self) -> None:
         """Close the connection once what is on its way has been heard; the server has stopped listening."""
+        self._pace.resume(self)
         self._close_after_turns(_HEARING_TURNS)
 
     def _close_after_turns(self, turns: int) -> None:
@@ -229,7 +232,7 @@ class HttpProtocol(HttpToolsProtocol):
         problem = self._refuse_early(self.parser.get_method().decode("ascii"), self.url, self.headers, request_id)
         if problem is None:
             return False
-        self.transport.write(self._answer_of(problem, request_id))
+        self.transport.write(raw_answer(problem, request_id, self.server_state.default_headers))
         self.server_state.total_requests += 1
         self._turn = next(_TURNS)
         self.cycle = RequestResponseCycle(
@@ -269,6 +272,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
             self.cycle.more_body = False
             self._stop_head_timer()
+            self._pace.refused(self, self.loop)
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -302,27 +306,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _answer(self, error: ServiceError) -> None:
-        self.transport.write(self._answer_of(problem_of(error), self._request_id(), (b"connection", b"close")))
+        headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        self.transport.write(raw_answer(problem_of(error), self._request_id(), headers))
         # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
         self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _request_id(self) -> str:
         return request_id_from(dict(reversed(self.headers or ())).get(b"x-request-id", b"").decode("latin-1"))
-
-    def _answer_of(self, problem: Problem, request_id: str, *headers: tuple[bytes, bytes]) -> bytes:
-        content = body(problem, request_id)
-        head = [STATUS_LINE[problem.status]]
-        for name, value in (
-            *self.server_state.default_headers,
-            (b"content-type", MEDIA_TYPE.encode()),
-            (b"content-length", str(len(content)).encode()),
-            (b"x-request-id", request_id.encode()),
-            *headers,
-            *((name.lower().encode(), value.encode()) for name, value in problem.headers.items()),
-        ):
-            head += [name, b": ", value, b"\r\n"]
-        return b"".join([*head, b"\r\n", content])
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

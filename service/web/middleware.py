@@ -209,6 +209,8 @@ class RequestContextMiddleware:
             status = context.status or CLIENT_DISCONNECTED
             who = context.request_id, context.key_name, context.endpoint
             self.count(scope["method"], scope["path"], status, seconds, *who)
+            if counted and self.refuse_early is not None and status < 400:
+                self.refuse_early.pace.answered()
 
     def count(
         self,

@@ -124,10 +124,16 @@ class Pipeline:
         return self.limiter.permit()
 
     def check_room(self) -> None:
-        """Raise what `admit` would raise, and take no place."""
+        """Raise what `admit` would raise, and take no place.
+
+        Bodies that have just begun to arrive will take places. Without counting them, many callers would be let in at
+        each place that becomes free, and all but one refused when their bodies are here. Such bodies keep at most half
+        of the places, as a caller can begin one and never end it.
+        """
         self.lifecycle.check()
         self.model()
         self.limiter.check()
+        self.limiter.check(1 + self.receiving.newcomers(self.limiter.capacity // 2))
 
     @contextmanager
     def admit_upload(self, request: Request) -> Iterator[Upload]:

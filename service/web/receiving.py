@@ -11,11 +11,15 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice, takewhile
 
 from service.errors import ReceivingFull
 
 GRACE_SECONDS = 1.0
 """Seconds by which a body may be behind its rate before it crawls; a burst buys no more than that either."""
+
+PROMISE_SECONDS = 0.1
+"""Age up to which a body is expected to be here soon, and to take a place."""
 
 
 class ByteBudget:
@@ -43,12 +47,14 @@ class Body:
     Attributes:
         size: bytes of it that are counted.
         gave_way: whether it was ended because others wanted its room.
+        began: reading of the clock when it was first expected.
         paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
     """
 
     def __init__(self) -> None:
         self.size = 0
         self.gave_way = False
+        self.began = 0.0
         self.paid_until = 0.0
 
 
@@ -97,12 +103,19 @@ class Receiving:
         Where many arrive already, the slowest of those that crawl gives way to it.
         """
         self._make_room()
-        body.paid_until = self._clock() + GRACE_SECONDS
+        body.began = self._clock()
+        body.paid_until = body.began + GRACE_SECONDS
         self._arriving[body] = end
         try:
             yield
         finally:
             self._arriving.pop(body, None)
+
+    def newcomers(self, most: int) -> int:
+        """Return how many bodies began to arrive a moment ago, at most `most`."""
+        since = self._clock() - PROMISE_SECONDS
+        recent = takewhile(lambda body: body.began >= since, reversed(self._arriving))
+        return sum(1 for _ in islice(recent, most))
 
     def add(self, body: Body, count: int) -> None:
         """Count bytes that arrived; other bodies that crawl give way if there is no room, the largest first.

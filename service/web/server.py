@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from service.settings import Settings
+from service.web.accepting import Acceptor
 from service.web.connections import connection_limit
 from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
@@ -60,6 +61,7 @@ class Server(uvicorn.Server):
             HttpProtocol,
             max_connections=connection_limit(settings.max_connections),
             refuse_early=getattr(app, "refuse_early", None),
+            on_connection=self._on_connection,
         )
         config = uvicorn.Config(
             app,
@@ -84,6 +86,7 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self._hung_up = False
         self._descriptors = DescriptorWatch()
+        self._acceptor: Acceptor | None = None
 
     @property
     def port(self) -> int:
@@ -111,6 +114,15 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in self._listeners():
             heed_handshakes(listener)
+        self._acceptor = Acceptor(self._listeners(), self._make_protocol)
+
+    def _on_connection(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.accepted()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        factory = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return factory(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept the callers whom the kernel has accepted, then shut down as uvicorn does."""
@@ -122,6 +134,8 @@ class Server(uvicorn.Server):
             if not any(has_callers(listener) for listener in listeners):
                 break
             await asyncio.sleep(0)  # libuv accepts one caller in each turn of the loop
+        if self._acceptor is not None:
+            self._acceptor.close()
         await super().shutdown(sockets)
 
     def _listeners(self) -> list[socket.socket]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from service.errors import ReceivingFull
+from service.errors import QueueFull, ReceivingFull
 from service.web.receiving import Body, ByteBudget, Receiving
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, Clock, app, budget_of, form, pipeline_of, until
@@ -256,3 +256,36 @@ async def test_a_picture_counts_until_it_is_answered() -> None:
     service.engine.gate.set()
     await running
     assert budget_of(service).in_use == 0
+
+
+def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
+    bodies = Bodies()
+    assert bodies.receiving.newcomers(9) == 0
+    bodies.arrive("early")
+    bodies.clock.now += 0.05
+    for name in "abc":
+        bodies.arrive(name)
+    assert [bodies.receiving.newcomers(most) for most in (0, 2, 4, 9)] == [0, 2, 4, 4]
+    bodies.clock.now += 0.06
+    assert bodies.receiving.newcomers(9) == 3
+    bodies.stack.close()
+    assert bodies.receiving.newcomers(9) == 0
+
+
+@on_a_loop
+async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -> None:
+    clock = Clock()
+    pipeline = pipeline_of(app(clock=clock, queue_size=4))
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(
+                pipeline.receiving.arriving(stack.enter_context(pipeline.receiving.body()), lambda: None)
+            )
+        pipeline.check_room()  # two of four places are kept, two are free
+        with pipeline.admit():
+            pipeline.check_room()
+            with pipeline.admit():
+                with pytest.raises(QueueFull):
+                    pipeline.check_room()
+                clock.now += 0.2
+                pipeline.check_room()

@@ -1,0 +1,60 @@
+"""Accepting callers as fast as they come.
+
+libuv, and so uvloop, accepts one connection in each turn of the event loop. Under load a turn takes some hundredths of
+a second, and callers who open a connection for each request would wait for seconds before they are even refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable
+
+_MORE_A_TURN = 16
+
+
+class Acceptor:
+    """Accepts further connections in each turn after one in which there was one.
+
+    Args:
+        listeners: anything with the file descriptors of listening sockets.
+        make_protocol: makes the protocol of a connection.
+    """
+
+    def __init__(self, listeners: Iterable[socket.socket], make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in listeners]
+        self._make_protocol = make_protocol
+        self._is_due = False
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def close(self) -> None:
+        """Accept no more."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def accepted(self) -> None:
+        """Look for more callers in the next turn: there was one."""
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._accept)
+
+    def _accept(self) -> None:
+        self._is_due = False
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
+                for _ in range(_MORE_A_TURN):
+                    connection, _address = listener.accept()
+                    connection.setblocking(False)
+                    task = self._loop.create_task(self._connect(connection))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # the caller is gone already
+            connection.close()

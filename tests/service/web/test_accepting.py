@@ -1,0 +1,86 @@
+"""Many callers who connect at the same moment are accepted in few turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvloop
+
+from service.web.accepting import Acceptor
+from tests.service.fakes import PATIENCE
+
+CALLERS = 100
+
+
+class Accepted(asyncio.Protocol):
+    def __init__(self, heard: list[asyncio.BaseTransport], acceptor: list[Acceptor]) -> None:
+        self._heard, self._acceptor = heard, acceptor
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._heard.append(transport)
+        for acceptor in self._acceptor:
+            acceptor.accepted()
+
+
+async def turns_for(callers: int, *, with_acceptor: bool) -> int:
+    """The turns of the loop in which all callers, who connected before the first, are accepted."""
+    loop = asyncio.get_running_loop()
+    heard: list[asyncio.BaseTransport] = []
+    acceptors: list[Acceptor] = []
+
+    def make_protocol() -> Accepted:
+        return Accepted(heard, acceptors)
+
+    server = await loop.create_server(make_protocol, "127.0.0.1", 0, backlog=CALLERS)
+    if with_acceptor:
+        acceptors.append(Acceptor(server.sockets, make_protocol))
+    address = server.sockets[0].getsockname()
+    clients = [socket.create_connection(address) for _ in range(callers)]
+    turns = 0
+    async with asyncio.timeout(PATIENCE):
+        while len(heard) < callers:
+            turns += 1
+            await asyncio.sleep(0)
+    if with_acceptor:
+        acceptors[0].accepted()
+        acceptors[0].close()  # nothing is accepted after it
+    await asyncio.sleep(0)
+    server.close()
+    for transport in heard:
+        transport.abort()  # type: ignore[attr-defined]
+    for client in clients:
+        client.close()
+    await asyncio.sleep(0)
+    assert len(heard) == callers
+    return turns
+
+
+def test_callers_do_not_wait_for_a_turn_each() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(turns_for(CALLERS, with_acceptor=True)) < CALLERS // 2
+        assert runner.run(turns_for(1, with_acceptor=True)) >= 1
+
+
+def test_one_that_left_before_it_was_accepted_harms_nobody() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        async def run() -> None:
+            heard: list[asyncio.BaseTransport] = []
+            listener = socket.create_server(("127.0.0.1", 0))
+            listener.setblocking(False)
+            acceptors: list[Acceptor] = []
+            acceptors.append(Acceptor([listener], lambda: Accepted(heard, acceptors)))
+            with socket.create_connection(listener.getsockname()) as leaving:
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            with socket.create_connection(listener.getsockname()) as staying:
+                acceptors[0].accepted()
+                async with asyncio.timeout(PATIENCE):
+                    while not any(transport.get_extra_info("peername") == staying.getsockname() for transport in heard):
+                        await asyncio.sleep(0)
+            acceptors[0].close()
+            listener.close()
+            for transport in heard:
+                transport.abort()  # type: ignore[attr-defined]
+
+        runner.run(run())

@@ -1,0 +1,113 @@
+"""Callers that are refused and ask again at once wait a little, and nobody for long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from service.web import refusal_pace
+from service.web.refusal_pace import LONGEST_PAUSE, REFUSALS_PER_ANSWER, RefusalPace
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import pipeline_of, until
+from tests.service.web.listening import GET, listening, post
+from tests.service.web.wire import Clock
+
+
+class Caller:
+    def __init__(self) -> None:
+        self.paused = False
+
+    def pause(self) -> None:
+        assert not self.paused
+        self.paused = True
+
+    def resume(self) -> None:
+        assert self.paused
+        self.paused = False
+
+
+@pytest.fixture(autouse=True)
+def credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "MOST_CREDIT", 2)
+
+
+def loop_of(clock: Clock) -> asyncio.AbstractEventLoop:
+    return cast(asyncio.AbstractEventLoop, clock)
+
+
+def test_each_answer_lets_some_be_refused_and_the_longest_waiting_are_heard_first() -> None:
+    clock = Clock()
+    pace, callers = RefusalPace(), [Caller() for _ in range(9)]
+    for caller in callers:
+        pace.refused(caller, loop_of(clock))
+        pace.refused(caller, loop_of(clock))  # it had sent two requests; the second is refused all the same
+    assert [caller.paused for caller in callers] == [False] + [True] * 8
+    pace.answered()
+    heard = 1 + min(2, REFUSALS_PER_ANSWER)
+    assert [caller.paused for caller in callers] == [False] * heard + [True] * (9 - heard)
+
+
+def test_a_pause_ends_by_itself_and_credit_does_not_pile_up() -> None:
+    clock = Clock()
+    pace, callers = RefusalPace(), [Caller() for _ in range(4)]
+    for _ in range(100):
+        pace.answered()
+    for caller in callers:
+        pace.refused(caller, loop_of(clock))
+    assert [caller.paused for caller in callers] == [False, False, True, True]
+    clock.advance(LONGEST_PAUSE - 0.01)
+    assert [caller.paused for caller in callers] == [False, False, True, True]
+    clock.advance(0.01)
+    assert not any(caller.paused for caller in callers)
+    pace.resume(callers[3])  # no harm
+
+
+@on_a_loop
+async def test_a_caller_out_of_credit_is_not_read_until_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "LONGEST_PAUSE", 1e6)
+    async with listening(queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            await connection.send(post(png(1)))
+            assert (await connection.answer()).status == 503  # by the application
+            for _ in range(3):
+                await connection.send(post(png(1)))
+                assert (await connection.answer()).code == "queue_full"
+            [protocol] = server.protocols
+            assert protocol.flow.read_paused
+            await connection.send(post(png(1)))
+            assert (await server.ask(GET)).status == 200  # a probe is no answer that counts
+            assert protocol.flow.read_paused
+        assert (await server.ask(GET.replace(b"/healthz", b"/model"))).status == 200
+        assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_that_waits_is_heard_when_the_service_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "LONGEST_PAUSE", 1e6)
+    async with listening(queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            for _ in range(4):
+                await connection.send(post(png(1)))
+                assert (await connection.answer()).status == 503
+            [protocol] = server.protocols
+            assert protocol.flow.read_paused
+            protocol.shutdown()
+            assert not protocol.flow.read_paused
+            await connection.send(post(png(1)))
+            assert (await connection.answer()).status == 503
+
+
+@on_a_loop
+async def test_one_that_is_cut_while_it_waits_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "LONGEST_PAUSE", 1e6)
+    async with listening(queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            for _ in range(4):
+                await connection.send(post(png(1)))
+                assert (await connection.answer()).status == 503
+            [protocol] = server.protocols
+            protocol.transport.abort()
+            await until(lambda: not server.protocols)
+            assert not protocol._pace._waiting
