@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("opentelemetry.proto", reason="OpenTelemetry is not installed")
 
 from tests.e2e.collector import collecting
 from tests.e2e.processes import Processes
-from tests.e2e.serving import Pictures, Serve, client
+from tests.e2e.serving import Pictures, Serve, Served, client
+from tests.e2e.test_dashboard import Prometheus
+from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -84,20 +91,40 @@ def test_a_request_is_followed_from_its_caller_through_a_worker_and_the_engine(
     assert "Traceback" not in server.log
 
 
+@pytest.fixture(scope="module")
+def forsaken(serve_module: Serve) -> Iterator[Served]:
+    """A service whose collector never answers."""
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+        patch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+        patch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+        yield serve_module(otel=True)
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_takes_the_exemplars(forsaken: Served, pictures: Pictures, tmp_path: Path) -> None:
+    answer = forsaken.classify(pictures.files[0])
+    _, trace_id, span_id, _ = answer.headers["traceresponse"].split("-")
+    options = ("--enable-feature=exemplar-storage",)
+    with Prometheus(tmp_path, f"127.0.0.1:{forsaken.port}", options=options) as prometheus:
+        until(lambda: bool(prometheus.query("vit_request_duration_seconds_bucket")))
+        now = time.time()
+        query: dict[str, str | float] = {"query": "vit_request_duration_seconds_bucket", "start": now - 3600, "end": now + 3600}
+        [series] = httpx.get(f"{prometheus.url}/api/v1/query_exemplars", params=query).json()["data"]
+    assert series["seriesLabels"]["endpoint"] == "/classify"
+    assert series["exemplars"][0]["labels"] == {"trace_id": trace_id, "span_id": span_id}
+
+
 def test_a_collector_that_never_answers_costs_no_request_and_does_not_hold_the_end(
-    serve: Serve, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+    forsaken: Served, pictures: Pictures
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
-        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
-        server = serve(otel=True)
-        for index in range(20):
-            answer = server.classify(pictures.files[index])
-            assert answer.status_code == 200
-            pictures.check(index, answer.json())
-        assert server.process.terminate() == 0
-    assert "Queue full, dropping Span" in server.log
-    assert "Traceback" not in server.log
+    """The last one that uses this service."""
+    for index in range(20):
+        answer = forsaken.classify(pictures.files[index])
+        assert answer.status_code == 200
+        pictures.check(index, answer.json())
+    assert forsaken.process.terminate() == 0
+    assert "Queue full, dropping Span" in forsaken.log
+    assert "Traceback" not in forsaken.log
