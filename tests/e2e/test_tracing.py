@@ -26,6 +26,7 @@ CALLERS = 40
 """Enough, on connections of their own, for both workers to have some."""
 
 STAGES = ("read", "decode", "queue", "inference")
+DURATIONS = "vit_request_duration_seconds_bucket"
 OPENMETRICS = {"Accept": "application/openmetrics-text"}
 
 
@@ -109,10 +110,11 @@ def test_prometheus_takes_the_exemplars(forsaken: Served, pictures: Pictures, tm
     _, trace_id, span_id, _ = answer.headers["traceresponse"].split("-")
     options = ("--enable-feature=exemplar-storage",)
     with Prometheus(tmp_path, f"127.0.0.1:{forsaken.port}", options=options) as prometheus:
-        until(lambda: bool(prometheus.query("vit_request_duration_seconds_bucket")))
+        until(lambda: bool(prometheus.query(DURATIONS)))
         now = time.time()
-        query: dict[str, str | float] = {"query": "vit_request_duration_seconds_bucket", "start": now - 3600, "end": now + 3600}
-        [series] = httpx.get(f"{prometheus.url}/api/v1/query_exemplars", params=query).json()["data"]
+        times = {"start": f"{now - 3600}", "end": f"{now + 3600}"}
+        url = f"{prometheus.url}/api/v1/query_exemplars"
+        [series] = httpx.get(url, params={"query": DURATIONS, **times}).json()["data"]
     assert series["seriesLabels"]["endpoint"] == "/classify"
     assert series["exemplars"][0]["labels"] == {"trace_id": trace_id, "span_id": span_id}
 
