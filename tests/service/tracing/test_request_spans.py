@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +14,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from service.logs import JsonFormatter
-from service.tracing.log_records import RequestIds
 from service.tracing.traceparent import traceparent_of
 from tests.service.fakes import on_a_loop, png
 from tests.service.tracing.recorder import CALLER, SPAN_ID, TRACE_ID, UNSAMPLED, Recorder, attributes, ids, parent_of
@@ -314,41 +310,3 @@ async def test_a_request_that_is_refused_from_its_head_alone_has_a_span(recorder
         "network.protocol.version": "1.1",
         "vitserve.request_id": "mine",
     }
-
-
-# Beside spans
-
-
-@on_a_loop
-async def test_every_line_of_a_request_in_the_json_log_has_its_ids(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    caplog.handler.addFilter(RequestIds())
-    service = recorder.app()
-    service.engine.error = ZeroDivisionError("of ours")
-    await post(service, traceparent=CALLER)
-    logging.getLogger("vitserve").info("of no request")
-    *lines, other = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    assert [line["message"].partition(" ")[0] for line in lines] == ["request", "POST"]
-    _, trace_id, span_id, flags = ids(recorder.one("POST /classify")).split("-")
-    for line in lines:
-        assert (line["trace_id"], line["span_id"], line["trace_flags"]) == (trace_id, span_id, flags)
-    assert lines[1]["status"] == 500
-    assert not {"trace_id", "span_id", "trace_flags"} & other.keys()
-
-
-@on_a_loop
-async def test_a_bucket_of_the_durations_names_a_request_that_fell_into_it(recorder: Recorder) -> None:
-    service = recorder.app()
-    answer = await post(service, traceparent=CALLER)
-    _, trace_id, span_id, _ = answer.headers["traceresponse"].split("-")
-    scrape = await service.get("/metrics", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
-    assert scrape.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-    lines = [line for line in scrape.content.decode().splitlines() if "trace_id" in line]
-    [line] = lines
-    assert line.startswith('vit_request_duration_seconds_bucket{endpoint="/classify",le=')
-    assert f'# {{span_id="{span_id}",trace_id="{trace_id}"}} ' in line
-    plain = await service.get("/metrics")
-    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert b"trace_id" not in plain.content
