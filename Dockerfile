@@ -16,7 +16,7 @@ RUN python -m venv --without-pip /opt/venv
 ARG TORCH_INDEX_URL=
 RUN pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
 # These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
-ARG EXTRAS="gpu hub redis"
+ARG EXTRAS="gpu hub redis otel"
 RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
         print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \

@@ -81,6 +81,19 @@ def _recent_url(value: SecretStr) -> SecretStr:
     return value
 
 
+def _otel(value: bool) -> bool:
+    if value and not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"))):
+        raise ValueError("it needs OpenTelemetry's packages: pip install -e '.[otel]' in the clone")
+    return value
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False
+
+
 def _workers(value: int) -> int:
     if value > 1:
         _check_platform("1")
@@ -242,6 +255,9 @@ class Settings(BaseSettings):
     )
     trim_seconds: Seconds = Field(
         30, description="seconds between two moments at which each process returns freed memory (glibc); 0 never does"
+    )
+    otel: Annotated[bool, AfterValidator(_otel)] = Field(
+        False, description="whether spans are exported by OpenTelemetry, as its own variables (`OTEL_...`) say"
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")

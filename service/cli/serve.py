@@ -14,6 +14,7 @@ from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.settings import Settings, unknown_variables
+from service.tracing.start import check_environment
 from service.web.server import exit_now
 from service.web.single_process import run_single_process
 
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.configure(settings.log_format, settings.log_level)
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)
+    check_environment(settings)
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
     if settings.one_process and not uses_gpu(settings):

@@ -10,6 +10,7 @@ import importlib
 import logging
 import signal
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
@@ -19,8 +20,12 @@ from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.tracing.start import batch_observer, start_telemetry
 from service.web.heap import trim_regularly
 from service.web.single_process import Loader
+
+if TYPE_CHECKING:
+    from service.tracing.telemetry import Telemetry
 
 logger = logging.getLogger("vitserve")
 
@@ -41,11 +46,17 @@ def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly(settings.trim_seconds)
+    telemetry = start_telemetry(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, channel, load, metrics))
+        code = runner.run(_serve(settings, channel, load, metrics, telemetry))
+    if telemetry is not None:
+        telemetry.close()
+    return code
 
 
-async def _serve(settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics) -> int:
+async def _serve(
+    settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics, telemetry: Telemetry | None = None
+) -> int:
     counters, index = channel.counters, channel.index
     over = asyncio.Event()
 
@@ -58,7 +69,7 @@ async def _serve(settings: Settings, channel: EngineChannel, load: Loader, metri
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
         batch_timeout=settings.batch_timeout,
-        on_batch=metrics.observe_batch,
+        on_batch=batch_observer(metrics.observe_batch, telemetry),
         on_queue=queue_changed,
     )
 

@@ -76,6 +76,7 @@ class Submit(_Frame, frozen=True, tag=2):
         id: unique on its connection among those that have no outcome yet.
         slot: where its pixels lie.
         timeout: seconds from now within which it must be launched.
+        traceparent: of its request's span, if that is exported.
     """
 
     id: int
@@ -83,6 +84,7 @@ class Submit(_Frame, frozen=True, tag=2):
     top_k: int
     map: MapRequest | None
     timeout: float
+    traceparent: str | None = None
 
 
 class Cancel(_Frame, frozen=True, tag=3):

@@ -18,6 +18,7 @@ from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.tracing.start import start_telemetry
 from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
@@ -36,7 +37,7 @@ class WorkerServer(Server):
 
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
     """Run one web worker until a signal ends it, and return its exit code."""
-    counters = shared.counters
+    counters, telemetry = shared.counters, start_telemetry(settings)
     engines = [RemoteEngine(channel, worker) for channel in shared.channels]
     engine: Engine = engines[0] if len(engines) == 1 else Balancer(engines)
     lifecycle = Lifecycle()
@@ -65,9 +66,12 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         ),
         SharedByteBudget(counters, worker, settings.max_receiving_bytes),
         SharedKeyLimiter(counters, worker, len(settings.api_keys), settings.key_max_requests),
+        None if telemetry is None else telemetry.request_tracer(),
     )
     server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
     counters.worker_state[worker] = SharedCounters.LISTENING
     trim_regularly(settings.trim_seconds)
     server.run(sockets=[shared.listeners[worker]])
+    if telemetry is not None:
+        telemetry.close()
     return lifecycle.exit_code

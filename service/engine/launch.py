@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
@@ -45,13 +47,27 @@ def launch(
             runner.check()
         except VitError as error:
             raise EngineUnavailable(f"the device failed: {error}") from error
+    links = tuple({entry.item.traceparent: None for entry in batch if entry.item.traceparent is not None})
+    traceparent = _new_traceparent() if links else None
+    if traceparent is not None:
+        outcomes = [
+            replace(outcome, batch_traceparent=traceparent) if isinstance(outcome, InferenceResult) else outcome
+            for outcome in outcomes
+        ]
     return outcomes, BatchReport(
         device=runner.device,
         size=len(batch),
         padding=runner.launch_size(len(batch)) - len(batch),
         release=release,
         inference_seconds=clock() - launched,
+        traceparent=traceparent,
+        links=links,
     )
+
+
+def _new_traceparent() -> str:
+    """Return the context of a new span in a trace of its own, sampled."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def _predict(

@@ -28,14 +28,18 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
+from service.metrics.exemplars import Exemplars
 from service.metrics.nvml import GpuCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_CONTENT_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -66,7 +70,7 @@ def count_in_files(folder: Path, process: str) -> None:
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 
 
-class Metrics:
+class Metrics(Collector):
     """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -92,6 +96,7 @@ class Metrics:
             ["endpoint"],
             buckets=_SECONDS,
         )
+        self.exemplars = Exemplars("vit_request_duration_seconds", _SECONDS)
         self.stage_duration = histogram(
             "vit_stage_duration_seconds",
             "Time of one image in each stage: read, decode, queue, inference",
@@ -149,12 +154,20 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return all metrics of the service in Prometheus' text format."""
-        text = generate_latest(self.registry)
-        if self._folder is None:
-            return text
-        counted = CollectorRegistry()
-        MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
-        return generate_latest(counted) + text
+        return generate_latest(self)
+
+    def render_openmetrics(self) -> bytes:
+        """Return all metrics of the service in OpenMetrics' format, which has exemplars."""
+        text: bytes = openmetrics.generate_latest(self)  # type: ignore[no-untyped-call]
+        return text
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics of all processes, with their exemplars."""
+        if self._folder is not None:
+            counted = CollectorRegistry()
+            MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
+            yield from map(self.exemplars.add_to, counted.collect())
+        yield from map(self.exemplars.add_to, self.registry.collect())
 
 
 class _StateCollector(Collector):

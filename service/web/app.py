@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -33,6 +33,9 @@ from service.web.receiving import ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
 from service.web.routes import attention, classify, documentation, inference_protocol, operations, page
 from service.web.routes.endpoint import Endpoint, no_such_path
+
+if TYPE_CHECKING:
+    from service.tracing.request_spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
@@ -86,6 +89,7 @@ def create_app(
     image_store: ImageStore | None = None,
     byte_budget: ByteBudget | None = None,
     key_limiter: KeyLimiter | None = None,
+    tracer: RequestTracer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
     linger: LingerLimits | None = None,
@@ -102,6 +106,7 @@ def create_app(
         image_store: one that other processes keep pictures in too; by default this application's own.
         byte_budget: one that other processes take bytes from too; by default this application's own.
         key_limiter: one that other processes count in too; by default this application's own.
+        tracer: makes the spans of requests; None if nobody asked for them.
         clock: monotonic seconds, for requests' deadlines and durations.
         hold_seconds: after which a request that finds no engine is refused, see `ProblemMiddleware`.
     """
@@ -139,7 +144,9 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = Pipeline(settings, engine, metrics, limiter, receiving, pictures, lifecycle, lanes, clock)
+    app.state.pipeline = Pipeline(
+        settings, engine, metrics, limiter, receiving, pictures, lifecycle, lanes, clock, tracer
+    )
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
     routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
     app.router.routes = [route for router in routers for route in router.routes]
@@ -161,12 +168,12 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
-            expose_headers=["X-Request-ID", "Retry-After", "Content-Location"],
+            expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock, linger=linger)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, clock=clock, linger=linger)
     pipeline: Pipeline = app.state.pipeline
-    outermost.refuse_early = EarlyRefusal(pipeline.refused_heads, pipeline.check_room, outermost.count, metrics)
+    outermost.refuse_early = EarlyRefusal(pipeline.refused_heads, pipeline.check_room, outermost.count, metrics, tracer)
     return outermost
 
 

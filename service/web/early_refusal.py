@@ -8,7 +8,7 @@ remembered; one that says the same is refused here, with the same answer, metric
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from starlette.types import Scope
 
@@ -16,6 +16,9 @@ from service.errors import QueueFull, ServiceError
 from service.metrics.metrics import Metrics
 from service.web.problems import INFERENCE_PROTOCOL, Problem, problem_of
 from service.web.refusal_pace import RefusalPace
+
+if TYPE_CHECKING:
+    from service.tracing.request_spans import RequestTrace, RequestTracer
 
 Headers = Iterable[tuple[bytes, bytes]]
 Key = tuple[str, bytes, tuple[bytes, ...]]
@@ -30,6 +33,22 @@ class KnownHead(NamedTuple):
 
     path: str
     key_name: str | None
+
+
+class Count(Protocol):
+    """See `RequestContextMiddleware.count`."""
+
+    def __call__(  # noqa: D102
+        self,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        key_name: str | None,
+        *,
+        trace: RequestTrace | None,
+    ) -> None: ...
 
 
 class RefusedHeads:
@@ -61,6 +80,7 @@ class EarlyRefusal:
     Args:
         check_room: raises what the application would raise at a request that needs one place.
         count: see `RequestContextMiddleware.count`.
+        tracer: makes the spans of requests; None if nobody asked for them.
 
     Attributes:
         pace: how often callers are refused.
@@ -70,14 +90,16 @@ class EarlyRefusal:
         self,
         heads: RefusedHeads,
         check_room: Callable[[], None],
-        count: Callable[[str, str, int, float, str, str | None], None],
+        count: Count,
         metrics: Metrics,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._heads = heads
         self._check_room = check_room
         self._count = count
         self._rejected = metrics.rejected
         self.pace = RefusalPace()
+        self._tracer = tracer
 
     def __call__(self, method: str, target: bytes, headers: Headers, request_id: str) -> Problem | None:
         """Return the refusal of a request, which is counted; None if it has to go through the application."""
@@ -89,7 +111,11 @@ class EarlyRefusal:
         except QueueFull as error:
             problem = problem_of(error)
             self._rejected.labels(problem.code).inc()
-            self._count(method, known.path, problem.status, 0.0, request_id, known.key_name)
+            trace = None
+            if self._tracer is not None:
+                trace = self._tracer.begin(_scope(method, known.path, target, headers))
+                trace.error_type = problem.code
+            self._count(method, known.path, problem.status, 0.0, request_id, known.key_name, trace=trace)
             return problem
         except ServiceError:
             pass  # answered by the application, in its own time
@@ -105,3 +131,10 @@ def _key(method: str, target: bytes, headers: Headers) -> Key | None:
         elif name == b"origin":
             return None
     return method, target, tuple(credentials)
+
+
+def _scope(method: str, path: str, target: bytes, headers: Headers) -> Scope:
+    """Return as much of an ASGI scope as a span tells."""
+    query = target.partition(b"?")[2]
+    parts = {"method": method, "path": path, "query_string": query, "headers": [*headers]}
+    return {**parts, "scheme": "http", "http_version": "1.1"}

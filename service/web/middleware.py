@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +37,9 @@ from service.web.problems import (
     protocol_body,
     shortened,
 )
+
+if TYPE_CHECKING:
+    from service.tracing.request_spans import RequestTrace, RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,7 @@ class RequestContext:
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
+        trace: its span, None if there is none.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class RequestContext:
         self.status: int | None = None
         self.endpoint: str | None = None
         self.key_name: str | None = None
+        self.trace: RequestTrace | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -129,6 +134,8 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self.trace is not None:
+                headers.append(self.trace.response_header)
             # The rest of a body that came too slowly is not waited for.
             discarded = DISCARDS_BODY in self._scope and self.status != HTTPStatus.REQUEST_TIMEOUT
             self._lingers = self._unread and (self._lifecycle.draining or not discarded)
@@ -160,6 +167,7 @@ class RequestContextMiddleware:
     Args:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
+        tracer: makes the spans of requests, but of probes; None if nobody asked for them.
         clock: monotonic seconds.
 
     Attributes:
@@ -172,6 +180,7 @@ class RequestContextMiddleware:
         metrics: Metrics,
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
+        tracer: RequestTracer | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         linger: LingerLimits | None = None,
@@ -184,6 +193,7 @@ class RequestContextMiddleware:
         self._key_requests = lru_cache(maxsize=512)(metrics.key_requests.labels)
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
+        self._tracer = tracer
         self._clock = clock
         self._linger = linger or LingerLimits()
         self.refuse_early: EarlyRefusal | None = None
@@ -198,17 +208,21 @@ class RequestContextMiddleware:
         counted = scope["path"] not in PROBES
         if counted:
             self._metrics.inflight.inc()
+            if self._tracer is not None:
+                context.trace = self._tracer.begin(scope)
         try:
             await self._app(scope, context.receive, context.send)
-        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+        except Exception as error:  # `ProblemMiddleware` has answered it, unless the answer had begun before
             logger.exception("request %s failed", context.request_id)
+            if context.trace is not None:
+                context.trace.crashed(error)
         finally:
             if counted:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
             status = context.status or CLIENT_DISCONNECTED
             who = context.request_id, context.key_name, context.endpoint
-            self.count(scope["method"], scope["path"], status, seconds, *who)
+            self.count(scope["method"], scope["path"], status, seconds, *who, trace=context.trace)
             if counted and self.refuse_early is not None and status < 400:
                 self.refuse_early.pace.answered()
 
@@ -221,14 +235,18 @@ class RequestContextMiddleware:
         request_id: str,
         key_name: str | None = None,
         route: str | None = None,
+        *,
+        trace: RequestTrace | None = None,
     ) -> None:
         """Count a request that was answered with a status after some seconds, and log it.
 
         Args:
             key_name: of its API key, None without one.
             route: path of the route that answered, None if there is none.
+            trace: is ended, after the line is logged.
         """
-        endpoint = path if path in self._endpoints else route or "other"
+        route = path if path in self._endpoints else route
+        endpoint = route or "other"
         self._requests(endpoint, str(status)).inc()
         self._duration(endpoint).observe(seconds)
         if key_name is not None:
@@ -255,6 +273,11 @@ class RequestContextMiddleware:
                 {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
                 extra={"fields": fields},
             )
+        if trace is not None:
+            if trace.exemplar is not None:
+                self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
+            answered = None if status == CLIENT_DISCONNECTED else status
+            trace.end(answered, route, seconds, request_id=request_id, key_name=key_name)
 
 
 class ProblemMiddleware:
@@ -279,6 +302,8 @@ class ProblemMiddleware:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
             problem = problem_of(error)
+            if (trace := request_context(scope).trace) is not None:
+                trace.error_type = problem.code
             # A probe that is told to wait is no refusal; one without a key is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()

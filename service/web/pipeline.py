@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
+from model.errors import ImageError
 from model.images.preprocess import ModelInput, model_input
 from model.prediction import MapRequest
 from service.engine.base import Engine
@@ -29,9 +30,11 @@ from service.errors import (
     ClientDisconnected,
     DeadlineExceeded,
     EngineUnavailable,
+    InferenceFailed,
     MissingImage,
     QueueFull,
     RequestTimeout,
+    ServiceError,
     UploadTooLarge,
 )
 from service.metrics.metrics import Metrics
@@ -44,6 +47,9 @@ from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
+
+if TYPE_CHECKING:
+    from service.tracing.request_spans import RequestTracer
 
 T = TypeVar("T")
 
@@ -108,6 +114,7 @@ class Pipeline:
     lifecycle: Lifecycle
     lanes: Lanes
     clock: Callable[[], float] = time.monotonic
+    tracer: RequestTracer | None = None
     refused_heads: RefusedHeads = field(default_factory=RefusedHeads)
 
     def model(self) -> ModelInfo:
@@ -178,8 +185,17 @@ class Pipeline:
         return await self._receive(request, upload, lambda receive: read_whole(request.headers, receive, limit))
 
     async def _receive(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
-        """Return what `read` makes of the body, whose bytes and time are bounded."""
         started = self.clock()
+        try:
+            found = await self._receive_bounded(request, upload, read)
+        except ServiceError as error:
+            self._stage_failed("read", self.clock() - started, error)
+            raise
+        self._stage_ended("read", self.clock() - started)
+        return found
+
+    async def _receive_bounded(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
+        """Return what `read` makes of the body, whose bytes and time are bounded."""
 
         def give_way() -> None:
             if not time_limit.expired():
@@ -193,13 +209,11 @@ class Pipeline:
         try:
             async with asyncio.timeout(self.deadline(request).remaining()) as time_limit:
                 with self.receiving.arriving(upload.body, give_way):
-                    found = await read(receive)
+                    return await read(receive)
         except TimeoutError:
             if upload.body.gave_way:
                 raise RequestTimeout("the body came too slowly while others waited for its room") from None
             raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        self.metrics.stages["read"].observe(self.clock() - started)
-        return found
 
     async def read_one(self, request: Request, upload: Upload) -> bytearray:
         """Return the bytes of the only file in the body; raises what `read` raises, and `UploadTooLarge`."""
@@ -219,11 +233,16 @@ class Pipeline:
         if not data:
             raise MissingImage("the picture is empty")
         work = partial(self._decode, data, self.model().preprocess)
+        remaining = deadline.remaining()
         try:
-            decoded = await self.lanes.small.run(work, deadline)
-        except PictureTooBig:
-            decoded = await self.lanes.big.run(work, deadline)
-        self.metrics.stages["decode"].observe(decoded.seconds)
+            try:
+                decoded = await self.lanes.small.run(work, deadline)
+            except PictureTooBig:
+                decoded = await self.lanes.big.run(work, deadline)
+        except (ImageError, ServiceError) as error:
+            self._stage_failed("decode", remaining - deadline.remaining(), error)
+            raise
+        self._stage_ended("decode", decoded.seconds)
         return decoded
 
     def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
@@ -241,16 +260,36 @@ class Pipeline:
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
-        request = InferenceRequest(pixels, top_k, map_request)
+        traceparent = None if self.tracer is None else self.tracer.traceparent()
+        request = InferenceRequest(pixels, top_k, map_request, traceparent)
         remaining = deadline.remaining()
         try:
-            async with asyncio.timeout(remaining + _LATE_SECONDS):
-                result = await self.engine.infer(request, timeout=remaining)
-        except TimeoutError:
-            raise DeadlineExceeded("the model did not answer in time") from None
+            result = await self._infer(request, remaining)
+        except ServiceError as error:
+            stage = "inference" if isinstance(error, InferenceFailed) else "queue"
+            self._stage_failed(stage, remaining - deadline.remaining(), error)
+            raise
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
+        if self.tracer is not None:
+            self.tracer.computed(result)
         return result
+
+    async def _infer(self, request: InferenceRequest, remaining: float) -> InferenceResult:
+        try:
+            async with asyncio.timeout(remaining + _LATE_SECONDS):
+                return await self.engine.infer(request, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the model did not answer in time") from None
+
+    def _stage_ended(self, stage: str, seconds: float) -> None:
+        self.metrics.stages[stage].observe(seconds)
+        if self.tracer is not None:
+            self.tracer.stage(stage, seconds)
+
+    def _stage_failed(self, stage: str, seconds: float, error: Exception) -> None:
+        if self.tracer is not None:
+            self.tracer.failed(stage, seconds, error)
 
 
 def pipeline_of(request: Request) -> Pipeline:

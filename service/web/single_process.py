@@ -12,6 +12,7 @@ from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
@@ -33,14 +34,14 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
-    lifecycle, metrics = Lifecycle(), Metrics()
+    lifecycle, metrics, telemetry = Lifecycle(), Metrics(), start_telemetry(settings)
     engine = LocalEngine(
         lambda: load(settings),
         device=settings.device,
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
         batch_timeout=settings.batch_timeout,
-        on_batch=metrics.observe_batch,
+        on_batch=batch_observer(metrics.observe_batch, telemetry),
     )
 
     def engine_changed() -> None:
@@ -49,10 +50,13 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         elif engine.status.state == "ready":
             _announce(engine, settings, server)
 
-    app = create_app(settings, engine, metrics, lifecycle, engine_changed)
+    tracer = None if telemetry is None else telemetry.request_tracer()
+    app = create_app(settings, engine, metrics, lifecycle, engine_changed, tracer=tracer)
     server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch)
     trim_regularly(settings.trim_seconds)
     server.run()
+    if telemetry is not None:
+        telemetry.close()
     return lifecycle.exit_code
 
 

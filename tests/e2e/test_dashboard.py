@@ -45,7 +45,7 @@ class Nvml:
 class Prometheus:
     """A Prometheus that scrapes every half second."""
 
-    def __init__(self, folder: Path, *targets: str) -> None:
+    def __init__(self, folder: Path, *targets: str, options: tuple[str, ...] = ()) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         configuration = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
@@ -60,6 +60,7 @@ class Prometheus:
                 f"--config.file={file}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address={self.url.removeprefix('http://')}",
+                *options,
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -36,6 +36,7 @@ from tests.service.fakes import model_info
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
+TRACEPARENTS = st.none() | st.text(max_size=55)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
 
@@ -53,7 +54,8 @@ def results(draw: st.DrawFn) -> InferenceResult:
         method, class_index = draw(st.sampled_from(METHODS)), draw(st.none() | SMALL)
         found = AttentionMap(layer, head, draw(floats(grid)), draw(st.floats(0, 1)), method, class_index)
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
-    return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), draw(SECONDS), draw(SECONDS))
+    times = draw(SECONDS), draw(SECONDS)
+    return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), *times, draw(TRACEPARENTS))
 
 
 MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
@@ -62,7 +64,7 @@ MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Hello, SMALL, st.binary(max_size=64)),
-    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS),
+    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS),
     st.builds(Cancel, IDS),
     st.builds(
         StatusChanged,

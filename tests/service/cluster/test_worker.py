@@ -83,7 +83,7 @@ class Worker:
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
         self.exit_code = worker.run_web(settings, shared, index, Metrics())
         _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, *limits = self.arguments
-        self.budget, self.key_limiter = limits
+        self.budget, self.key_limiter, self.tracer = limits
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""

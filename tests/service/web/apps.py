@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
@@ -18,6 +18,9 @@ from service.web.receiving import ByteBudget
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
+
+if TYPE_CHECKING:
+    from service.tracing.request_spans import RequestTracer
 
 BOUNDARY = "b0undary"
 
@@ -42,6 +45,7 @@ class App:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
     hold_seconds: float = 0.0
+    tracer: RequestTracer | None = None
 
     def __post_init__(self) -> None:
         linger = LingerLimits(idle_seconds=0.3)
@@ -50,6 +54,7 @@ class App:
             self.engine,
             self.metrics,
             self.lifecycle,
+            tracer=self.tracer,
             clock=self.clock,
             linger=linger,
             hold_seconds=self.hold_seconds,

@@ -1,0 +1,66 @@
+"""A request's attributes by the semantic conventions for HTTP.
+
+https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-server-span
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from opentelemetry.semconv.attributes import (
+    http_attributes,
+    network_attributes,
+    server_attributes,
+    url_attributes,
+    user_agent_attributes,
+)
+
+_METHODS: Final = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
+_OTHER: Final = "_OTHER"
+_LONGEST: Final = 500
+"""Characters of an attribute whose text comes from the caller."""
+
+_HOST: Final = re.compile(r"(\[[^\]]*\]|[^:]+)(?::(\d{1,5}))?")
+_SECRETS: Final = re.compile(r"(?<![^&])(id)=[^&]*")
+"""Parameters that let whoever knows them see a picture."""
+
+
+def method_of(scope: Mapping[str, Any]) -> str:
+    """Return a request's method, `_OTHER` if it is none that is known, so that there are few of them."""
+    method: str = scope["method"]
+    return method if method in _METHODS else _OTHER
+
+
+def span_name(method: str, route: str | None) -> str:
+    """Return the name of a request's span."""
+    name = "HTTP" if method == _OTHER else method
+    return name if route is None else f"{name} {route}"
+
+
+def request_attributes(scope: Mapping[str, Any]) -> dict[str, str | int]:
+    """Return what a request's head says, of an ASGI scope; never the caller's address, or a key."""
+    method = method_of(scope)
+    found: dict[str, str | int] = {
+        http_attributes.HTTP_REQUEST_METHOD: method,
+        url_attributes.URL_SCHEME: scope["scheme"],
+        url_attributes.URL_PATH: scope["path"][:_LONGEST],
+        network_attributes.NETWORK_PROTOCOL_VERSION: scope["http_version"],
+    }
+    if method == _OTHER:
+        found[http_attributes.HTTP_REQUEST_METHOD_ORIGINAL] = scope["method"][:_LONGEST]
+    if query := scope["query_string"].decode("latin-1"):
+        found[url_attributes.URL_QUERY] = _SECRETS.sub(r"\1=REDACTED", query)[:_LONGEST]
+    if agent := header(scope["headers"], b"user-agent"):
+        found[user_agent_attributes.USER_AGENT_ORIGINAL] = agent[:_LONGEST]
+    if host := _HOST.fullmatch(header(scope["headers"], b"host")[:_LONGEST]):
+        found[server_attributes.SERVER_ADDRESS] = host[1].strip("[]")
+        if host[2]:
+            found[server_attributes.SERVER_PORT] = int(host[2])
+    return found
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
+    """Return the first header of this name, in lower case, or an empty text."""
+    return next((value.decode("latin-1") for key, value in headers if key == name), "")

@@ -1,0 +1,99 @@
+"""OpenTelemetry of one process: exporters by OTLP over HTTP, with threads of their own, and what fills them.
+
+It is made in the process that uses it, never before a fork. What is exported waits in a bounded queue; when that is
+full, or the collector does not answer, spans are dropped. The variables `OTEL_...` are read by the SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Self
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagate import get_global_textmap
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.util.types import AttributeValue
+
+from service.tracing.batch_spans import BatchTracer
+from service.tracing.http_metrics import HttpMetrics
+from service.tracing.request_spans import RequestTracer
+
+_SCOPE: Final = "vitserve"
+_LAST_EXPORT_SECONDS: Final = 3.0
+
+
+class Telemetry:
+    """Exports the spans and the HTTP metrics of one process.
+
+    Args:
+        processors: take each span that ends.
+        readers: of the HTTP metrics; without one they are not measured.
+    """
+
+    def __init__(
+        self, resource: Resource, processors: Sequence[SpanProcessor], readers: Sequence[MetricReader] = ()
+    ) -> None:
+        self._resource = resource
+        self._processors = processors
+        self._meters = MeterProvider(readers, resource, shutdown_on_exit=False) if readers else None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Return exporters as the standard's variables ask for them; metrics only by `OTEL_METRICS_EXPORTER=otlp`.
+
+        Raises:
+            ValueError: one of the variables has a wrong value.
+        """
+        processors, readers = [], []
+        if environment.get("OTEL_TRACES_EXPORTER") != "none":
+            processors.append(BatchSpanProcessor(OTLPSpanExporter()))
+        if environment.get("OTEL_METRICS_EXPORTER") == "otlp":
+            readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        return cls(resource_of_process(), processors, readers)
+
+    def request_tracer(self) -> RequestTracer:
+        """Return what makes the spans of requests; `OTEL_TRACES_SAMPLER` says of which."""
+        provider = TracerProvider(None if self._processors else ALWAYS_OFF, self._resource, shutdown_on_exit=False)
+        for processor in self._processors:
+            provider.add_span_processor(processor)
+        metrics = None if self._meters is None else HttpMetrics(self._meters.get_meter(_SCOPE))
+        return RequestTracer(provider.get_tracer(_SCOPE), get_global_textmap(), metrics)
+
+    def batch_tracer(self) -> BatchTracer:
+        """Return what makes the spans of batches."""
+        return BatchTracer(self._resource, self._processors)
+
+    def close(self, seconds: float = _LAST_EXPORT_SECONDS) -> None:
+        """Export what is left, for at most so many seconds: a collector that hangs must not hold the process."""
+        # The SDK has bounds of its own, but longer ones; its threads end with the process.
+        endings: list[Callable[[], None]] = [processor.shutdown for processor in self._processors]
+        if self._meters is not None:
+            endings.append(self._meters.shutdown)
+        threads = [threading.Thread(target=ending, name="telemetry", daemon=True) for ending in endings]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def resource_of_process() -> Resource:
+    """Return who exports: the service, as `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` say, and this process."""
+    ours: dict[str, AttributeValue] = {
+        "service.name": "vitserve",
+        "service.version": importlib.metadata.version("vitserve"),
+        "service.instance.id": str(uuid.uuid4()),  # two workers' metrics are two streams
+        "process.pid": os.getpid(),
+    }
+    return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
