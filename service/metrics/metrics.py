@@ -147,6 +147,10 @@ class Metrics:
         self.batch_size.labels(report.device).observe(report.size)
         self.batch_padding.labels(report.device).inc(report.padding)
 
+    async def gather(self) -> bytes:
+        """Return what `GET /metrics` answers: a subclass may ask other replicas for theirs."""
+        return self.render()
+
     def render(self) -> bytes:
         """Return all metrics of the service in Prometheus' text format."""
         text = generate_latest(self.registry)

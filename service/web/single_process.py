@@ -34,14 +34,7 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics = Lifecycle(), Metrics()
-    engine = LocalEngine(
-        lambda: load(settings),
-        device=settings.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        batch_timeout=settings.batch_timeout,
-        on_batch=metrics.observe_batch,
-    )
+    engine = engine_of(settings, load, metrics)
 
     def engine_changed() -> None:
         if engine.status.state == "failed":
@@ -54,6 +47,18 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     trim_regularly(settings.trim_seconds)
     server.run()
     return lifecycle.exit_code
+
+
+def engine_of(settings: Settings, load: Loader, metrics: Metrics) -> LocalEngine:
+    """Return an engine of this process that counts its batches in `metrics`; `load` is called on its thread."""
+    return LocalEngine(
+        lambda: load(settings),
+        device=settings.device,
+        queue_size=settings.queue_size,
+        max_delay=settings.max_delay_ms / 1000,
+        batch_timeout=settings.batch_timeout,
+        on_batch=metrics.observe_batch,
+    )
 
 
 def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:

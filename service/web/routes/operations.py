@@ -74,4 +74,4 @@ async def readyz(request: Request) -> Status:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    return Response(pipeline_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(await pipeline_of(request).metrics.gather(), headers={"Content-Type": CONTENT_TYPE})
