@@ -44,9 +44,6 @@ _SCRAPE_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 """Seconds between two checks of a replica; Ray replaces it when three have failed."""
 
-_DRAIN_LOOK_SECONDS = 0.5
-"""Seconds between two looks at whether a replica that is stopped has answered everything."""
-
 
 class Arguments(BaseModel):
     """What may stand behind `serve run service.ray_serve:app`, as NAME=VALUE, or under `args` of a file."""
@@ -85,7 +82,6 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=settings.batch_timeout,
         graceful_shutdown_timeout_s=settings.drain_timeout,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_SECONDS,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
     )

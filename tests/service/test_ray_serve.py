@@ -6,17 +6,21 @@ import asyncio
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from uvicorn.config import Config
 from uvicorn.lifespan.on import LifespanOn
 
 pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
+from ray.serve.schema import ServeDeploySchema
+
 from model.errors import CheckpointError
 from service import logs, ray_serve
 from service.errors import EngineUnavailable, SettingsError
 from service.ray_serve import Arguments, Replica, replica_settings
 from service.settings import Settings, load_settings
+from tests.conftest import REPOSITORY
 from tests.service.fakes import FakePredictor, model_info, on_a_loop
 
 
@@ -84,3 +88,12 @@ def test_arguments_that_are_not_allowed_are_refused(arguments: dict[str, object]
 def test_arguments_come_as_text_from_the_command_line(caplog: pytest.LogCaptureFixture) -> None:
     ray_serve.app({"replicas": "2", "cpus": "0.5"})
     assert "VIT_RECENT_URL" in caplog.text
+
+
+def test_the_file_for_a_cluster_names_what_there_is() -> None:
+    document = yaml.safe_load((REPOSITORY / "deploy/ray/serve.yaml").read_text())
+    [application] = ServeDeploySchema.model_validate(document).applications
+    assert application.import_path == "service.ray_serve:app"
+    Arguments.model_validate(application.args)
+    settings = {name.removeprefix("VIT_").lower(): value for name, value in application.runtime_env["env_vars"].items()}
+    replica_settings(load_settings(settings), Arguments())
