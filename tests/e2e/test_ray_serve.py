@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,12 @@ from tests.conftest import REPOSITORY
 from tests.e2e.serving import Pictures, client, problem, together
 from tests.launcher import PATIENCE, free_port, until
 
-ray = pytest.importorskip("ray", reason="ray is not installed")
-serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+
+import ray
+from ray import serve
+
+from service.ray_serve import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -107,6 +112,18 @@ def service(cluster: str, settings: None, tmp_path_factory: pytest.TempPathFacto
         process.wait(PATIENCE)
 
 
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    socket = tmp_path / "redis.sock"
+    process = subprocess.Popen(["redis-server", "--port", "0", "--save", "", "--unixsocket", socket])
+    until(socket.exists)
+    yield f"unix://{socket}"
+    process.kill()
+    process.wait()
+
+
 def test_both_replicas_answer_and_metrics_show_each(service: Service, pictures: Pictures) -> None:
     before = service.images()
     answers = together(32, lambda index: service.classify(pictures.files[index], "top_k=10").json())
@@ -139,8 +156,6 @@ def test_a_replica_that_is_killed_comes_back(service: Service, pictures: Picture
 
 
 def test_replicas_that_are_stopped_answer_what_they_have_accepted(service: Service, pictures: Pictures) -> None:
-    from service.ray_serve import app
-
     stop = threading.Event()
 
     def ask(index: int) -> int:
@@ -159,3 +174,13 @@ def test_replicas_that_are_stopped_answer_what_they_have_accepted(service: Servi
         finally:
             stop.set()
         assert all(caller.result(PATIENCE) for caller in callers)
+
+
+def test_with_redis_any_replica_knows_a_kept_picture(
+    service: Service, pictures: Pictures, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIT_RECENT_URL", redis_url)
+    serve.run(app(ARGUMENTS))
+    until(service.is_ready)
+    picture = service.classify(pictures.files[0]).json()["id"]
+    assert {service.client.get(f"/attention?id={picture}").status_code for _ in range(20)} == {200}
