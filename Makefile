@@ -9,13 +9,14 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard clean
+.PHONY: help run test test-ray check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
 	@echo "             on Linux without a GPU, a far smaller installation:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again"
 	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
 	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
@@ -66,6 +67,10 @@ run: $(VENV)/.run
 # A test that crashes its process fails and is begun again with the rest of its file, which must not go on for ever.
 test: $(VENV)/.test
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+
+test-ray: $(VENV)/.test
+	$(PIP) --quiet -e '.[ray]'
+	$(BIN)/pytest -m "ray or not ray" tests/service/test_ray_serve.py tests/e2e/test_ray_serve.py
 
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED))

@@ -152,6 +152,16 @@ class Metrics(Collector):
         self.batch_size.labels(report.device).observe(report.size)
         self.batch_padding.labels(report.device).inc(report.padding)
 
+    async def gather(self, accept: str) -> tuple[bytes, str]:
+        """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.
+
+        Args:
+            accept: media types that the scraper reads; OpenMetrics is answered to those who name it.
+        """
+        if OPENMETRICS in accept:
+            return self.render_openmetrics(), OPENMETRICS_CONTENT_TYPE
+        return self.render(), CONTENT_TYPE
+
     def render(self) -> bytes:
         """Return all metrics of the service in Prometheus' text format."""
         return generate_latest(self)

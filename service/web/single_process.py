@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.engine.base import ModelRunner
 from service.engine.local import LocalEngine
-from service.engine.messages import ModelInfo
+from service.engine.messages import BatchReport, ModelInfo
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
@@ -35,14 +35,7 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics, telemetry = Lifecycle(), Metrics(), start_telemetry(settings)
-    engine = LocalEngine(
-        lambda: load(settings),
-        device=settings.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        batch_timeout=settings.batch_timeout,
-        on_batch=batch_observer(metrics.observe_batch, telemetry),
-    )
+    engine = engine_of(settings, load, batch_observer(metrics.observe_batch, telemetry))
 
     def engine_changed() -> None:
         if engine.status.state == "failed":
@@ -58,6 +51,18 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     if telemetry is not None:
         telemetry.close()
     return lifecycle.exit_code
+
+
+def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]) -> LocalEngine:
+    """Return an engine of this process; `load` is called on its thread, `on_batch` with each of its batches."""
+    return LocalEngine(
+        lambda: load(settings),
+        device=settings.device,
+        queue_size=settings.queue_size,
+        max_delay=settings.max_delay_ms / 1000,
+        batch_timeout=settings.batch_timeout,
+        on_batch=on_batch,
+    )
 
 
 def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:

@@ -8,7 +8,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from model.prediction import METHODS
 from service.engine.messages import attributes
-from service.metrics.metrics import CONTENT_TYPE, OPENMETRICS, OPENMETRICS_CONTENT_TYPE
 from service.schemas import Labels, ModelDescription, Status
 from service.web.openapi import problems
 from service.web.pipeline import pipeline_of
@@ -74,7 +73,5 @@ async def readyz(request: Request) -> Status:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format, or in OpenMetrics' for those who accept it."""
-    metrics = pipeline_of(request).metrics
-    if OPENMETRICS in request.headers.get("accept", ""):
-        return Response(metrics.render_openmetrics(), headers={"Content-Type": OPENMETRICS_CONTENT_TYPE})
-    return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    content, media_type = await pipeline_of(request).metrics.gather(request.headers.get("accept", ""))
+    return Response(content, headers={"Content-Type": media_type})

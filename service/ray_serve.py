@@ -1,0 +1,184 @@
+"""The service as an application of Ray Serve: `serve run service.ray_serve:app`.
+
+A replica is the whole service in one process: the web application, the batch queue and the engine. Ray starts replicas,
+gives each request to one of them, replaces those whose `check_health` fails, and lets those that it stops answer what
+they have accepted. No other file imports Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service import logs
+from service.engine.devices import fit_to_machine
+from service.engine.loading import load_predictor
+from service.errors import EngineUnavailable, SettingsError
+from service.metrics.metrics import CONTENT_TYPE, Metrics
+from service.metrics.replicas import merge
+from service.settings import MEMORY, Settings, load_settings, unknown_variables
+from service.tracing.start import batch_observer, start_telemetry
+from service.web.app import create_app, log_model
+from service.web.heap import trim_regularly
+from service.web.lifecycle import settle
+from service.web.single_process import Loader, engine_of
+
+try:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+except ImportError as error:
+    raise ImportError(f"Ray Serve is needed ({error}): pip install -e '.[ray]' in the clone") from None
+
+logger = logging.getLogger("vitserve")
+
+NAME = "vitserve"
+"""The deployment's name."""
+
+_SCRAPE_SECONDS = 5.0
+"""Seconds within which replicas send their metrics to the one that is scraped."""
+
+_HEALTH_SECONDS = 2.0
+"""Seconds between two checks of a replica; Ray replaces it when three have failed."""
+
+
+class Arguments(BaseModel):
+    """What may stand behind `serve run service.ray_serve:app`, as NAME=VALUE, or under `args` of a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: int = Field(2, ge=1)
+    cpus: float = Field(1, gt=0)
+    """Cores of a replica."""
+    gpus: float = Field(0, ge=0)
+    """GPUs of a replica, which may be a part of one."""
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """Return the application, whose settings come from the environment of the process that builds it.
+
+    Args:
+        arguments: see `Arguments`.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed, or not in a replica.
+        ValidationError: an argument is unknown or has a value that is not allowed.
+    """
+    share = Arguments.model_validate(arguments)
+    settings = replica_settings(load_settings(), share)
+    for name in unknown_variables():
+        logger.warning("%s is not a setting and is ignored", name)
+    if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
+        logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name=NAME,
+        num_replicas=share.replicas,
+        # A replica refuses by itself what it has no place for; beyond this number requests wait in Ray's proxy.
+        max_ongoing_requests=2 * settings.queue_size,
+        health_check_period_s=_HEALTH_SECONDS,
+        health_check_timeout_s=settings.batch_timeout,
+        graceful_shutdown_timeout_s=settings.drain_timeout,
+        ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+        logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
+    )
+    return deployment.bind(settings)
+
+
+def replica_settings(settings: Settings, share: Arguments) -> Settings:
+    """Return the settings of a replica, whose threads fit its share of the machine where they are not set.
+
+    Raises:
+        SettingsError: they ask for several processes or devices; a replica has one.
+    """
+    if settings.device == "all" or not settings.one_process:
+        raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
+    cores = max(1, round(share.cpus))
+    threads = {"threads": cores, "decode_threads": cores}
+    found = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
+    return fit_to_machine(settings).model_copy(update={**found, "workers": 1})
+
+
+class Replica:
+    """One replica, which Ray makes and calls in a process of its own.
+
+    Args:
+        load: called on the engine's thread.
+    """
+
+    def __init__(self, settings: Settings, load: Loader = load_predictor) -> None:
+        logs.configure(settings.log_format, settings.log_level)
+        self._settings = settings
+        self._metrics = _MetricsOfAll()
+        self._telemetry = start_telemetry(settings)
+        self._engine = engine_of(settings, load, batch_observer(self._metrics.observe_batch, self._telemetry))
+        self._loaded = asyncio.Event()
+        trim_regularly(settings.trim_seconds)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
+        tracer = None if self._telemetry is None else self._telemetry.request_tracer()
+        changed = self._on_engine_change
+        service = create_app(self._settings, self._engine, self._metrics, on_engine_change=changed, tracer=tracer)
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            await service(scope, receive, partial(_send_without_request_id, send))
+
+        return application
+
+    async def check_health(self) -> None:
+        """Return once the model is loaded, and at once from then on; raises `EngineUnavailable` if it does not serve.
+
+        Ray calls it before it sends requests, and again and again as long as the replica lives.
+        """
+        await self._loaded.wait()
+        if not self._engine.ready:
+            raise EngineUnavailable(self._engine.status.reason)
+
+    async def own_metrics(self) -> tuple[str, str]:
+        """Return the name and the metrics of this replica."""
+        return self._metrics.own()
+
+    def _on_engine_change(self) -> None:
+        self._loaded.set()
+        if self._engine.ready and self._engine.info is not None:
+            settle()
+            log_model(self._engine.status, self._engine.info)
+
+
+async def _send_without_request_id(send: Send, message: Message) -> None:
+    """Send a message of an answer without its `X-Request-ID`, as Ray's proxy adds the same header."""
+    if message["type"] == "http.response.start":
+        headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
+        message = {**message, "headers": headers}
+    await send(message)
+
+
+class _MetricsOfAll(Metrics):
+    """The metrics of a replica, which asks all others for theirs when it is scraped: nobody can choose a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replicas: Any = None
+
+    def own(self) -> tuple[str, str]:
+        """Return the name and the metrics of this replica."""
+        return serve.get_replica_context().replica_id.unique_id, self.render().decode()
+
+    async def gather(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics of all replicas that answer in time, with the label `replica`, as text."""
+        if self._replicas is None:
+            self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
+        answers = []
+        try:
+            asked = self._replicas.broadcast("own_metrics")
+            answers = await asked.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
+        except (TimeoutError, RayServeException) as error:
+            logger.warning("the other replicas do not send their metrics: %s", error)
+        own = dict([self.own()])
+        others = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        return await asyncio.to_thread(merge, others | own), CONTENT_TYPE
