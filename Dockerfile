@@ -46,8 +46,8 @@ RUN test -z "${COMPILER}" || { \
             || packages="$packages python3-dev"; } \
         && apt-get update && apt-get install --yes --no-install-recommends $packages \
         && apt-get clean && rm -rf /var/lib/apt/lists/* \
-        && rm -f /usr/lib/gcc/*/*/lto1 /usr/bin/*lto-dump* /usr/lib/gcc/*/*/libstdc++.a /usr/lib/*-linux-gnu/libc.a \
-            /usr/lib/*-linux-gnu/libpython*.a /usr/lib/python3*/config-*/libpython*.a \
+        && rm -f /usr/lib*/gcc/*/*/lto1 /usr/bin/*lto-dump* /usr/lib/gcc/*/*/libstdc++.a \
+            /usr/lib/*-linux-gnu/libc.a /usr/lib/*-linux-gnu/libpython*.a /usr/lib/python3*/config-*/libpython*.a \
             /usr/lib/gcc/*/*/lib*san.a /usr/lib/*-linux-gnu/lib*san.so.*; }
 # The uid is fixed, so that a host folder can be made readable or writable for it.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin vitserve \

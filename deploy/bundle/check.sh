@@ -7,7 +7,7 @@ what=${1:-all}
 sha256sum --quiet --check SHA256SUMS
 
 if [[ $what != wheels ]]; then
-  gunzip --stdout images.tar.gz | docker load
+  docker load --quiet --input images.tar.gz
   xargs docker image inspect --format '{{.Id}}' <images.txt
   docker compose config --quiet
   docker run --rm --network none --volume "$PWD/examples:/examples:ro" "$(head -n 1 images.txt)" classify /examples/dog.jpg

@@ -39,8 +39,8 @@ UNUSED = (
     "numpy/**/tests",
     "sympy/**/tests",
 )
-STRIPPED = ("torch/lib/*.so", "uvloop/*.so")
-"""Libraries whose symbol tables are large: only debuggers read them."""
+STRIPPED = ("torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "uvloop/*.so")
+"""Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they are."""
 
 
 def unused_paths(packages: Path) -> Iterator[tuple[str, Path]]:
