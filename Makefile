@@ -9,7 +9,8 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard clean
+.PHONY: help run test test-ray check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard
+.PHONY: image sbom bundle bundle-check clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -29,6 +30,11 @@ help:
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
+	@echo "make image   build the container's image with its labels; for the one without a GPU, and for the next three:"
+	@echo "             make image COMPOSE_FILE=docker-compose.yml:docker-compose.cpu.yml"
+	@echo "make sbom    write what is in the image, as CycloneDX, to $(DIST)/sbom.cdx.json"
+	@echo "make bundle  write images, wheels and compose files for a host without a network to $(BUNDLE)"
+	@echo "make bundle-check  classify a picture with the images and the wheels of that folder, without a network"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -126,6 +132,27 @@ dashboard: $(VENV)/.test
 
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots
+
+DIST ?= dist
+BUNDLE ?= $(DIST)/vitserve-bundle
+# Where the code is, for a label of the image.
+SOURCE ?=
+# Compose reads COMPOSE_FILE and TORCH_INDEX_URL from the environment, or from .env; make puts its arguments there.
+
+image:
+	docker compose build --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" \
+		--build-arg REVISION="$$(git describe --always --abbrev=40 --dirty --exclude '*')" vitserve
+
+sbom:
+	mkdir -p $(DIST)
+	image=$$(docker compose config --images vitserve | grep vitserve:) && docker run --rm --network none \
+		--entrypoint cat "$$image" /usr/share/doc/vitserve/sbom.cdx.json >$(DIST)/sbom.cdx.json
+
+bundle: image $(VENV)/.made
+	PYTHON=$(BIN)/python deploy/bundle/make.sh $(BUNDLE)
+
+bundle-check: $(VENV)/.made
+	PYTHON=$(BIN)/python $(BUNDLE)/check.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -1,0 +1,103 @@
+"""The image: its labels, what is removed from it, and what its build may use."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deploy.image.slim import slim
+from tests.conftest import REPOSITORY
+
+DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+STAGES = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", DOCKERFILE, re.M)
+LAST_STAGE = DOCKERFILE.rsplit("\nFROM ", 1)[1]
+
+
+def test_the_labels_are_those_of_the_open_container_initiative() -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', LAST_STAGE))
+    assert labels == {
+        "title": PROJECT["name"],
+        "description": PROJECT["description"],
+        "licenses": PROJECT["license"],
+        "version": "${VERSION}",
+        "revision": "${REVISION}",
+        "created": "${CREATED}",
+        "source": "${SOURCE}",
+        "base.name": "${PYTHON_IMAGE}",
+    }
+    arguments = dict(re.findall(r"^ARG (\w+)=?(.*)$", LAST_STAGE, re.M))
+    assert {value[2:-1] for value in labels.values() if value.startswith("$")} == arguments.keys()
+    assert arguments["VERSION"] == PROJECT["version"]
+
+
+def test_no_image_that_is_named_is_whatever_is_latest() -> None:
+    compose = REPOSITORY / "docker-compose.yml"
+    manifests = (REPOSITORY / "deploy/kubernetes").rglob("*.yaml")
+    for file in (compose, REPOSITORY / "docker-compose.cpu.yml", *manifests):
+        for image in re.findall(r"^\s*(?:- )?(?:image|newTag): (.*)$", file.read_text(), re.M):
+            assert "latest" not in image, file
+    assert "latest" not in DOCKERFILE
+    pinned = dict(re.findall(r"image: \w+/(\w+):\$\{\w+:-v?([\d.]+)\}$", compose.read_text(), re.M))
+    assert pinned.keys() == {"prometheus", "grafana"}
+    assert all(version.count(".") == 2 for version in pinned.values())
+
+
+def test_the_sbom_is_in_the_image_and_its_tool_is_not() -> None:
+    sources = re.findall(r"^COPY --from=(\w+) (\S+)", LAST_STAGE, re.M)
+    assert ("sbom", "/build/sbom.cdx.json") in sources
+    assert STAGES[-1][0] == "system"
+    assert {stage: parent for parent, stage in STAGES}["sbom"] == "dependencies"
+    assert "cyclonedx" not in DOCKERFILE.split(" AS sbom\n")[0]
+    assert [path for stage, path in sources if stage == "sbom"] == ["/build/sbom.cdx.json"]
+    assert re.search(r"^cyclonedx-bom==", (REPOSITORY / "constraints.txt").read_text(), re.M)
+
+
+def test_nothing_in_the_build_is_of_one_processor() -> None:
+    instructions = "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
+    assert not re.search(r"x86|amd64|aarch64|arm64|--platform", instructions)
+
+
+def test_what_is_copied_reaches_the_builder() -> None:
+    kept = [line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M):
+        for source in line.split()[:-1]:
+            assert (REPOSITORY / source).exists()
+            assert any(Path(source).match(pattern) for pattern in kept), source
+
+
+def test_the_cpu_image_has_every_extra_of_the_other() -> None:
+    (here,) = re.findall(r'^ARG EXTRAS="(.*)"$', DOCKERFILE, re.M)
+    (cpu,) = re.findall(r"EXTRAS: \$\{EXTRAS:-(.*)\}", (REPOSITORY / "docker-compose.cpu.yml").read_text())
+    assert set(cpu.split()) == {*here.split(), "openvino"} <= PROJECT["optional-dependencies"].keys()
+
+
+def test_slim_removes_what_is_unused_and_nothing_else(tmp_path: Path) -> None:
+    unused = ["torch/test/t.py", "torch/bin/test_api", "torch/lib/libtorchbind_test.so", "sympy/core/tests/t.py"]
+    used = ["torch/bin/torch_shm_manager", "torch/include/a.h", "sympy/core/c.py", "openvino/libs/libopenvino.so.2641"]
+    for name in [*unused, *used]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"1234")
+    freed = slim(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(used)
+    assert sum(freed.values()) == 4 * len(unused)
+
+
+@pytest.mark.skipif(shutil.which("strip") is None, reason="strip (binutils) is not installed")
+def test_slim_strips_a_library_that_can_still_be_loaded(tmp_path: Path) -> None:
+    import httptools.parser.parser as compiled
+
+    library = tmp_path / "uvloop" / Path(compiled.__file__).name
+    library.parent.mkdir()
+    shutil.copy(compiled.__file__, library)
+    before = library.stat().st_size
+    assert slim(tmp_path) == {"uvloop/*.so": before - library.stat().st_size}
+    load = "import ctypes, sys; ctypes.PyDLL(sys.argv[1]).PyInit_parser"
+    subprocess.run([sys.executable, "-c", load, library], check=True)
