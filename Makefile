@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard clean
+.PHONY: help run test check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard protocol clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
+	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -118,6 +119,14 @@ bench-peers: $(VENV)/.test
 
 dashboard: $(VENV)/.test
 	$(BIN)/python -m deploy.grafana.dashboard
+
+# In an environment of its own: the generator wants a newer grpcio than tritonclient. Its version is that of the oldest
+# protobuf that what it writes has to run with.
+protocol: $(VENV)/.made
+	$(BIN)/python -m venv $(VENV)/protocol
+	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'
+	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
+		service/web/grpc/open_inference.proto
 
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots

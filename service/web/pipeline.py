@@ -140,12 +140,22 @@ class Pipeline:
         except QueueFull:
             self.refused_heads.remember(request.scope, request_context(request.scope).key_name)
             raise
+        with self.upload() as upload:
+            yield upload
+
+    @contextmanager
+    def upload(self) -> Iterator[Upload]:
+        """Return what a request holds whose body is still to come, until the context ends."""
         with self.receiving.body() as body, Permit(self.limiter) as permit:
             yield Upload(body, permit)
 
     def deadline(self, request: Request) -> Deadline:
         """Return when this request's time is up, counted from its head."""
-        return Deadline(request_context(request.scope).started + self.settings.request_timeout, self.clock)
+        return self.deadline_of(request_context(request.scope).started)
+
+    def deadline_of(self, started: float) -> Deadline:
+        """Return when the time of a request is up whose head came at this reading of the clock."""
+        return Deadline(started + self.settings.request_timeout, self.clock)
 
     async def read(self, request: Request, upload: Upload, *, files: int = 1) -> list[UploadedFile]:
         """Return the files in the body, at most `files`, and take a place for each.
@@ -162,17 +172,21 @@ class Pipeline:
         def read(receive: Receive) -> Awaitable[list[UploadedFile]]:
             return read_files(request.headers, receive, limits, lambda: self.limiter.check(next(numbers)))
 
-        uploaded = await self._receive(request, upload, read)
+        uploaded = await self.receive(request.receive, upload, self.deadline(request), read)
         upload.permit.extend(len(uploaded))
         return uploaded
 
     async def read_body(self, request: Request, upload: Upload) -> bytearray:
         """Return the whole body, which is of another form than pictures; raises as `read`, and takes no place."""
-        limit = self.settings.max_request_bytes
-        return await self._receive(request, upload, lambda receive: read_whole(request.headers, receive, limit))
+        limit, deadline = self.settings.max_request_bytes, self.deadline(request)
+        return await self.receive(
+            request.receive, upload, deadline, lambda receive: read_whole(request.headers, receive, limit)
+        )
 
-    async def _receive(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
-        """Return what `read` makes of the body, whose bytes and time are bounded."""
+    async def receive(
+        self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
+    ) -> T:
+        """Return what `read` makes of the body that comes from `source`; its bytes and time are bounded."""
         started = self.clock()
 
         def give_way() -> None:
@@ -180,12 +194,12 @@ class Pipeline:
                 time_limit.reschedule(0.0)
 
         async def receive() -> Message:
-            message = await request.receive()
+            message = await source()
             self.receiving.add(upload.body, len(message.get("body", b"")))
             return message
 
         try:
-            async with asyncio.timeout(self.deadline(request).remaining()) as time_limit:
+            async with asyncio.timeout(deadline.remaining()) as time_limit:
                 with self.receiving.arriving(upload.body, give_way):
                     found = await read(receive)
         except TimeoutError:
