@@ -76,6 +76,7 @@ class Submit(_Frame, frozen=True, tag=2):
         id: unique on its connection among those that have no outcome yet.
         slot: where its pixels lie.
         timeout: seconds from now within which it must be launched.
+        logits: whether they are wanted.
     """
 
     id: int
@@ -83,6 +84,7 @@ class Submit(_Frame, frozen=True, tag=2):
     top_k: int
     map: MapRequest | None
     timeout: float
+    logits: bool = False
 
 
 class Cancel(_Frame, frozen=True, tag=3):

@@ -172,7 +172,7 @@ class _EngineConnection(FrameProtocol):
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         self._pending[id_] = slot, future
         self._count()
-        self.send(protocol.Submit(id_, slot, request.top_k, request.map, timeout))
+        self.send(protocol.Submit(id_, slot, request.top_k, request.map, timeout, request.logits))
         try:
             return await future
         except asyncio.CancelledError:

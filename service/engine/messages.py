@@ -30,11 +30,13 @@ class InferenceRequest:
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
         map: the attention map wanted beside the classes, if any.
+        logits: whether the logits of all classes are wanted, too.
     """
 
     pixels: NDArray[np.uint8]
     top_k: int
     map: MapRequest | None = None
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class InferenceResult:
         batch_size: images that were launched together.
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
+        logits: float32 [classes], before the temperature; present when they were asked for.
     """
 
     scores: NDArray[np.float32]
@@ -56,6 +59,7 @@ class InferenceResult:
     batch_size: int
     queue_seconds: float
     inference_seconds: float
+    logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,13 +243,19 @@ class Pipeline:
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(
-        self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
+        self,
+        pixels: NDArray[np.uint8],
+        deadline: Deadline,
+        *,
+        top_k: int,
+        map_request: MapRequest | None,
+        logits: bool = False,
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
-        request = InferenceRequest(pixels, top_k, map_request)
+        request = InferenceRequest(pixels, top_k, map_request, logits)
         remaining = deadline.remaining()
         try:
             async with asyncio.timeout(remaining + _LATE_SECONDS):

@@ -39,6 +39,7 @@ def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
         "label": ("BYTES", [-1, -1]),
         "index": ("INT64", [-1, -1]),
         "score": ("FP32", [-1, -1]),
+        "logits": ("FP32", [-1, info.config.num_classes]),
         "attention": ("FP32", [-1, rows, columns]),
     }
     return {

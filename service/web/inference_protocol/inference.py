@@ -25,7 +25,7 @@ from service.web.inference_protocol.tensors import (
 from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload, all_of
 
-OUTPUTS: Final = ("label", "index", "score", "attention")
+OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
@@ -108,6 +108,7 @@ class Wanted:
     outputs: Sequence[RequestedOutput]
     top_k: int
     map_request: MapRequest | None
+    logits: bool
     binary: bool
 
     @classmethod
@@ -115,7 +116,8 @@ class Wanted:
         """Return what a request wants; raises `InvalidParameter` for what the model has not."""
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
         classes = info.config.num_classes
-        if len({output.name for output in outputs}) < len(outputs):
+        names = {output.name for output in outputs}
+        if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
             if output.name not in OUTPUTS:
@@ -125,14 +127,14 @@ class Wanted:
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
         asked = [count for count in counts if count is not None]
-        wants_map = any(output.name == "attention" for output in outputs)
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
         return cls(
             outputs,
             max(asked, default=min(_DEFAULT_TOP_K, classes)),
-            _MAPS[method](info) if wants_map else None,
+            _MAPS[method](info) if "attention" in names else None,
+            "logits" in names,
             bool(header.parameters.get("binary_data_output", binary)),
         )
 
@@ -188,7 +190,9 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
             else:
                 assert inputs.pixels is not None
                 pixels = inputs.pixels[position]
-            return await pipeline.infer(pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request)
+            return await pipeline.infer(
+                pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request, logits=wanted.logits
+            )
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:
                 raise
@@ -216,7 +220,7 @@ def check_count(inputs: Inputs, limit: int) -> None:
 
 
 def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
-    """Return the outputs that were asked for: [N, K], of attention [N, rows, columns]."""
+    """Return the outputs that were asked for: [N, K], of logits [N, C] and of attention [N, rows, columns]."""
     top_k = wanted.top_k
     index = np.stack([result.indices[:top_k] for result in results])
     score = np.stack([result.scores[:top_k] for result in results])
@@ -230,6 +234,8 @@ def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Seq
             values = _classification(score[:, :count], index[:, :count], label[:, :count])
         elif output.name == "attention":
             values = np.stack([result.map.values for result in results if result.map is not None])
+        elif output.name == "logits":
+            values = np.stack([result.logits for result in results if result.logits is not None])
         else:
             values = {"label": label, "index": index, "score": score}[output.name]
         found.append(OutputTensor(output.name, values, binary=binary))
