@@ -282,6 +282,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as failed:
+        failed.__traceback__ = None  # a frame of it holds the group itself, and the tasks with all that they were given
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
