@@ -10,7 +10,7 @@ TORCH_INDEX_URL ?=
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
 .PHONY: help run test test-ray check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard
-.PHONY: image sbom bundle bundle-check clean
+.PHONY: protocol image sbom bundle bundle-check clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -35,6 +35,7 @@ help:
 	@echo "make sbom    write what is in the image, as CycloneDX, to $(DIST)/sbom.cdx.json"
 	@echo "make bundle  write images, wheels and compose files for a host without a network to $(BUNDLE)"
 	@echo "make bundle-check  classify a picture with the images and the wheels of that folder, without a network"
+	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -129,6 +130,14 @@ bench-peers: $(VENV)/.test
 
 dashboard: $(VENV)/.test
 	$(BIN)/python -m deploy.grafana.dashboard
+
+# In an environment of its own: the generator wants a newer grpcio than tritonclient. Its version is that of the oldest
+# protobuf that what it writes has to run with.
+protocol: $(VENV)/.made
+	$(BIN)/python -m venv $(VENV)/protocol
+	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'
+	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
+		service/web/grpc/open_inference.proto
 
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots

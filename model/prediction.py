@@ -203,9 +203,11 @@ class BatchPrediction:
         indices: int64 [B, k], the classes that the scores belong to.
         finite: bool [B]; False where a score is not finite, so that the image has no prediction.
         maps: B entries, None where no map was requested.
+        logits: float32 [B, classes], before the temperature; None where they were not asked for.
     """
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]
     finite: NDArray[np.bool_]
     maps: list[AttentionMap | None]
+    logits: NDArray[np.float32] | None = None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
@@ -94,6 +94,14 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
+    if value and value == info.data.get("port"):
+        raise ValueError("expected another port than VIT_PORT")
+    if value is not None and importlib.util.find_spec("grpc") is None:
+        raise ValueError("it needs the package grpcio: pip install -e '.[grpc]' in the clone")
+    return value
+
+
 def _workers(value: int) -> int:
     if value > 1:
         _check_platform("1")
@@ -169,6 +177,12 @@ class Settings(BaseSettings):
     # Where it listens.
     host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    grpc_port: Annotated[int | None, AfterValidator(_grpc_port)] = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port for the Open Inference Protocol over gRPC; 0 picks a free one. Default: no gRPC",
+    )
     workers: Annotated[int, AfterValidator(_workers)] = Field(
         1,
         ge=1,

@@ -29,10 +29,11 @@ class Backend(Protocol):
     compilation: Compilation
     batch_sizes: tuple[int, ...] | None
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
         """Return the best classes of a batch, and the attention rows of these layers, in host memory.
 
-        With `postprocess.RELEVANCE` among the layers the relevance of each image's best class is returned, too.
+        With `logits` these are returned, too; with `postprocess.RELEVANCE` among the layers the relevance of each
+        image's best class.
 
         It is called by as many threads at once as there are streams.
 

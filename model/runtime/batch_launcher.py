@@ -32,8 +32,17 @@ _TOLERANCE: Final = 0.02
 """Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
 Layers = tuple[int, ...]
-Compute = Callable[[Tensor, Layers, int], Tensor]
-"""(uint8 [B, H, W, C] on the device, attention layers, k) -> int32 [B, width] there, as `postprocess.pack` returns."""
+
+
+class Computed(NamedTuple):
+    """The output of a batch: int32 [B, width] as `postprocess.pack` returns it, and logits [B, classes]."""
+
+    packed: Tensor
+    logits: Tensor
+
+
+Compute = Callable[[Tensor, Layers, int], Computed]
+"""(uint8 [B, H, W, C] on the device, attention layers, k) -> the output there."""
 
 
 class DeviceOps(Protocol):
@@ -89,8 +98,11 @@ class _Slot(NamedTuple):
 
 
 class _Graph(NamedTuple):
+    """A recorded batch; `logits` holds the tensor that the graph writes, which is not copied unless it is wanted."""
+
     replay: Callable[[], None]
     packed: Tensor
+    logits: list[Tensor]
 
 
 class BatchLauncher:
@@ -160,15 +172,18 @@ class BatchLauncher:
         self._ops.settle()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
         pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
-        expected = compute(pixels, layers, top_k)
+        expected = compute(pixels, layers, top_k).packed
         # Allocated outside of the memory that graphs share, as it outlives the run.
         packed = torch.zeros_like(expected)
+        logits: list[Tensor] = []
 
         def work() -> None:
-            packed.copy_(compute(pixels, layers, top_k))
+            found = compute(pixels, layers, top_k)
+            packed.copy_(found.packed)
+            logits[:] = [found.logits]  # whoever holds it keeps its memory from the other graphs
 
         work()  # what libraries set up at their first calls cannot be captured
-        graph = _Graph(self._record(work, size), packed)
+        graph = _Graph(self._record(work, size), packed, logits)
         packed.zero_()
         graph.replay()
         first, again = (tensor[:, :top_k].view(torch.float32).cpu() for tensor in (expected, packed))
@@ -198,16 +213,20 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, *, size: int, layers: Layers, top_k: int) -> tuple[Tensor, int]:
+    def run(
+        self, images: Images, *, size: int, layers: Layers, top_k: int, logits: bool = False
+    ) -> tuple[Tensor, int, Tensor | None]:
         """Compute one batch; callable by several threads at once.
 
         Args:
             images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
             layers, top_k: attention layers and classes wanted.
+            logits: whether they are wanted.
 
         Returns:
-            int32 [B, width] on the host, see `model.runtime.postprocess.pack`, and its k, which is `top_k` or more.
+            int32 [B, width] on the host, see `model.runtime.postprocess.pack`; its k, which is `top_k` or more; and the
+            logits there, if they are wanted.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -216,7 +235,7 @@ class BatchLauncher:
         graph = graphs.get((size, layers)) if top_k <= captured_k else None
         slot = self._slots.get()
         try:
-            packed = self._run(slot, graph, images, size, layers, top_k)
+            packed, found = self._run(slot, graph, images, size, layers, top_k, logits)
         except BaseException:
             # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
             # waited for while a graph is captured.
@@ -225,9 +244,18 @@ class BatchLauncher:
             raise
         finally:
             self._slots.put(slot)
-        return packed, captured_k if graph else top_k
+        return packed, captured_k if graph else top_k, found
 
-    def _run(self, slot: _Slot, graph: _Graph | None, images: Images, size: int, layers: Layers, top_k: int) -> Tensor:
+    def _run(
+        self,
+        slot: _Slot,
+        graph: _Graph | None,
+        images: Images,
+        size: int,
+        layers: Layers,
+        top_k: int,
+        logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ops, count = self._ops, len(images)
         np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
         with ops.on(slot.copies):
@@ -238,8 +266,11 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-            packed = graph.packed if graph is not None else self._compute(self._input[:size], layers, top_k)
-            host = ops.download(packed[:count])
+                computed = Computed(graph.packed, graph.logits[0])
+            else:
+                computed = self._compute(self._input[:size], layers, top_k)
+            host = ops.download(computed.packed[:count])
+            found = ops.download(computed.logits[:count]) if logits else None
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        return host
+        return host, found

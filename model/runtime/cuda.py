@@ -18,7 +18,7 @@ from torch import Tensor
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.runtime.backend import Images, first_line, launch_size
-from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, DeviceOps
+from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, Computed, DeviceOps
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
 from model.runtime.device import batch_too_large
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, pack, run_network, unpack
@@ -34,10 +34,10 @@ class _Compute(NamedTuple):
     model: VisionTransformer
     tail: Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
 
-    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        """Map uint8 [B, H, W, C] on the device to packed output, int32 [B, width], there."""
+    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+        """Map uint8 [B, H, W, C] on the device to the output there."""
         output = run_network(self.model, self.normalise(pixels), layers)
-        return self.tail(*output, top_k)
+        return Computed(self.tail(*output, top_k), output.logits)
 
 
 class Cuda(TorchBackend):
@@ -61,8 +61,8 @@ class Cuda(TorchBackend):
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
-        """See `Backend.predict`; the output comes from the device in one piece.
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
+        """See `Backend.predict`; all but the logits comes from the device in one piece.
 
         Raises:
             NewProcessNeeded: the device was lost to the compilation that went on behind.
@@ -70,9 +70,13 @@ class Cuda(TorchBackend):
         if self._failure is not None:
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
-        packed, packed_k = self._launcher.run(images, size=size, layers=layers, top_k=top_k)
+        packed, packed_k, found = self._launcher.run(images, size=size, layers=layers, top_k=top_k, logits=logits)
         output = self._unpack(packed, layers, packed_k)
-        return output._replace(scores=output.scores[:, :top_k], indices=output.indices[:, :top_k])
+        return output._replace(
+            scores=output.scores[:, :top_k],
+            indices=output.indices[:, :top_k],
+            logits=None if found is None else found.float(),
+        )
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
@@ -162,18 +166,19 @@ class Cuda(TorchBackend):
         self.compilation = replace(self.compilation, graphs=uncompiled)
         self._log("captured", started)
 
-    def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+    def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
         """Compute where there is no graph, so that neither a compiler nor lasting kernels are waited for."""
         compiled = self._compiled if layers in self.usual_layers and not self._options.graphs else None
         return (compiled or self._uncompiled)(pixels, layers, top_k)
 
-    def _compute_to_capture(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+    def _compute_to_capture(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
         """Compute for a graph; the compiled model does a single image twice, as its code is for two and more."""
         if self._compiled is None:
             return self._uncompiled(pixels, layers, top_k)
         if len(pixels) > 1:
             return self._compiled(pixels, layers, top_k)
-        return self._compiled(torch.cat((pixels, pixels)), layers, top_k)[:1]
+        packed, logits = self._compiled(torch.cat((pixels, pixels)), layers, top_k)
+        return Computed(packed[:1], logits[:1])
 
     def _compile_and_exercise(self) -> None:
         autotune = self._options.compile_mode == "max"
@@ -185,7 +190,7 @@ class Cuda(TorchBackend):
         compute = _Compute(normalise, twin, tail)
 
         def scores(images: Tensor, layers: tuple[int, ...]) -> Tensor:
-            return _or_nan(self._unpack(compute(images, layers, self._captured_k), layers, self._captured_k))
+            return _or_nan(self._unpack(compute(images, layers, self._captured_k).packed, layers, self._captured_k))
 
         with self._ops.lasting_kernels() if graphs else nullcontext():
             # The largest first: kernels are tuned for what they see first.

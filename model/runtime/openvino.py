@@ -77,7 +77,7 @@ class OpenVino:
         self._explaining: OpenVinoNetwork | None = None
         self._preparing = threading.Lock()
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
         """See `Backend.predict`."""
         rows = tuple(layer for layer in layers if layer != RELEVANCE)
         network: OpenVinoNetwork | None = self._network
@@ -87,10 +87,10 @@ class OpenVino:
                 threading.Thread(target=self.prepare_relevance, name="openvino-relevance").start()
             network = self._explaining
         if network is None or (rows and rows != network.layers):
-            return self._torch.predict(images, layers=layers, top_k=top_k)
+            return self._torch.predict(images, layers=layers, top_k=top_k, logits=logits)
         with self._torch.threads as alone:
             output = compute_in_pieces(stacked(images), partial(network, alone=alone))
-            return self._torch.postprocess(output, top_k)
+            return self._torch.postprocess(output, top_k, logits=logits)
 
     def prepare_relevance(self) -> None:
         """Make the graph that gives relevance, too, once; if it cannot be made that is logged, and torch stays."""

@@ -52,6 +52,7 @@ class TopKOutput(NamedTuple):
         indices: int64 [B, k].
         finite: bool [B], whether all scores of the image are finite.
         attention, relevance: see `NetworkOutput`.
+        logits: float32 [B, num_classes], before the temperature; None if they were not asked for.
     """
 
     scores: Tensor
@@ -59,6 +60,7 @@ class TopKOutput(NamedTuple):
     finite: Tensor
     attention: Tensor | None
     relevance: Tensor | None = None
+    logits: Tensor | None = None
 
 
 class Postprocess:
@@ -73,16 +75,17 @@ class Postprocess:
         logits = logits.float() / self._temperature
         return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
 
-    def __call__(self, output: NetworkOutput, top_k: int) -> TopKOutput:
-        """Return the `top_k` best classes of each image; attention and relevance are passed on."""
+    def __call__(self, output: NetworkOutput, top_k: int, *, logits: bool = False) -> TopKOutput:
+        """Return the `top_k` best classes of each image; attention and relevance are passed on, logits if asked for."""
         scores = self.scores(output.logits)
         # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
         finite = scores.isfinite().all(dim=-1)
-        return TopKOutput(*scores.topk(top_k, dim=-1), finite, output.attention, output.relevance)
+        found = output.logits.float() if logits else None
+        return TopKOutput(*scores.topk(top_k, dim=-1), finite, output.attention, output.relevance, found)
 
 
 def pack(output: TopKOutput) -> Tensor:
-    """Join an output on its device: int32 [B, 2k + 1 + layers*heads*N + N]; indices must be below 2^31.
+    """Join an output without logits on its device: int32 [B, 2k + 1 + layers*heads*N + N]; indices are below 2^31.
 
         [ scores: k float32 | indices: k int32 | finite: 1 | attention: layers * heads * N float32 | relevance: N ]
 

@@ -191,7 +191,9 @@ class Predictor:
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
-    def predict(self, images: Images, *, top_k: int, maps: Sequence[MapRequest | None] = ()) -> BatchPrediction:
+    def predict(
+        self, images: Images, *, top_k: int, maps: Sequence[MapRequest | None] = (), logits: bool = False
+    ) -> BatchPrediction:
         """Classify a batch.
 
         Args:
@@ -199,6 +201,7 @@ class Predictor:
                 less; 1 <= B <= max_batch.
             top_k: how many classes to return, 1 ... num_classes.
             maps: empty, or one entry an image.
+            logits: whether those of all classes are wanted, too.
 
         Raises:
             ValueError: wrong shape, too large a batch, or `maps` of another length.
@@ -215,11 +218,17 @@ class Predictor:
         layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
         wanted_too = (RELEVANCE,) if any(wanted is not None and wanted.of_best_class for wanted in maps) else ()
         with torch.inference_mode():
-            output = self._backend.predict(images, layers=layers + wanted_too, top_k=top_k)
+            output = self._backend.predict(images, layers=layers + wanted_too, top_k=top_k, logits=logits)
             found: list[AttentionMap | None] = [None] * count
             if layers and output.attention is not None:
                 found = attention_maps(output.attention, layers, maps, self.config)
-            prediction = BatchPrediction(output.scores.numpy(), output.indices.numpy(), output.finite.numpy(), found)
+            prediction = BatchPrediction(
+                output.scores.numpy(),
+                output.indices.numpy(),
+                output.finite.numpy(),
+                found,
+                None if output.logits is None else output.logits.numpy(),
+            )
             if output.relevance is not None:
                 members = [place for place, wanted in enumerate(maps) if wanted is not None and wanted.of_best_class]
                 made = relevance_maps(output.relevance[members], self.config)

@@ -51,10 +51,10 @@ class TorchCpu(TorchBackend):
         super().__init__(options)
         self.threads = threads
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int) -> TopKOutput:
+    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
         """See `Backend.predict`."""
         with self.threads:
-            return self.postprocess(self._forward_in_pieces(stacked(images), layers), top_k)
+            return self.postprocess(self._forward_in_pieces(stacked(images), layers), top_k, logits=logits)
 
     def _forward_in_pieces(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
         if self.batch_sizes is not None:  # compiled: padded to one of few sizes

@@ -15,6 +15,7 @@ from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.settings import Settings, unknown_variables
 from service.tracing.start import check_environment
+from service.web.ports import address_family, grpc_port_kept
 from service.web.server import exit_now
 from service.web.single_process import run_single_process
 
@@ -35,20 +36,24 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     check_environment(settings)
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
-    if settings.one_process and not uses_gpu(settings):
-        exit_now(run_single_process(settings, load_predictor))
-    from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
+    with grpc_port_kept(settings) as settings:
+        if settings.one_process and not uses_gpu(settings):
+            exit_now(run_single_process(settings, load_predictor))
+        from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
-    exit_now(run_cluster(settings, load_predictor))
+        exit_now(run_cluster(settings, load_predictor))
 
 
 def _check_address(settings: Settings) -> None:
-    """End with one line if the address cannot be had, before a model is loaded for nothing."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            other = "; --port (VIT_PORT) chooses another" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-            sys.exit(f"vitserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}{other}")
+    """End with one line if an address cannot be had, before a model is loaded for nothing."""
+    for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port)):
+        if port is None:
+            continue
+        with socket.socket(address_family(settings.host), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((settings.host, port))
+            except OSError as error:
+                flag = f"--{name.replace('_', '-')} (VIT_{name.upper()})"
+                other = f"; {flag} chooses another" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+                sys.exit(f"vitserve: cannot listen on {settings.host}:{port}: {error.strerror or error}{other}")

@@ -134,7 +134,7 @@ class _WorkerConnection(FrameProtocol):
     async def _infer(self, frame: protocol.Submit) -> InferenceResult:
         if self._slots is None:
             raise EngineUnavailable(self._server.engine.status.reason)
-        request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map, frame.traceparent)
+        request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map, frame.traceparent, frame.logits)
         return await self._server.engine.infer(request, timeout=frame.timeout)
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:

@@ -77,6 +77,7 @@ class Submit(_Frame, frozen=True, tag=2):
         slot: where its pixels lie.
         timeout: seconds from now within which it must be launched.
         traceparent: of its request's span, if that is exported.
+        logits: whether they are wanted.
     """
 
     id: int
@@ -85,6 +86,7 @@ class Submit(_Frame, frozen=True, tag=2):
     map: MapRequest | None
     timeout: float
     traceparent: str | None = None
+    logits: bool = False
 
 
 class Cancel(_Frame, frozen=True, tag=3):

@@ -172,7 +172,8 @@ class _EngineConnection(FrameProtocol):
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         self._pending[id_] = slot, future
         self._count()
-        self.send(protocol.Submit(id_, slot, request.top_k, request.map, timeout, request.traceparent))
+        wanted = request.top_k, request.map, timeout, request.traceparent, request.logits
+        self.send(protocol.Submit(id_, slot, *wanted))
         try:
             return await future
         except asyncio.CancelledError:

@@ -9,6 +9,7 @@ from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.shared_metrics import SharedMetrics
 from service.settings import Settings
+from service.web.ports import address_family
 
 
 class SharedResources:
@@ -60,7 +61,7 @@ class SharedResources:
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
     """Return `count` listening sockets on one address; raises `OSError` when it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = address_family(host)
     listeners: list[socket.socket] = []
     for _ in range(count):
         listeners.append(socket.create_server((host, port), family=family, backlog=2048, reuse_port=True))

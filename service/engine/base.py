@@ -42,7 +42,12 @@ class ModelRunner(Protocol):
         """Return the number of rows launched for a batch of `count` images."""
 
     def predict(
-        self, images: Sequence[NDArray[np.uint8]], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+        self,
+        images: Sequence[NDArray[np.uint8]],
+        *,
+        top_k: int,
+        maps: Sequence[MapRequest | None] = (),
+        logits: bool = False,
     ) -> BatchPrediction:
         """Classify a batch, see `model.runtime.predictor.Predictor.predict`."""
 

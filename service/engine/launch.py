@@ -79,7 +79,9 @@ def _predict(
         [request.pixels for request in requests],
         top_k=max(request.top_k for request in requests),
         maps=maps if any(maps) else (),
+        logits=any(request.logits for request in requests),
     )
+    logits = prediction.logits
     seconds = clock() - launched
     return [
         InferenceResult(
@@ -89,6 +91,7 @@ def _predict(
             batch_size=len(batch),
             queue_seconds=launched - entry.arrived,
             inference_seconds=seconds,
+            logits=logits[row] if logits is not None and entry.item.logits else None,
         )
         if prediction.finite[row]
         else InferenceFailed("the model gave no finite score for this image")

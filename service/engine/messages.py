@@ -31,12 +31,14 @@ class InferenceRequest:
         pixels: uint8 [H, W, C], the model's input size.
         map: the attention map wanted beside the classes, if any.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
+        logits: whether the logits of all classes are wanted, too.
     """
 
     pixels: NDArray[np.uint8]
     top_k: int
     map: MapRequest | None = None
     traceparent: str | None = None
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class InferenceResult:
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
         batch_traceparent: of the batch's span, if it has one: see `BatchReport`.
+        logits: float32 [classes], before the temperature; present when they were asked for.
     """
 
     scores: NDArray[np.float32]
@@ -60,6 +63,7 @@ class InferenceResult:
     queue_seconds: float
     inference_seconds: float
     batch_traceparent: str | None = None
+    logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

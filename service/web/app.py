@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -24,7 +24,7 @@ from service.settings import MEMORY, Settings
 from service.web.admission import Limiter
 from service.web.early_refusal import EarlyRefusal
 from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
-from service.web.keys import ApiKeyMiddleware, KeyLimiter
+from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
@@ -131,7 +131,13 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start(engine_changed)
-        yield
+        async with AsyncExitStack() as beside:
+            if settings.grpc_port is not None:
+                from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
+
+                calls = serving(pipeline, guard, outermost.count, port=settings.grpc_port, hold_seconds=hold_seconds)
+                await beside.enter_async_context(calls)
+            yield
         await engine.close()
         lanes.close()
         await pictures.close()
@@ -159,9 +165,8 @@ def create_app(
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
-    key_limiter = key_limiter or KeyLimiter(len(keys), settings.key_max_requests)
-    guarded = ApiKeyMiddleware(app, keys, public, key_limiter, metrics)
-    layers: ASGIApp = ProblemMiddleware(guarded, metrics, hold_seconds=hold_seconds)
+    guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
+    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, guard, public), metrics, hold_seconds=hold_seconds)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,

@@ -46,23 +46,53 @@ class KeyLimiter:
             self.release(key)
 
 
-class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys.
+class KeyGuard:
+    """Finds the key of a request, and counts the requests that each key has in flight.
 
     Args:
         keys: those that are known.
-        public: paths that need none.
         limiter: of the same keys, in the same order.
     """
 
-    def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey], public: Iterable[str], limiter: KeyLimiter, metrics: Metrics
-    ) -> None:
-        self._app = app
+    def __init__(self, keys: Sequence[ApiKey], limiter: KeyLimiter, metrics: Metrics) -> None:
         self._keys = keys
-        self._public = frozenset(public)
         self._limiter = limiter
         self._metrics = metrics
+
+    def find(self, authorization: str) -> int | None:
+        """Return the number of a request's key, None if none is needed; raises `Unauthorized`.
+
+        Args:
+            authorization: the header's value, latin-1; empty where there is none.
+        """
+        if not self._keys:
+            return None
+        scheme, _, given = authorization.partition(" ")
+        offered = given.strip().encode("latin-1", "backslashreplace")  # the bytes as they were sent
+        # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
+        matches = [hmac.compare_digest(offered, key.secret) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+        return matches.index(True)
+
+    def name(self, key: int) -> str:
+        """Return the name of a key."""
+        return self._keys[key].name
+
+    @contextmanager
+    def request(self, key: int) -> Iterator[None]:
+        """Count one request of a key while it is handled; raises `TooManyRequests`."""
+        with self._limiter.request(key), self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
+            yield
+
+
+class ApiKeyMiddleware:
+    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys."""
+
+    def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str]) -> None:
+        self._app = app
+        self._guard = guard
+        self._public = frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection.
@@ -71,23 +101,16 @@ class ApiKeyMiddleware:
             Unauthorized: its key is missing or wrong.
             TooManyRequests: its key has as many requests in flight as it may.
         """
-        if scope["type"] != "http" or not self._keys or scope["path"] in self._public:
+        if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
-        key = self._find(scope)
+        key = self._guard.find(Headers(scope=scope).get("authorization", ""))
         if key is None:
-            raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
-        request_context(scope).key_name = self._keys[key].name
+            await self._app(scope, receive, send)
+            return
+        request_context(scope).key_name = self._guard.name(key)
         if scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        with self._limiter.request(key), self._metrics.key_inflight.labels(self._keys[key].name).track_inprogress():
+        with self._guard.request(key):
             await self._app(scope, receive, send)
-
-    def _find(self, scope: Scope) -> int | None:
-        """Return the index of a request's key, or None."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        offered = given.strip().encode("latin-1")  # the bytes as they were sent
-        # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
-        matches = [hmac.compare_digest(offered, key.secret) for key in self._keys]
-        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None

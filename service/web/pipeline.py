@@ -153,12 +153,22 @@ class Pipeline:
         except QueueFull:
             self.refused_heads.remember(request.scope, request_context(request.scope).key_name)
             raise
+        with self.upload() as upload:
+            yield upload
+
+    @contextmanager
+    def upload(self) -> Iterator[Upload]:
+        """Return what a request holds whose body is still to come, until the context ends."""
         with self.receiving.body() as body, Permit(self.limiter) as permit:
             yield Upload(body, permit)
 
     def deadline(self, request: Request) -> Deadline:
         """Return when this request's time is up, counted from its head."""
-        return Deadline(request_context(request.scope).started + self.settings.request_timeout, self.clock)
+        return self.deadline_of(request_context(request.scope).started)
+
+    def deadline_of(self, started: float) -> Deadline:
+        """Return when the time of a request is up whose head came at this reading of the clock."""
+        return Deadline(started + self.settings.request_timeout, self.clock)
 
     async def read(self, request: Request, upload: Upload, *, files: int = 1) -> list[UploadedFile]:
         """Return the files in the body, at most `files`, and take a place for each.
@@ -175,39 +185,44 @@ class Pipeline:
         def read(receive: Receive) -> Awaitable[list[UploadedFile]]:
             return read_files(request.headers, receive, limits, lambda: self.limiter.check(next(numbers)))
 
-        uploaded = await self._receive(request, upload, read)
+        uploaded = await self.receive(request.receive, upload, self.deadline(request), read)
         upload.permit.extend(len(uploaded))
         return uploaded
 
     async def read_body(self, request: Request, upload: Upload) -> bytearray:
         """Return the whole body, which is of another form than pictures; raises as `read`, and takes no place."""
-        limit = self.settings.max_request_bytes
-        return await self._receive(request, upload, lambda receive: read_whole(request.headers, receive, limit))
+        limit, deadline = self.settings.max_request_bytes, self.deadline(request)
+        return await self.receive(
+            request.receive, upload, deadline, lambda receive: read_whole(request.headers, receive, limit)
+        )
 
-    async def _receive(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
+    async def receive(
+        self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
+    ) -> T:
+        """Return what `read` makes of the body that comes from `source`; its bytes and time are bounded."""
         started = self.clock()
         try:
-            found = await self._receive_bounded(request, upload, read)
+            found = await self._receive_bounded(source, upload, deadline, read)
         except ServiceError as error:
             self._stage_failed("read", self.clock() - started, error)
             raise
         self._stage_ended("read", self.clock() - started)
         return found
 
-    async def _receive_bounded(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
-        """Return what `read` makes of the body, whose bytes and time are bounded."""
-
+    async def _receive_bounded(
+        self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
+    ) -> T:
         def give_way() -> None:
             if not time_limit.expired():
                 time_limit.reschedule(0.0)
 
         async def receive() -> Message:
-            message = await request.receive()
+            message = await source()
             self.receiving.add(upload.body, len(message.get("body", b"")))
             return message
 
         try:
-            async with asyncio.timeout(self.deadline(request).remaining()) as time_limit:
+            async with asyncio.timeout(deadline.remaining()) as time_limit:
                 with self.receiving.arriving(upload.body, give_way):
                     return await read(receive)
         except TimeoutError:
@@ -254,14 +269,20 @@ class Pipeline:
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(
-        self, pixels: NDArray[np.uint8], deadline: Deadline, *, top_k: int, map_request: MapRequest | None
+        self,
+        pixels: NDArray[np.uint8],
+        deadline: Deadline,
+        *,
+        top_k: int,
+        map_request: MapRequest | None,
+        logits: bool = False,
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
         traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, top_k, map_request, traceparent)
+        request = InferenceRequest(pixels, top_k, map_request, traceparent, logits)
         remaining = deadline.remaining()
         try:
             result = await self._infer(request, remaining)
@@ -307,6 +328,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as failed:
+        failed.__traceback__ = None  # a frame of it holds the group itself, and the tasks with all that they were given
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 

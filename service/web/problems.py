@@ -78,9 +78,15 @@ CLIENT_DISCONNECTED = 499
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return an error's row in the table; an error without one is a defect of ours, and its message stays here."""
+    """Return an error's row in the table, and let go of what it came by.
+
+    An error without a row is a defect of ours, and its message stays here.
+    """
     for kind in type(error).__mro__:
         if kind in TABLE:
+            # Its frames hold the picture, and the tasks in them hold the error: a circle that lasts until the garbage
+            # collector comes by.
+            error.__traceback__ = error.__context__ = None
             return Problem(*TABLE[kind], _printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 

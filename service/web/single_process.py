@@ -67,6 +67,8 @@ def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport]
 
 def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
     """Log where the service answers and what to try."""
+    if settings.grpc_port is not None:
+        logger.info("gRPC: %s:%d", _reachable(settings.host), settings.grpc_port)
     if settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks):
         # Where a container's port is published is known outside of it only.
         logger.info("ready: port %d of this container (API: /docs)", port)

@@ -74,21 +74,24 @@ async def read_files(
         raise refusal
     reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
     total = 0
-    async for chunk in _bounded(receive, limit):
-        total += len(chunk)
-        if refusal is None:
-            try:
-                reader.feed(chunk)
-            except MalformedRequest as error:
-                refusal = error
-        if refusal is not None and declared:
+    try:
+        async for chunk in _bounded(receive, limit):
+            total += len(chunk)
+            if refusal is None:
+                try:
+                    reader.feed(chunk)
+                except MalformedRequest as error:
+                    refusal = error
+            if refusal is not None and declared:
+                raise refusal
+            # A body's size is checked before its form, and without a Content-Length only reading on shows it.
+        if not total:
+            raise MissingImage("the body is empty")
+        if refusal is not None:
             raise refusal
-        # A body's size is checked before its form, and without a Content-Length only reading on shows it.
-    if not total:
-        raise MissingImage("the body is empty")
-    if refusal is not None:
-        raise refusal
-    return reader.finish()
+        return reader.finish()
+    finally:
+        reader.close()
 
 
 async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
@@ -158,6 +161,9 @@ class _RawBody:
     def finish(self) -> list[UploadedFile]:
         return [self._file]
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class _FormBody:
     """A multipart form (RFC 7578), whose files are collected as they arrive."""
@@ -203,6 +209,10 @@ class _FormBody:
         if self._limits.files == 1 and isinstance(self._files[0], UploadTooLarge):
             raise self._files[0]
         return self._files
+
+    def close(self) -> None:
+        """Let go of the parser: its callbacks hold this object, and with it the files, in a circle."""
+        del self._parser
 
     def _on_part_begin(self) -> None:
         self._field = None

@@ -48,12 +48,16 @@ def test_it_sees_a_server_and_a_model_that_are_ready(client: Any) -> None:
 def test_answers_are_those_of_classify(client: Any, server: Served, pictures: Pictures, binary: bool) -> None:
     files = pictures.files[:5]
     wanted = [
-        triton.InferRequestedOutput(name, binary_data=binary) for name in ("label", "index", "score", "attention")
+        triton.InferRequestedOutput(name, binary_data=binary)
+        for name in ("label", "index", "score", "logits", "attention")
     ]
     parameters = {"top_k": 3, "attention": "cls"}
     answer = client.infer(CHECKPOINT_NAME, [images(*files)], outputs=wanted, request_id="17", parameters=parameters)
     assert answer.get_response()["id"] == "17"
-    score, index, label, maps = (answer.as_numpy(name) for name in ("score", "index", "label", "attention"))
+    names = ("score", "index", "label", "logits", "attention")
+    score, index, label, logits, maps = (answer.as_numpy(name) for name in names)
+    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(np.take_along_axis(scores, index, axis=1), score, rtol=1e-4)
     for position, file in enumerate(files):
         expected = server.classify(file, "top_k=3&attention=true").json()
         predictions = expected["predictions"]

@@ -103,6 +103,11 @@ def expected_indices(red: int, top_k: int) -> list[int]:
     return [(red + i) % CLASSES for i in range(top_k)]
 
 
+def expected_logits(red: int) -> NDArray[np.float32]:
+    """The logits that `FakePredictor` answers for `pixels(red)`."""
+    return np.array([(red + i) / 4 for i in range(CLASSES)], np.float32)
+
+
 def answer(red: int, top_k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     scores = np.array([0.5 / 2**i for i in range(top_k)], np.float32)
     return scores, np.array(expected_indices(red, top_k), np.int64)
@@ -138,7 +143,12 @@ class FakePredictor:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
 
     def predict(
-        self, images: Sequence[NDArray[np.uint8]], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+        self,
+        images: Sequence[NDArray[np.uint8]],
+        *,
+        top_k: int,
+        maps: Sequence[MapRequest | None] = (),
+        logits: bool = False,
     ) -> BatchPrediction:
         reds = [int(image[0, 0, 0]) for image in images]
         self.launched.append(reds)
@@ -165,6 +175,7 @@ class FakePredictor:
             np.stack([indices for _, indices in answers]),
             np.array([red != NAN for red in reds]),
             found,
+            np.stack([expected_logits(red) for red in reds]) if logits else None,
         )
 
     async def wait_until_busy(self) -> None:

@@ -125,7 +125,12 @@ class Device:
         return count
 
     def predict(
-        self, images: Sequence[NDArray[np.uint8]], *, top_k: int, maps: Sequence[MapRequest | None] = ()
+        self,
+        images: Sequence[NDArray[np.uint8]],
+        *,
+        top_k: int,
+        maps: Sequence[MapRequest | None] = (),
+        logits: bool = False,
     ) -> BatchPrediction:
         if not 0 < len(images) <= self.max_batch:
             self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")

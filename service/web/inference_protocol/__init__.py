@@ -10,3 +10,6 @@ EXTENSIONS: Final = ("binary_tensor_data", "classification", "model_configuratio
 
 VERSION: Final = "1"
 """The one version that a model has here."""
+
+GRPC_SERVICE: Final = "inference.GRPCInferenceService"
+"""The service's name over gRPC."""

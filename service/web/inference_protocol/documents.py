@@ -9,13 +9,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
-from service.web.inference_protocol import EXTENSIONS, VERSION
+from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, VERSION
 from service.web.inference_protocol.inference import picture_shape
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
 _CONFIGURED: Final = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
-_REQUESTS: Final = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
+_REQUESTS: Final = (
+    "/v2/models/{name}/infer",
+    "/v2/models/{name}/versions/{version}/infer",
+    f"/{GRPC_SERVICE}/ModelInfer",
+)
 
 
 def server_metadata(version: str) -> dict[str, Any]:
@@ -35,6 +39,7 @@ def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
         "label": ("BYTES", [-1, -1]),
         "index": ("INT64", [-1, -1]),
         "score": ("FP32", [-1, -1]),
+        "logits": ("FP32", [-1, info.config.num_classes]),
         "attention": ("FP32", [-1, rows, columns]),
     }
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 from model.errors import ImageError
 from model.prediction import MapRequest
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, ServiceError, TooManyImages, UploadTooLarge
+from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
+from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
     OutputTensor,
     RequestedOutput,
     bytes_elements,
-    take_binary,
     uint8_elements,
 )
 from service.web.lanes import Deadline
-from service.web.pipeline import Pipeline, all_of
+from service.web.pipeline import Pipeline, Upload, all_of
 
-OUTPUTS: Final = ("label", "index", "score", "attention")
+OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
@@ -50,8 +50,26 @@ class Inputs:
         return len(self.encoded if self.encoded is not None else self.pixels)  # type: ignore[arg-type]
 
 
-def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo, *, limit: int) -> Inputs:
+def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
+    """Return the model of a name and version; None is any name, and nothing any version.
+
+    Raises:
+        NotFound: there is no such model.
+        EngineUnavailable: none is ready.
+    """
+    info = pipeline.model()
+    if name not in (None, info.name):
+        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
+    if version not in ("", VERSION):
+        raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
+    return info
+
+
+def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info: ModelInfo, *, limit: int) -> Inputs:
     """Return the pictures of a request.
+
+    Args:
+        binary: the bytes of each tensor whose data do not stand in the header, by name.
 
     Raises:
         InvalidParameter: it has not one input, of a name, datatype and shape that the model has.
@@ -61,20 +79,20 @@ def read_inputs(header: InferenceHeader, rest: memoryview, info: ModelInfo, *, l
     if len(header.inputs) != 1:
         raise InvalidParameter(f"{len(header.inputs)} inputs: expected 'image' or 'pixels', and not both")
     [tensor] = header.inputs
-    binary = take_binary([tensor], rest).get(tensor.name)
-    if binary is None and tensor.data is None:
+    data = binary.get(tensor.name)
+    if data is None and tensor.data is None:
         raise InvalidParameter(f"input {tensor.name!r} has no data")
     if tensor.shape and tensor.shape[0] > limit:
         raise _too_many(tensor.shape[0], limit)
     if tensor.name == "image":
         if tensor.datatype != "BYTES" or not (len(tensor.shape) == 1 or tensor.shape[1:] == [1]):
             raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
-        return Inputs(bytes_elements(tensor, binary), None)
+        return Inputs(bytes_elements(tensor, data), None)
     if tensor.name == "pixels":
         shape = list(picture_shape(info))
         if tensor.datatype != "UINT8" or tensor.shape[1:] != shape:
             raise InvalidParameter(f"input 'pixels' is UINT8 of shape [N, {', '.join(map(str, shape))}]")
-        return Inputs(None, uint8_elements(tensor, binary))
+        return Inputs(None, uint8_elements(tensor, data))
     raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
 
 
@@ -90,6 +108,7 @@ class Wanted:
     outputs: Sequence[RequestedOutput]
     top_k: int
     map_request: MapRequest | None
+    logits: bool
     binary: bool
 
     @classmethod
@@ -97,7 +116,8 @@ class Wanted:
         """Return what a request wants; raises `InvalidParameter` for what the model has not."""
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
         classes = info.config.num_classes
-        if len({output.name for output in outputs}) < len(outputs):
+        names = {output.name for output in outputs}
+        if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
             if output.name not in OUTPUTS:
@@ -107,14 +127,14 @@ class Wanted:
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
         asked = [count for count in counts if count is not None]
-        wants_map = any(output.name == "attention" for output in outputs)
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
         return cls(
             outputs,
             max(asked, default=min(_DEFAULT_TOP_K, classes)),
-            _MAPS[method](info) if wants_map else None,
+            _MAPS[method](info) if "attention" in names else None,
+            "logits" in names,
             bool(header.parameters.get("binary_data_output", binary)),
         )
 
@@ -126,6 +146,30 @@ def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
         raise InvalidParameter(f"{name} {count!r:.40}: expected 1 to {classes}")
     return count
+
+
+async def infer(
+    pipeline: Pipeline,
+    upload: Upload,
+    header: InferenceHeader,
+    inputs: Inputs,
+    info: ModelInfo,
+    deadline: Deadline,
+    *,
+    binary: bool = False,
+) -> list[OutputTensor]:
+    """Return the outputs that a request wants of its pictures, which take their places first.
+
+    Args:
+        binary: see `Wanted`.
+
+    Raises:
+        ServiceError, ImageError: see `Wanted.of`, `check_count`, `Permit.extend` and `compute`.
+    """
+    wanted = Wanted.of(header, info, binary=binary)
+    check_count(inputs, pipeline.settings.max_images_per_request)
+    upload.permit.extend(len(inputs))
+    return make_outputs(await compute(pipeline, inputs, wanted, deadline), wanted, info.labels)
 
 
 async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
@@ -146,7 +190,9 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
             else:
                 assert inputs.pixels is not None
                 pixels = inputs.pixels[position]
-            return await pipeline.infer(pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request)
+            return await pipeline.infer(
+                pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request, logits=wanted.logits
+            )
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:
                 raise
@@ -174,7 +220,7 @@ def check_count(inputs: Inputs, limit: int) -> None:
 
 
 def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
-    """Return the outputs that were asked for: [N, K], of attention [N, rows, columns]."""
+    """Return the outputs that were asked for: [N, K], of logits [N, C] and of attention [N, rows, columns]."""
     top_k = wanted.top_k
     index = np.stack([result.indices[:top_k] for result in results])
     score = np.stack([result.scores[:top_k] for result in results])
@@ -188,6 +234,8 @@ def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Seq
             values = _classification(score[:, :count], index[:, :count], label[:, :count])
         elif output.name == "attention":
             values = np.stack([result.map.values for result in results if result.map is not None])
+        elif output.name == "logits":
+            values = np.stack([result.logits for result in results if result.logits is not None])
         else:
             values = {"label": label, "index": index, "score": score}[output.name]
         found.append(OutputTensor(output.name, values, binary=binary))

@@ -30,7 +30,7 @@ Parameters = dict[str, Any]
 
 
 class InputTensor(msgspec.Struct, frozen=True):
-    """A tensor of a request; `data` stands in the JSON, or its bytes behind it."""
+    """A tensor of a request; `data` stands in the JSON (over gRPC in the message), or its bytes behind it."""
 
     name: str
     datatype: str
@@ -113,22 +113,23 @@ def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, m
 
 
 def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytearray]:
-    """Return the elements of a BYTES tensor; in JSON they are base64.
+    """Return the elements of a BYTES tensor; in JSON they are base64, in a message of gRPC they are bytes.
 
     Raises:
         MalformedRequest: the elements are not as many as the shape says, or not of the form.
     """
-    elements = _from_json(tensor) if binary is None else _from_binary(tensor, binary)
+    elements = _from_header(tensor) if binary is None else _from_binary(tensor, binary)
     if len(elements) != tensor.elements:
         raise MalformedRequest(f"input {tensor.name!r}: {len(elements)} elements, and the shape is {tensor.shape}")
     return elements
 
 
-def _from_json(tensor: InputTensor) -> list[bytearray]:
+def _from_header(tensor: InputTensor) -> list[bytearray]:
     elements: list[bytearray] = []
     for position, text in enumerate(tensor.data or ()):
         try:
-            elements.append(bytearray(base64.b64decode(text, validate=True)))
+            data = text if isinstance(text, bytes) else base64.b64decode(text, validate=True)
+            elements.append(bytearray(data))
         except (TypeError, ValueError, binascii.Error):
             raise MalformedRequest(f"input {tensor.name!r}: element {position} is not a string in base64") from None
     return elements
@@ -179,9 +180,10 @@ class OutputTensor:
         self.datatype = {"U": "BYTES", "i": "INT64", "f": "FP32"}[values.dtype.kind]
         self.shape = list(values.shape)
         self._values = values
-        self.binary = self._bytes() if binary else None
+        self.binary = self.raw() if binary else None
 
-    def _bytes(self) -> bytes:
+    def raw(self) -> bytes:
+        """Return its bytes, whether they stand behind the JSON or not."""
         if self.datatype != "BYTES":
             return self._values.astype({"INT64": "<i8", "FP32": "<f4"}[self.datatype]).tobytes()
         encoded = [text.encode() for text in self._values.ravel().tolist()]

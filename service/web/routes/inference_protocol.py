@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.engine.messages import ModelInfo
-from service.errors import MalformedRequest, NotFound
+from service.errors import MalformedRequest
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.documents import (
     model_configuration,
@@ -23,8 +23,8 @@ from service.web.inference_protocol.documents import (
     model_statistics,
     server_metadata,
 )
-from service.web.inference_protocol.inference import Inputs, Wanted, check_count, compute, make_outputs, read_inputs
-from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body
+from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
+from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
 from service.web.pipeline import pipeline_of, unless_disconnected
 from service.web.routes.endpoint import Endpoint
 
@@ -50,13 +50,8 @@ def _model(request: Request) -> ModelInfo:
         NotFound: there is none of this name and version.
         EngineUnavailable: none is ready.
     """
-    name, version = request.path_params["name"], request.path_params.get("version", VERSION)
-    info = pipeline_of(request).model()
-    if name != info.name:
-        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
-    if version != VERSION:
-        raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
-    return info
+    parameters = request.path_params
+    return find_model(pipeline_of(request), parameters["name"], parameters.get("version", VERSION))
 
 
 @router.get("")
@@ -117,19 +112,16 @@ async def v2_infer(request: Request) -> Response:
     pipeline = pipeline_of(request)
     info = _model(request)
     with pipeline.admit_upload(request) as upload:
-        body, limit = await pipeline.read_body(request, upload), pipeline.settings.max_images_per_request
+        body = await pipeline.read_body(request, upload)
         length = _header_length(request)
         if length == 0:  # the body is one picture and nothing else
             header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
         else:
             header, rest = split_body(body, length)
-            inputs, binary = read_inputs(header, rest, info, limit=limit), False
-        wanted = Wanted.of(header, info, binary=binary)
-        check_count(inputs, limit)
-        upload.permit.extend(len(inputs))
-        work = compute(pipeline, inputs, wanted, pipeline.deadline(request))
-        results = await unless_disconnected(request.receive, work)
-    outputs = make_outputs(results, wanted, info.labels)
+            limit, tensors = pipeline.settings.max_images_per_request, take_binary(header.inputs, rest)
+            inputs, binary = read_inputs(header, tensors, info, limit=limit), False
+        work = infer(pipeline, upload, header, inputs, info, pipeline.deadline(request), binary=binary)
+        outputs = await unless_disconnected(request.receive, work)
     content, header_length = encode_answer(info.name, VERSION, header.id, outputs)
     if header_length is None:
         return Response(content, media_type="application/json")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batch_launcher import BatchLauncher, CaptureFailed
+from model.runtime.batch_launcher import BatchLauncher, CaptureFailed, Computed
 from tests.model.runtime.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -18,14 +18,17 @@ FAULTY = 255
 
 
 class Sums:
-    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on `FAULTY`."""
+    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on `FAULTY`.
+
+    Its logits are half of that, and the number of images.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.at_once = 0
         self._inside = threading.Lock()
 
-    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
         if not self._inside.acquire(blocking=False):
             self.at_once += 1
             raise AssertionError("two batches compute at once")
@@ -34,9 +37,14 @@ class Sums:
                 raise RuntimeError("a fault of the device")
             self.sizes.append(len(pixels))
             sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
-            return (sums + 1000 * len(layers)).expand(-1, 2 * top_k + 1).contiguous()
+            packed = (sums + 1000 * len(layers)).expand(-1, 2 * top_k + 1).contiguous()
+            return Computed(packed, torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1))
         finally:
             self._inside.release()
+
+
+def computed(packed: Tensor) -> Computed:
+    return Computed(packed, packed.float())
 
 
 def images(*values: int) -> np.ndarray:
@@ -63,7 +71,7 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), size=4, layers=(), top_k=1)
-    found, top_k = subject.run(images(1, 2), size=4, layers=(), top_k=1)
+    found, top_k, _ = subject.run(images(1, 2), size=4, layers=(), top_k=1)
     assert (found[:, 0].tolist(), top_k) == ([6, 12], 1)
     assert compute.sizes == [4, 4]
 
@@ -82,11 +90,13 @@ def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_cla
     subject.capture(compute, (1, 2, 4), ((), (7,)), top_k=3)
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, top_k = subject.run(images(1, 2), size=2, layers=(), top_k=2)
-    mapped, _ = subject.run(images(3), size=4, layers=(7,), top_k=3)
+    plain, top_k, logits = subject.run(images(1, 2), size=2, layers=(), top_k=2, logits=True)
+    mapped, _, none = subject.run(images(3), size=4, layers=(7,), top_k=3)
     assert ops.replays == before + 2
     assert (plain[:, 0].tolist(), plain.shape, top_k) == ([6, 12], (2, 7), 3)
     assert mapped[:, 0].tolist() == [1018]
+    assert logits is not None
+    assert (logits.tolist(), none) == ([[3, 2], [6, 2]], None)
 
 
 @pytest.mark.usefixtures("without_faults_in_capture")
@@ -98,8 +108,9 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     before = ops.replays
     assert subject.run(images(1), size=2, layers=(), top_k=1)[0][:, 0].tolist() == [6]  # another size
     assert subject.run(images(1), size=4, layers=(0, 7), top_k=1)[0][:, 0].tolist() == [2006]  # other layers
-    wide, top_k = subject.run(images(1), size=4, layers=(), top_k=4)  # more classes
-    assert (wide.shape, top_k) == ((1, 9), 4)
+    wide, top_k, logits = subject.run(images(1), size=4, layers=(), top_k=4, logits=True)  # more classes
+    assert logits is not None
+    assert (wide.shape, top_k, logits.tolist()) == ((1, 9), 4, [[3, 4]])
     assert ops.replays == before
 
 
@@ -108,8 +119,8 @@ def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
     ops = watchless()
     ops.spoil_capture = True
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        return torch.full((len(pixels), 2 * top_k + 1), 0.5).view(torch.int32)
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+        return computed(torch.full((len(pixels), 2 * top_k + 1), 0.5).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     with pytest.raises(RuntimeError, match="other scores"):
@@ -156,8 +167,8 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        return (pixels.flatten(1).float() @ weight).view(torch.int32)
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+        return computed((pixels.flatten(1).float() @ weight).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     subject.capture(compute, (1, 2), ((),), top_k=1)
@@ -167,8 +178,8 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
 def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
-        return torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32)
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+        return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     with pytest.raises(CaptureFailed, match=r"the capture of 2 images failed: .*aten.item"):
@@ -196,7 +207,7 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 
     monkeypatch.setattr(np, "stack", watched)
     apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found, _ = subject.run(apart, size=2, layers=(), top_k=1)
+    found, _, _ = subject.run(apart, size=2, layers=(), top_k=1)
     assert found[:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None
@@ -206,9 +217,9 @@ def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_bes
     ops, beside = StandInOps(), threading.Lock()
     seen: list[bool] = []
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Tensor:
+    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
         seen.append(beside.locked())
-        return torch.zeros(len(pixels), 2 * top_k + 1, dtype=torch.int32)
+        return computed(torch.zeros(len(pixels), 2 * top_k + 1, dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     subject.run(images(1), size=1, layers=(), top_k=1)  # the stand-in refuses to capture where this was downloaded

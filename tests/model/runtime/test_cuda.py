@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
@@ -15,7 +16,7 @@ from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.prediction import BatchPrediction, MapRequest
 from model.runtime.batch_launcher import BatchLauncher
-from model.runtime.compilation import CompilationState
+from model.runtime.compilation import CompilationState, CompileMode
 from model.runtime.cuda import Cuda
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
@@ -58,6 +59,21 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
     last = [MapRequest(1, "max"), None, MapRequest(1, 0)]
     same(predictor.predict(make_images(3), top_k=5, maps=last), expected.predict(make_images(3), top_k=5, maps=last))
     assert ops.replays == replays + 4
+
+
+@pytest.mark.parametrize("compile_mode", ["auto", "off"])
+def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: CompileMode) -> None:
+    ops = StandInOps()
+    predictor = plain(compile_mode=compile_mode, max_batch=4, streams=2, ops=ops)
+    predictor.warm_up()
+    expected, replays = plain().logits(make_images(4)), ops.replays
+    for count in (1, 3, 4):
+        found = predictor.predict(make_images(4)[:count], top_k=2, logits=True).logits
+        assert found is not None
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected[:count], atol=1e-5)
+    assert predictor.predict(make_images(4), top_k=2).logits is None
+    assert ops.replays == replays + (4 if compile_mode == "auto" else 0)
 
 
 def test_maps_of_other_layers_are_right_without_a_graph() -> None:
@@ -266,11 +282,16 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     reference = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
     expected = reference.logits(images)
-    off = np.linalg.norm(predictor.logits(images) - expected) / np.linalg.norm(expected)
-    assert off < tolerance
+
+    def off(logits: NDArray[np.float32] | None) -> float:
+        assert logits is not None
+        return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+
+    assert off(predictor.logits(images)) < tolerance
     for layers in (last, 0):
         maps = [MapRequest(layers), None, MapRequest(layers, 1)]
-        found = predictor.predict(images, top_k=10, maps=maps)
+        found = predictor.predict(images, top_k=10, maps=maps, logits=True)
+        assert off(found.logits) < tolerance
         wanted = reference.predict(images, top_k=10, maps=maps)
         np.testing.assert_allclose(found.scores, wanted.scores, atol=tolerance)
         for got, want in zip(found.maps, wanted.maps, strict=True):

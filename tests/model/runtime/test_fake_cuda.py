@@ -56,7 +56,7 @@ def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
     for choice in layers:
         relevance = RELEVANCE in choice
         with captured(backend._options.dtype, float_products=relevance) as kernels:
-            packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3)
+            packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3).packed
         assert packed.shape == (2, 7 + ((len(choice) - relevance) * config.heads + relevance) * config.tokens)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
 

@@ -112,18 +112,32 @@ def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
         assert got.kept_mass == pytest.approx(alone.kept_mass, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param(
-            "openvino",
-            marks=pytest.mark.skipif(
-                unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="OpenVINO is not installed"
-            ),
+BACKENDS = (
+    "torch",
+    pytest.param(
+        "openvino",
+        marks=pytest.mark.skipif(
+            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="OpenVINO is not installed"
         ),
-    ],
+    ),
 )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: BackendName) -> None:
+    predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", backend=backend, dtype="float32")
+    images = make_images(9)  # of two pieces
+
+    for maps in ((), [MapRequest(1)] * 9, [MapRequest(0)] * 9):
+        found = predictor.predict(images, top_k=3, maps=maps, logits=True)
+        assert found.logits is not None
+        scores = (torch.from_numpy(found.logits) / 1.7).softmax(dim=-1)
+        np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
+        np.testing.assert_allclose(found.logits, predictor.logits(images), atol=1e-4)
+    assert predictor.predict(images, top_k=3).logits is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_explanations_of_any_method_stand_beside_attention_rows(backend: BackendName) -> None:
     checkpoint = make_checkpoint()
     predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")

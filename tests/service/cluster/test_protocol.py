@@ -54,8 +54,8 @@ def results(draw: st.DrawFn) -> InferenceResult:
         method, class_index = draw(st.sampled_from(METHODS)), draw(st.none() | SMALL)
         found = AttentionMap(layer, head, draw(floats(grid)), draw(st.floats(0, 1)), method, class_index)
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
-    times = draw(SECONDS), draw(SECONDS)
-    return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), *times, draw(TRACEPARENTS))
+    times, logits = (draw(SECONDS), draw(SECONDS)), draw(st.none() | floats(20))
+    return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), *times, draw(TRACEPARENTS), logits)
 
 
 MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
@@ -64,7 +64,7 @@ MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Hello, SMALL, st.binary(max_size=64)),
-    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS),
+    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS, st.booleans()),
     st.builds(Cancel, IDS),
     st.builds(
         StatusChanged,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
+import numpy as np
 import pytest
 
 from service.engine.base import replicas
@@ -13,7 +14,7 @@ from service.engine.batching import Entry
 from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import EngineUnavailable, InferenceFailed
-from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, pixels
+from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, expected_logits, pixels
 
 
 def entries(*reds: int) -> list[Entry[InferenceRequest]]:
@@ -81,7 +82,18 @@ def test_maps_are_asked_for_only_if_an_image_wants_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(predictor, "predict", predict)
     launch(predictor, entries(1, 2), "idle", ticking())
-    assert asked == [{"top_k": 3, "maps": ()}]
+    assert asked == [{"top_k": 3, "maps": (), "logits": False}]
+
+
+def test_logits_are_those_of_the_images_that_want_them() -> None:
+    batch = entries(1, 2, 3)
+    batch[1] = Entry(InferenceRequest(pixels(2), 3, logits=True), arrived=0.0, deadline=200.0)
+    predictor = FakePredictor()
+    outcomes, _ = launch(predictor, batch, "idle", ticking())
+    found = [outcome.logits for outcome in outcomes if isinstance(outcome, InferenceResult)]
+    assert predictor.launched == [[1, 2, 3]]
+    assert (found[0], found[2]) == (None, None)
+    np.testing.assert_array_equal(found[1], expected_logits(2))
 
 
 def test_an_engine_alone_and_those_of_a_group_are_told_apart() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from model.prediction import CLASS_SPECIFIC, AttentionMap
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from tests.service.fakes import answer, model_info
+from tests.service.fakes import answer, expected_logits, model_info
 
 
 class FakeEngine:
@@ -58,7 +58,8 @@ class FakeEngine:
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
             of_class = best if wanted.method in CLASS_SPECIFIC else None
             found = AttentionMap(wanted.layer, wanted.head, values, 0.9, wanted.method, of_class)
-        return InferenceResult(scores, indices, found, 1, 0.001, 0.002)
+        logits = expected_logits(red) if request.logits else None
+        return InferenceResult(scores, indices, found, 1, 0.001, 0.002, logits=logits)
 
     async def close(self) -> None:
         self.state = "closed"

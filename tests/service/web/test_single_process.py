@@ -43,6 +43,13 @@ def test_the_hint_names_an_address_that_a_browser_can_open(
     assert f"ready: http://{address}:8000 (API: http://{address}:8000/docs)" in hint.text
 
 
+def test_the_port_of_grpc_is_named_where_it_is_served(hint: pytest.LogCaptureFixture) -> None:
+    log_address(load_settings(), 8000)
+    assert "gRPC" not in hint.text
+    log_address(load_settings({"host": "::1", "grpc_port": 9001}), 8000)
+    assert "gRPC: [::1]:9001" in hint.text
+
+
 def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     hint: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from service.web.inference_protocol import tensors
-from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
+from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, expected_logits, on_a_loop, pixels, png
 from tests.service.web.apps import App, app, until
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -112,6 +112,17 @@ async def test_attention_is_one_map_a_picture(method: str | None) -> None:
 
 
 @on_a_loop
+async def test_logits_are_those_of_all_classes_and_only_asked_for_when_wanted() -> None:
+    service = app()
+    response = await infer(service, encoded(1, 2), outputs=[{"name": "logits"}, {"name": "index"}])
+    found = outputs(response.json)
+    np.testing.assert_array_equal(found["logits"], np.stack([expected_logits(1), expected_logits(2)]))
+    assert found["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+    described = {each["name"]: each for each in (await service.get("/v2/models/fake")).json["outputs"]}
+    assert described["logits"] == {"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}
+
+
+@on_a_loop
 async def test_metadata_configuration_and_statistics_describe_the_model() -> None:
     service = app()
     server = (await service.get("/v2")).json
@@ -125,7 +136,7 @@ async def test_metadata_configuration_and_statistics_describe_the_model() -> Non
             ("pixels", [-1, SIZE, SIZE, 3]),
         ]
     configuration = (await service.get("/v2/models/fake/config")).json
-    assert {each["name"] for each in configuration["output"]} == {"label", "index", "score", "attention"}
+    assert {each["name"] for each in configuration["output"]} == {"label", "index", "score", "logits", "attention"}
     await infer(service, encoded(1, 2))
     for path in ("/v2/models/fake/stats", "/v2/models/stats"):
         [statistics] = (await service.get(path)).json["model_stats"]

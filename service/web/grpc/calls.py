@@ -1,0 +1,162 @@
+"""The way of a call: what `service.web.middleware` and `service.web.keys` are to a request over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from http import HTTPStatus
+from typing import Any, Final, Protocol
+
+import grpc
+from starlette.types import Message
+
+from service.errors import EngineUnavailable, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.web.grpc.arrivals import Arrivals
+from service.web.inference_protocol import GRPC_SERVICE
+from service.web.keys import KeyGuard
+from service.web.middleware import request_id_from
+from service.web.pipeline import Pipeline
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of
+
+logger = logging.getLogger(__name__)
+
+STATUS_CODES: Final = {
+    HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    HTTPStatus.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    HTTPStatus.REQUEST_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    # As the library itself says of a message that is too large.
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.UNPROCESSABLE_ENTITY: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.TOO_MANY_REQUESTS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    HTTPStatus.INTERNAL_SERVER_ERROR: grpc.StatusCode.INTERNAL,
+    HTTPStatus.SERVICE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""The status code of each status that `service.web.problems` gives to an error of a call."""
+
+_MAX_QUESTION_BYTES: Final = 64 << 10
+"""Of a message that asks about the server or a model."""
+
+
+class Count(Protocol):
+    """Counts and logs a request that was answered, see `RequestContextMiddleware.count`."""
+
+    def __call__(
+        self, method: str, path: str, status: int, seconds: float, request_id: str, key_name: str | None, route: str
+    ) -> None:
+        """Count a request."""
+
+
+class Call:
+    """A call whose message is still to come.
+
+    Attributes:
+        started: reading of the pipeline's clock at its start.
+        metadata: its headers.
+    """
+
+    def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
+        self.started = started
+        self._timeout = timeout
+        # Of a repeated one the first counts.
+        self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
+        self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
+        self._context = context
+        self._arrivals = arrivals
+
+    async def receive(self) -> Message:
+        """Return the message, in the form of an ASGI request's body; raises `MalformedRequest` if there is none."""
+        async with self._arrivals.turn():
+            data = await self._context.read()
+        if data is grpc.aio.EOF:
+            raise MalformedRequest("the call has no message")
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def question(self) -> bytes:
+        """Return the message that asks about the server or a model.
+
+        Raises:
+            RequestTimeout: it did not arrive within the time of a request.
+            UploadTooLarge: it is large.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                data: bytes = (await self.receive())["body"]
+        except TimeoutError:
+            raise RequestTimeout(f"the message did not arrive within {self._timeout:g} s") from None
+        if len(data) > _MAX_QUESTION_BYTES:
+            raise UploadTooLarge(f"{len(data)} bytes: at most {_MAX_QUESTION_BYTES} are allowed")
+        return data
+
+
+Method = Callable[[Pipeline, Call], Awaitable[bytes]]
+"""Returns the encoded answer to a call."""
+
+
+class Calls:
+    """Answers calls: gives each its id, asks for its key, counts and logs it, and answers errors by their status codes.
+
+    Args:
+        hold_seconds: see `service.web.middleware.ProblemMiddleware`.
+    """
+
+    def __init__(self, pipeline: Pipeline, guard: KeyGuard, count: Count, *, hold_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._guard = guard
+        self._count = count
+        self._hold_seconds = hold_seconds
+        self._arrivals = Arrivals.of(pipeline.settings)
+
+    def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
+        """Return what grpcio calls for a method; `public` ones need no key.
+
+        On the wire one message is a stream of one. As a stream it is read when the method asks for it, so that a call
+        is refused before its message arrives.
+        """
+        path = f"/{GRPC_SERVICE}/{name}"
+
+        async def handle(_: object, context: Any) -> bytes:
+            return await self._answer(path, method, context, public=public)
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    async def _answer(self, path: str, method: Method, context: Any, *, public: bool) -> bytes:
+        clock, metrics = self._pipeline.clock, self._pipeline.metrics
+        call = Call(context, self._arrivals, clock(), self._pipeline.settings.request_timeout)
+        trailers = [("x-request-id", call.request_id)]
+        status, key = CLIENT_DISCONNECTED, None
+        metrics.inflight.inc()
+        try:
+            if not public:
+                key = self._guard.find(str(call.metadata.get("authorization", "")))
+            with self._guard.request(key) if key is not None else nullcontext():
+                answer = await method(self._pipeline, call)
+            context.set_trailing_metadata(trailers)
+            status = HTTPStatus.OK
+            return answer
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.code == INTERNAL_ERROR:
+                logger.exception("request %s failed", call.request_id)
+            metrics.rejected.labels(problem.code).inc()
+            if isinstance(error, EngineUnavailable):
+                await asyncio.sleep(self._hold_seconds)
+            status = problem.status
+            return await self._refuse(context, problem, trailers)
+        finally:
+            metrics.inflight.dec()
+            seconds = clock() - call.started
+            name = None if key is None else self._guard.name(key)
+            self._count("gRPC", path, status, seconds, call.request_id, name, path)
+
+    @staticmethod
+    async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:
+        seconds = problem.headers.get("Retry-After")
+        if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+            trailers = [*trailers, ("grpc-retry-pushback-ms", f"{seconds}000")]
+        await context.abort(STATUS_CODES[HTTPStatus(problem.status)], problem.detail, tuple(trailers))
+        raise AssertionError("a call that was ended goes on")

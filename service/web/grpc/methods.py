@@ -1,0 +1,122 @@
+"""The methods of the service `inference.GRPCInferenceService`; each takes a call and returns its encoded answer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Final
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from starlette.types import Receive
+
+from service.errors import NotFound, Unavailable
+from service.web.grpc.calls import Call, Method
+from service.web.grpc.messages import encode_response, read_inference, read_question
+from service.web.grpc.open_inference_pb2 import (
+    ModelConfigResponse,
+    ModelMetadataResponse,
+    ModelReadyResponse,
+    ModelStatisticsResponse,
+    ServerLiveResponse,
+    ServerMetadataResponse,
+    ServerReadyResponse,
+)
+from service.web.inference_protocol import VERSION
+from service.web.inference_protocol.documents import (
+    model_configuration,
+    model_metadata,
+    model_statistics,
+    server_metadata,
+)
+from service.web.inference_protocol.inference import find_model, infer, read_inputs
+from service.web.pipeline import Pipeline
+
+
+def _encode(document: dict[str, Any], message: Message) -> bytes:
+    """Return a document of the protocol, which is the same over HTTP, as a message."""
+    return bytes(json_format.ParseDict(document, message).SerializeToString())
+
+
+async def server_live(pipeline: Pipeline, call: Call) -> bytes:
+    """Answer as long as the process lives."""
+    await call.question()
+    return _encode({"live": True}, ServerLiveResponse())
+
+
+async def server_ready(pipeline: Pipeline, call: Call) -> bytes:
+    """Say whether the model is ready."""
+    await call.question()
+    return _encode({"ready": _is_ready(pipeline)}, ServerReadyResponse())
+
+
+async def model_ready(pipeline: Pipeline, call: Call) -> bytes:
+    """Say whether this model is ready; one that there is not is not."""
+    asked = read_question(await call.question())
+    return _encode({"ready": _is_ready(pipeline, asked.name, asked.version)}, ModelReadyResponse())
+
+
+def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") -> bool:
+    try:
+        pipeline.lifecycle.check()
+        find_model(pipeline, name, version)
+    except (NotFound, Unavailable):
+        return False
+    return True
+
+
+async def server_description(pipeline: Pipeline, call: Call) -> bytes:
+    """Describe the server."""
+    await call.question()
+    return _encode(server_metadata(importlib.metadata.version("vitserve")), ServerMetadataResponse())
+
+
+async def model_description(pipeline: Pipeline, call: Call) -> bytes:
+    """Describe the model: its inputs and outputs."""
+    asked = read_question(await call.question())
+    return _encode(model_metadata(find_model(pipeline, asked.name, asked.version)), ModelMetadataResponse())
+
+
+async def model_config(pipeline: Pipeline, call: Call) -> bytes:
+    """Return the model's configuration."""
+    asked = read_question(await call.question())
+    info = find_model(pipeline, asked.name, asked.version)
+    return _encode({"config": model_configuration(info)}, ModelConfigResponse())
+
+
+async def statistics(pipeline: Pipeline, call: Call) -> bytes:
+    """Return the statistics of the model since the start; without a name of all models, of which there is one."""
+    asked = read_question(await call.question())
+    info = find_model(pipeline, asked.name or None, asked.version)
+    return _encode(model_statistics(info, pipeline.metrics), ModelStatisticsResponse())
+
+
+async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
+    """Classify the pictures of the tensor `image` or `pixels`."""
+    pipeline.check_room()
+    deadline = pipeline.deadline_of(call.started)
+    with pipeline.upload() as upload:
+        message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
+        info = find_model(pipeline, message.name, message.version)
+        inputs = read_inputs(message.header, message.raw, info, limit=pipeline.settings.max_images_per_request)
+        outputs = await infer(pipeline, upload, message.header, inputs, info, deadline)
+    return encode_response(info.name, VERSION, message.header.id, outputs)
+
+
+async def _whole(receive: Receive) -> bytes:
+    body: bytes = (await receive())["body"]
+    return body
+
+
+METHODS: Final[dict[str, Method]] = {
+    "ServerLive": server_live,
+    "ServerReady": server_ready,
+    "ModelReady": model_ready,
+    "ServerMetadata": server_description,
+    "ModelMetadata": model_description,
+    "ModelConfig": model_config,
+    "ModelStatistics": statistics,
+    "ModelInfer": model_infer,
+}
+
+PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})
+"""Methods that need no key."""

@@ -1,0 +1,73 @@
+"""grpcio's server, in the event loop of the web worker, within the limits of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import grpc
+
+from service.settings import Settings
+from service.web.connections import connection_limit
+from service.web.grpc.calls import Calls, Count
+from service.web.grpc.methods import METHODS, PUBLIC
+from service.web.inference_protocol import GRPC_SERVICE
+from service.web.keys import KeyGuard
+from service.web.pipeline import Pipeline
+
+_IDENTITY_ONLY: Final = 1
+"""Of the set of compressions: what is compressed would be made large before anybody counts it."""
+
+_HANDSHAKE_MILLISECONDS: Final = 5_000
+_IDLE_MILLISECONDS: Final = 300_000
+_PING_MILLISECONDS: Final = 30_000
+_FASTEST_PINGS_MILLISECONDS: Final = 10_000
+
+
+def server_options(settings: Settings) -> list[tuple[str, int]]:
+    """Return the library's options: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
+    # As many as over HTTP, or what is left of the open files that the system allows.
+    connections = max(1, connection_limit(2 * settings.max_connections) - settings.max_connections)
+    return [
+        ("grpc.max_receive_message_length", settings.max_request_bytes),
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+        ("grpc.max_concurrent_streams", settings.max_connections),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
+        ("grpc.max_connection_idle_ms", _IDLE_MILLISECONDS),
+        # A caller whose machine is gone is noticed; one that asks for signs of life itself may.
+        ("grpc.keepalive_time_ms", _PING_MILLISECONDS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PINGS_MILLISECONDS),
+        ("grpc.so_reuseport", 1),  # workers share the port, which `service.web.ports` has found free
+    ]
+
+
+@asynccontextmanager
+async def serving(
+    pipeline: Pipeline, guard: KeyGuard, count: Count, *, port: int, hold_seconds: float
+) -> AsyncIterator[int]:
+    """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
+
+    Args:
+        guard, count, hold_seconds: see `service.web.grpc.calls.Calls`.
+
+    Yields:
+        The port, which the system chose if it was 0.
+
+    Raises:
+        RuntimeError: the port cannot be had.
+    """
+    settings = pipeline.settings
+    calls = Calls(pipeline, guard, count, hold_seconds=hold_seconds)
+    handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
+    server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    chosen: int = server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    try:
+        yield chosen
+    finally:
+        await server.stop(settings.drain_timeout)

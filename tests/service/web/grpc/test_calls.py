@@ -1,0 +1,276 @@
+"""gRPC in one process: what is answered, what is refused and how, and what a call leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import json_format
+
+from service.errors import DeadlineExceeded, InferenceFailed, SettingsError
+from service.settings import load_settings
+from service.web.grpc import open_inference_pb2 as messages
+from service.web.grpc.calls import STATUS_CODES
+from service.web.problems import TABLE
+from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
+from tests.service.web.apps import pipeline_of, settle, until
+from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
+
+Code = grpc.StatusCode
+ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
+
+
+def elements(*files: bytes) -> bytes:
+    """A BYTES tensor as raw bytes."""
+    return b"".join(struct.pack("<I", len(file)) + file for file in files)
+
+
+@on_a_loop
+async def test_pictures_get_their_own_rows_in_order() -> None:
+    async with calling() as caller:
+        for request in (image(png(3), png(250)), raw("image", "BYTES", [2], elements(png(3), png(250)))):
+            request.id = "mine"
+            request.parameters["top_k"].CopyFrom(number(2))
+            response = await caller.infer(request)
+            assert (response.model_name, response.model_version, response.id) == ("fake", "1", "mine")
+            found = arrays(response)
+            assert list(found) == ["label", "index", "score"]
+            assert found["index"].tolist() == [expected_indices(red, 2) for red in (3, 250)]
+            assert found["label"].tolist() == [[f"label {i}" for i in row] for row in found["index"].tolist()]
+            np.testing.assert_array_equal(found["score"], [answer(3, 2)[0]] * 2)
+
+
+@on_a_loop
+async def test_pixels_are_taken_as_they_are_raw_and_typed() -> None:
+    data = np.stack([pixels(1), pixels(2)])
+    typed = raw("pixels", "UINT8", list(data.shape), b"")
+    del typed.raw_input_contents[:]
+    typed.inputs[0].contents.uint_contents.extend(data.ravel().tolist())
+    async with calling() as caller:
+        for request in (typed, raw("pixels", "UINT8", list(data.shape), data.tobytes())):
+            request.outputs.add(name="index")
+            assert arrays(await caller.infer(request))["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+
+
+@on_a_loop
+async def test_outputs_are_those_that_are_asked_for() -> None:
+    request = image(png(8))
+    request.outputs.append(Output(name="score", parameters={"classification": number(2)}))
+    request.outputs.append(Output(name="attention"))
+    request.parameters["attention"].string_param = "cls"
+    async with calling() as caller:
+        found = arrays(await caller.infer(request))
+    assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
+    assert found["attention"].shape == (1, 2, 2)
+
+
+@on_a_loop
+async def test_documents_are_those_of_http() -> None:
+    asked = messages.ModelRequest(name="fake").SerializeToString()
+    kinds: list[tuple[str, str, Any, Callable[[Any], Any]]] = [
+        ("ServerMetadata", "/v2", messages.ServerMetadataResponse, lambda found: found),
+        ("ModelMetadata", "/v2/models/fake", messages.ModelMetadataResponse, lambda found: found),
+        ("ModelConfig", "/v2/models/fake/config", messages.ModelConfigResponse, lambda found: found.config),
+        ("ModelStatistics", "/v2/models/fake/stats", messages.ModelStatisticsResponse, lambda found: found),
+    ]
+    async with calling() as caller:
+        await caller.infer(image(png(1)))
+        for method, path, kind, part in kinds:
+            found = part(kind.FromString(await caller.call(method, asked)))
+            assert found == json_format.ParseDict((await caller.service.get(path)).json, type(found)()), method
+    [statistics] = found.model_stats
+    assert (statistics.inference_count, statistics.inference_stats.success.count) == (1, 1)
+
+
+@on_a_loop
+async def test_health_follows_the_engine_and_the_drain() -> None:
+    async def ready(method: str, **model: str) -> bool:
+        found = await caller.call(method, messages.ModelRequest(**model).SerializeToString())
+        return bool(messages.ModelReadyResponse.FromString(found).ready)
+
+    async with calling() as caller:
+        service = caller.service
+        for state, draining, expected in (("ready", False, True), ("failed", False, False), ("ready", True, False)):
+            service.engine.state, service.lifecycle.draining = state, draining
+            assert await ready("ServerReady") is expected
+            assert await ready("ModelReady", name="fake", version="1") is expected
+        assert messages.ServerLiveResponse.FromString(await caller.call("ServerLive")).live
+        service.lifecycle.draining = False
+        assert not await ready("ModelReady", name="other")
+        assert not await ready("ModelReady", name="fake", version="2")
+
+
+def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
+    request = image(png(1))
+    change(request)
+    return request
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (changed(lambda request: setattr(request, "model_name", "other")), Code.NOT_FOUND, "no such model"),
+        (changed(lambda request: setattr(request, "model_version", "2")), Code.NOT_FOUND, "version '2'"),
+        (changed(lambda request: request.inputs.add(name="pixels")), Code.INVALID_ARGUMENT, "not both"),
+        (changed(lambda request: request.ClearField("inputs")), Code.INVALID_ARGUMENT, "0 inputs"),
+        (changed(lambda request: request.outputs.add(name="logit")), Code.INVALID_ARGUMENT, "'logit'"),
+        (changed(lambda request: request.raw_input_contents.append(b"")), Code.INVALID_ARGUMENT, "beside"),
+        (changed(lambda request: request.raw_input_contents.extend([b""] * 2)), Code.INVALID_ARGUMENT, "2 raw_input"),
+        (
+            changed(lambda request: request.parameters["top_k"].CopyFrom(number(CLASSES + 1))),
+            Code.INVALID_ARGUMENT,
+            "1 to 10",
+        ),
+        (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
+        (raw("image", "BYTES", [2], elements(png(1))), Code.INVALID_ARGUMENT, "1 elements"),
+        (raw("image", "BYTES", [1], b"\xff\xff\xff\xff"), Code.INVALID_ARGUMENT, "more bytes"),
+        (raw("pixels", "UINT8", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "3 elements"),
+        (raw("pixels", "FP32", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "UINT8"),
+        (image(png(1), b"GIF89a nothing"), Code.INVALID_ARGUMENT, "picture 1: "),
+        (image(*[b""] * 65), Code.RESOURCE_EXHAUSTED, "at most 64"),
+        (b"\x0b", Code.INVALID_ARGUMENT, "not a message"),
+        (b"\x0a\x02\xff\xff", Code.INVALID_ARGUMENT, "not the message"),
+        (b"\x2a\x00" * 50_000, Code.RESOURCE_EXHAUSTED, "raw_input_contents"),
+    ],
+)
+async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_code(
+    request_: messages.ModelInferRequest | bytes, code: Any, words: str
+) -> None:
+    async with calling() as caller:
+        if not isinstance(request_, bytes) and code is None:
+            await caller.infer(request_)
+        else:
+            error = await caller.refusal(request_)
+            assert (error.code(), words in error.details()) == (code, True), error
+        assert caller.service.metric("vit_admitted_images") == 0
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 0)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED, "504"),
+        (InferenceFailed("no finite score"), Code.INTERNAL, "500"),
+        (ValueError("a secret of ours"), Code.INTERNAL, "500"),
+    ],
+)
+async def test_errors_of_the_engine_are_answered_and_counted(error: Exception, code: Any, status: str) -> None:
+    async with calling() as caller:
+        caller.service.engine.error = error
+        found = await caller.refusal(image(png(1)), metadata=(("x-request-id", "mine"),))
+        assert (found.code(), "secret" in found.details()) == (code, False)
+        assert found.trailing_metadata()["x-request-id"] == "mine"
+        await until(lambda: caller.service.metric("vit_requests_total", endpoint=ENDPOINT, code=status) == 1)
+
+
+@on_a_loop
+async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drains() -> None:
+    async with calling(queue_size=1) as caller:
+        service = caller.service
+        with pipeline_of(service).limiter.permit():
+            full = caller.stream("ModelInfer")
+            assert await full.code() == Code.UNAVAILABLE
+            assert "all 1 places" in await full.details()
+            assert (await full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        service.lifecycle.draining = True
+        assert await caller.stream("ModelInfer").code() == Code.UNAVAILABLE
+        assert service.metric("vit_rejected_total", reason="queue_full") == 1
+        assert service.metric("vit_rejected_total", reason="draining") == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelReady"])
+async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> None:
+    async with calling(request_timeout=0.05) as caller:
+        assert await caller.stream(method).code() == Code.DEADLINE_EXCEEDED
+        ended = caller.stream(method)
+        await ended.done_writing()
+        assert await ended.code() == Code.INVALID_ARGUMENT
+
+
+@on_a_loop
+async def test_messages_are_bounded_and_not_compressed() -> None:
+    async with calling(max_request_bytes=100_000, max_receiving_bytes=50_000) as caller:
+        assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
+        refused = await caller.refusal(raw("image", "BYTES", [1], bytes(60_000)))
+        assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
+        compressed = await caller.refusal(image(png(1)), compression=grpc.Compression.Gzip)
+        assert compressed.code() == Code.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536"):
+            await caller.call("ModelReady", bytes(70_000))
+        await caller.infer(image(png(1)))
+        assert pipeline_of(caller.service).receiving._budget.in_use == 0
+
+
+@on_a_loop
+async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None:
+    async with calling(api_keys="name:one,two", key_max_requests=1) as caller:
+        service, mine = caller.service, (("authorization", "Bearer one"),)
+        await caller.call("ServerLive")
+        await caller.call("ServerReady")
+        for metadata in ((), (("authorization", "Bearer three"),), (("authorization", "one"),)):
+            assert (await caller.refusal(image(png(1)), metadata=metadata)).code() == Code.UNAUTHENTICATED
+        await caller.call("ServerMetadata", metadata=mine)
+        service.engine.gate.clear()
+        held = asyncio.ensure_future(caller.infer(image(png(1)), metadata=mine))
+        await until(lambda: service.engine.waiting == 1)
+        assert (await caller.refusal(image(png(1)), metadata=mine)).code() == Code.RESOURCE_EXHAUSTED
+        service.engine.gate.set()
+        await held
+        assert service.metric("vit_key_requests_total", key="name", code="200") == 2
+        await until(lambda: service.metric("vit_key_requests_total", key="name", code="429") == 1)
+
+
+@on_a_loop
+async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None:
+    async with calling() as caller:
+        service = caller.service
+        service.engine.gate.clear()
+        call = caller.call("ModelInfer", image(png(1), png(2)).SerializeToString())
+        await until(lambda: service.engine.waiting == 2)
+        call.cancel()
+        await until(lambda: service.metric("vit_cancelled_total") == 1)
+        assert service.engine.cancelled == 2
+        await until(lambda: service.metric("vit_requests_total", endpoint=ENDPOINT, code="499") == 1)
+        assert service.metric("vit_admitted_images") == 0
+
+
+@on_a_loop
+async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> None:
+    async with calling() as caller:
+        service = caller.service
+        service.engine.gate.clear()
+        held = asyncio.ensure_future(caller.infer(image(png(4))))
+        await until(lambda: service.engine.waiting == 1)
+        service.lifecycle.draining = True
+        stopping = asyncio.create_task(caller.stop())
+        await settle()
+        assert (stopping.done(), service.engine.state) == (False, "ready")
+        service.engine.gate.set()
+        await stopping
+        assert service.engine.state == "closed"
+        assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
+
+
+def test_every_error_of_a_call_has_a_status_code() -> None:
+    only_http = {405, 417, 501, 505}
+    assert {status for status, _ in TABLE.values()} - only_http <= {int(status) for status in STATUS_CODES}
+
+
+def test_without_the_extra_the_setting_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert load_settings().grpc_port is None
+    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='1': it needs the package grpcio: pip install -e"):
+        load_settings({"grpc_port": "1"})
+
+
+def test_the_port_is_another_one_than_that_of_http() -> None:
+    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='8000': expected another port than VIT_PORT$"):
+        load_settings({"grpc_port": "8000"})
