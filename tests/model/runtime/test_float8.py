@@ -25,6 +25,7 @@ from model.runtime.device import choose_dtype
 from model.runtime.float8 import agreement, calibration_images, exact_products, use_float8
 from model.runtime.predictor import Predictor
 from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)
@@ -227,3 +228,15 @@ def test_a_product_in_float8_uses_a_workspace_of_the_graph(
     assert isinstance(found._backend._launcher, BatchLauncher)  # type: ignore[attr-defined]
     with pytest.raises(DeviceError, match="the graph holds a workspace that others free"):
         found.warm_up()
+
+
+@needs_cuda
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("changes", [{}, {"mlp": "swiglu", "registers": 4}], ids=str)
+def test_on_cuda_float8_is_close_to_float32(changes: dict[str, object]) -> None:
+    if reason := float8_module.unsupported_reason(GPU):
+        pytest.skip(reason)
+    found = Predictor(of_real_size(**changes), device="cuda", dtype="float8", max_batch=4, float8_agreement=0)
+    found.warm_up()
+    assert found.compiled == "compiled"
+    close_to_the_cpu(found, tolerance=0.15)
