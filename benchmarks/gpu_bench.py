@@ -47,14 +47,15 @@ class Bench:
 
         return load_checkpoint(str(self.folder))
 
-    def ours(self, variant: str, batches: Sequence[int] = ()) -> Ours:
+    def ours(self, variant: str, batches: Sequence[int] = (), *, dtype: str | None = None) -> Ours:
         """Return our engine for these batch sizes, the one that is there if it has them; a start is recorded.
 
         Args:
             batches: none are the sizes and the largest batch of a service without settings.
+            dtype: another one than the command line's; such an engine is not kept for others.
         """
         wanted = frozenset({1, *batches} if batches else ())
-        if self._ours is not None:
+        if self._ours is not None and dtype is None:
             kept_variant, kept, made = self._ours
             if kept_variant == variant and (wanted <= kept if wanted else not kept):
                 return made
@@ -65,14 +66,14 @@ class Bench:
         made = Ours(
             self.checkpoint(),
             device=arguments.device,
-            dtype=arguments.dtype,
+            dtype=dtype or arguments.dtype,
             compile_mode=variant,  # type: ignore[arg-type]
             batches=batches,
         )
-        self._ours = variant, wanted, made
+        self._ours = f"{dtype} {variant}" if dtype else variant, wanted, made
         sizes = ", ".join(map(str, sorted(batches))) or "of a service"
         about = {"compiled": made.predictor.compiled, **made.seconds, **made.peak_memory()}
-        self.note(self.record.section("engine_start"), f"{variant}, batches {sizes}", about)
+        self.note(self.record.section("engine_start"), f"{self._ours[0]}, batches {sizes}", about)
         return made
 
     def release(self) -> None:

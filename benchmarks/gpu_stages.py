@@ -16,7 +16,10 @@ from benchmarks.checkpoints import REPOSITORY
 from benchmarks.gpu_bench import Bench
 from benchmarks.record import table
 
-TESTS = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "tests/model/runtime/test_cuda.py"]
+TESTS = [
+    *("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
+    *("tests/model/runtime/test_cuda.py", "tests/model/runtime/test_float8.py"),
+]
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 
 _RATIO, _RATIO_AIM, _RATE, _MAPS, _SAME = 1.15, 1.25, 12_000, 0.97, 0.98
@@ -147,6 +150,25 @@ def mixed(bench: Bench) -> None:
     ours = bench.ours(variant)
     found = ours.mixed_rate(bench.seconds) | {"sizes": ours.predictor.batch_sizes}
     bench.note(bench.record.section("mixed"), variant, found)
+
+
+def float8(bench: Bench) -> None:
+    """Our rate in float8 beside the one in the dtype of all other steps, at the best batch size of that."""
+    from model.errors import DeviceError  # noqa: PLC0415
+
+    variant, batch = bench.best_of_ours()
+    section = bench.record.section("float8")
+    bench.note(section, bench.arguments.dtype, round(bench.ours(variant, [batch]).rate(batch, bench.seconds), 1))
+    try:
+        ours = bench.ours(variant, [batch], dtype="float8")
+    except DeviceError as error:
+        bench.note(section, "refused", str(error))
+        return
+    with gpu_machine.meter(bench.gpu) as state:
+        bench.note(section, "float8", round(ours.rate(batch, bench.seconds), 1))
+    bench.record.section("machine")["float8"] = state
+    bench.note(section, "ratio", round(section["float8"] / section[bench.arguments.dtype], 3))
+    bench.note(section, "agreement", ours.predictor.agreement)
 
 
 def _subjects(bench: Bench, ours: Any, count: int) -> Any:

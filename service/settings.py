@@ -146,8 +146,17 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or one by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="`auto` is the fastest dtype native to the device"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
+        "auto",
+        description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
+        "the blocks, on GPUs of compute capability 8.9 and later",
+    )
+    float8_agreement: float = Field(
+        0.98,
+        ge=0,
+        le=1,
+        description="share of the calibration set on which `float8` must have the best class of bfloat16, or the start "
+        "is refused",
     )
     compile: Literal["auto", "on", "max", "off"] = Field(
         "auto",

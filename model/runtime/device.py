@@ -10,8 +10,14 @@ import torch
 
 from model.errors import DeviceError, NewProcessNeeded
 from model.runtime.backend import first_line
+from model.runtime.float8 import unsupported_reason as float8_unsupported
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.bfloat16,  # of all but the linear layers of the blocks
+}
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,18 +62,20 @@ def gpu_identifier(device: torch.device) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; `auto` is the fastest dtype native to the device.
+    """Return the dtype of this name; `auto` is the fastest dtype native to the device, `float8` not considered.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
     where its instructions exist (emulated it is slower than float32), else float32.
 
     Raises:
-        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it.
+        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it, or float8 where it is not computed.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if name == "bfloat16" and capability is not None and capability[0] < 8:
         version = ".".join(map(str, capability))
         raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
+    if name == "float8" and (unsupported := float8_unsupported(device)):
+        raise DeviceError(f"dtype 'float8': {unsupported}")
     if name == "auto":
         if capability is not None:
             return torch.bfloat16 if capability[0] >= 8 else torch.float16

@@ -21,13 +21,14 @@ from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
 from model.explanation.methods import METHODS, relevance_maps
-from model.network.vit import count_parameters
+from model.network.vit import VisionTransformer, count_parameters
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime.backend import Backend, Images, first_line, launch_size
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
+from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
 from model.runtime.pieces import sizes_in_use
 from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _FILL_SECONDS: Final = 2.0
 """How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
+
+_CALIBRATION_BATCH: Final = 16
+"""Small: its memory is taken before that of the largest batch."""
 
 _DEFAULT_STREAMS: Final = 2
 """On a GPU, one batch is uploaded, or its answer read, while the other computes."""
@@ -57,7 +61,8 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32.
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set.
+        float8_agreement: share of that set on which they must agree, 0...1.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -75,11 +80,12 @@ class Predictor:
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
+        agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here.
+        DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
         CheckpointError: the weights are not what the config says.
     """
 
@@ -90,6 +96,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
+        float8_agreement: float = LEAST_AGREEMENT,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -113,11 +120,18 @@ class Predictor:
         policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
 
+        self.agreement: str | None = None
+
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.build()
-            self.parameters, self.dtype = count_parameters(model), str(torch_dtype).removeprefix("torch.")
-            options = TorchOptions(model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, behind)
-            return choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            options = TorchOptions(
+                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, behind, dtype == "float8"
+            )
+            self.parameters, self.dtype = count_parameters(model), options.dtype_name
+            found = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            if options.float8:
+                self.agreement = self._require_agreement(model, found[0], float8_agreement)
+            return found
 
         self._backend, self.backend_reason = build(torch_dtype)
         if dtype == "auto" and torch_dtype is torch.float16:
@@ -127,6 +141,21 @@ class Predictor:
                 logger.warning("%s: computing in float32 instead", error)
                 self._backend, self.backend_reason = build(torch.float32)
         self.backend = self._backend.name
+
+    def _require_agreement(self, model: VisionTransformer, backend: Backend, least: float) -> str:
+        """Return how often the model in float8 gives bfloat16's best class.
+
+        Raises:
+            DeviceError: too seldom, or the model does not run.
+        """
+        images = calibration_images(self.checkpoint.preprocess)
+        with self._device_errors(), torch.inference_mode():
+            share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))
+        found = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
+        if share < least:
+            raise DeviceError(f"dtype 'float8': it gives {found}, and {least:.1%} are wanted: choose bfloat16")
+        logger.info("float8 gives %s", found)
+        return found
 
     @property
     def compilation(self) -> Compilation:

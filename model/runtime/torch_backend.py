@@ -29,6 +29,7 @@ from model.runtime.compilation import (
     compiled_twin,
     plan_compilation,
 )
+from model.runtime.float8 import use_float8
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, run_network
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class TorchOptions:
         sizes: batch sizes to compile for, ascending.
         graphs: whether they become CUDA graphs on CUDA.
         behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
+        float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
     """
 
     model: VisionTransformer
@@ -53,6 +55,12 @@ class TorchOptions:
     sizes: tuple[int, ...]
     graphs: bool = True
     behind: bool = False
+    float8: bool = False
+
+    @property
+    def dtype_name(self) -> str:
+        """Return what the dtype is called in settings."""
+        return "float8" if self.float8 else str(self.dtype).removeprefix("torch.")
 
 
 class Normalise(nn.Module):
@@ -103,6 +111,8 @@ class TorchBackend:
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()
+        if options.float8:
+            use_float8(self._plain)
         self._model = self._plain
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
@@ -167,8 +177,8 @@ class TorchBackend:
     def require_finite(self, logits: Tensor) -> None:
         """Raise NotFinite unless all logits are finite."""
         if not logits.isfinite().all():
-            dtype = str(self._options.dtype).removeprefix("torch.")
-            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {dtype}")
+            name = self._options.dtype_name
+            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {name}")
 
     def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
         """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""

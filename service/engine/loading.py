@@ -53,6 +53,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
+        float8_agreement=settings.float8_agreement,
         compile_mode=settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,

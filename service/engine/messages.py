@@ -107,6 +107,7 @@ class ModelInfo:
     backend: str
     max_batch: int
     gpu_uuid: str | None
+    agreement: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_step_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "engine,htpp"])
-    steps = "versions, tests, sweep, profile, engine, start, latency, http, mixed, faults"
+    steps = "versions, tests, sweep, profile, engine, start, latency, http, mixed, float8, faults"
     assert f"htpp: steps are {steps}" in capsys.readouterr().err
 
 
@@ -113,12 +113,23 @@ def test_what_is_done_is_left_out_and_what_failed_is_not(cache: Path, monkeypatc
     assert ran == ["http", "profile"]
 
 
+def test_float8_is_measured_beside_the_other_dtype_where_it_is_computed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.runtime.predictor.choose_dtype", lambda name, device: torch.bfloat16)
+    found = smoke(cache / "out", "float8", "--seconds", "0.1")
+    rates = found["float8"]
+    assert rates["ratio"] == pytest.approx(rates["float8"] / rates["float32"], abs=0.001)
+    assert rates["agreement"].startswith("bfloat16's best class on ")
+    assert set(found["engine_start"]) == {"off, batches 2", "float8 off, batches 2"}
+
+
 @pytest.mark.timeout(180)
 def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_stages, "TESTS", ["-c", "print('7 passed')"])
-    found = smoke(cache / "out", "versions,tests,sweep,profile,engine,mixed", "--seconds", "0.1")
+    found = smoke(cache / "out", "versions,tests,sweep,profile,engine,float8,mixed", "--seconds", "0.1")
     sweep, engine = found["sweep"], found["engine"]
     for side, name in (("ours", "ours, off"), ("reference", "reference")):
         assert set(sweep[name]) == {"2", "4"}
@@ -130,6 +141,8 @@ def test_the_engine_is_compared_with_the_reference_at_the_best_batch_sizes(
     assert engine["exact"]["logit_difference"] < 1e-3
     assert found["mixed"]["off"]["rate"] > 0
     assert found["mixed"]["off"]["padding"] == 0  # nothing is compiled, so nothing is padded
+    assert found["float8"].pop("float32") > 0
+    assert found["float8"] == {"refused": "dtype 'float8': it needs a GPU of compute capability 8.9 or later, not cpu"}
     assert set(found["engine_start"]) == {"off, batches 2, 4", "off, batches of a service"}, "one start serves most"
     marks = {name: mark for name, mark in found["marks"].items() if name.startswith("engine / plain ViT")}
     assert [mark["wanted"] for mark in marks.values()] == [1.15, 1.25]

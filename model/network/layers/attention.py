@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from model.config import ViTConfig
 from model.network.layers.attention_kernels import mean_row_by_image
+from model.network.layers.float8 import linear_rows
 from model.network.layers.position import relative_position_index, relative_table_size
 
 
@@ -89,10 +90,8 @@ class Attention(nn.Module):
     def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, width = x.shape
-        bias = self.qkv.bias
-        bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
-        q = F.linear(x[:, :queries], self.qkv.weight[:width], bias_q)
-        kv = F.linear(x, self.qkv.weight[width:], bias_kv)
+        q = linear_rows(self.qkv, x[:, :queries], slice(width))
+        kv = linear_rows(self.qkv, x, slice(width, None))
         q = q.reshape(batch, queries, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v

@@ -26,7 +26,7 @@ POISON = 0x5A
 
 _aten = torch.ops.aten
 _WAITING = {_aten.item, _aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.is_nonzero, _aten.masked_select}
-_PRODUCTS = {_aten.linear, _aten.matmul, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_PRODUCTS = {_aten.linear, _aten.matmul, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
+from model.network.layers.float8 import Float8Linear
 from model.runtime.cuda import Cuda
 from model.runtime.postprocess import RELEVANCE, Postprocess
 from model.runtime.torch_backend import TorchBackend, TorchOptions
@@ -23,6 +24,14 @@ from tests.model.runtime.fake_cuda import CUDA, FakeCudaOps, NotCapturable, capt
 require_fake_cuda()
 
 KINDS = families()
+
+
+def kinds_of_blocks() -> dict[tuple[object, ...], str]:
+    """Return a kind of model by each kind of block, and of what the last block's output is read by."""
+    fields = ("mlp", "activation", "qkv_bias", "projection_bias", "qk_norm", "relative_position_bias", "pool")
+    return {tuple(getattr(config, field) for field in fields): name for name, config in KINDS.items()}
+
+
 BEIT = "BeitForImageClassification 0"
 
 
@@ -42,15 +51,21 @@ def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
     with fake_cuda():
         backends = []
         for model, dtype in zip(models, dtypes, strict=True):
-            backend = Cuda(TorchOptions(model, source, CUDA, dtype, "on", (2,)), FakeCudaOps(), streams=1)
+            float8 = dtype == torch.float8_e4m3fn
+            other = torch.bfloat16 if float8 else dtype
+            options = TorchOptions(model, source, CUDA, other, "on", (2,), float8=float8)
+            backend = Cuda(options, FakeCudaOps(), streams=1)
             backend._compile()
             assert backend._model is not backend._plain
             backends.append(backend)
         yield backends
 
 
-def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
-    """Compute, as a graph would capture it, a batch with the attention rows of each choice of layers."""
+def launch(backend: Cuda, *layers: tuple[int, ...]) -> list[str]:
+    """Compute, as a graph would capture it, a batch with the attention rows of each choice of layers.
+
+    Gives the names of the kernels that ran for the last choice.
+    """
     config, to_capture = backend.config, backend._compute_to_capture
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for choice in layers:
@@ -59,6 +74,7 @@ def launch(backend: Cuda, *layers: tuple[int, ...]) -> None:
             packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3).packed
         assert packed.shape == (2, 7 + ((len(choice) - relevance) * config.heads + relevance) * config.tokens)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
+    return kernels
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,6 +84,24 @@ def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) ->
         # The twin computes all but the last, the plain model what has rows of every layer.
         launch(bfloat16, (), last, (RELEVANCE,), every)
         launch(float16, last, (RELEVANCE,), every)
+
+
+@pytest.mark.parametrize("kind", kinds_of_blocks().values())
+def test_the_blocks_of_every_kind_multiply_in_float8_and_nothing_else_does(kind: str) -> None:
+    config = KINDS[kind]
+    with started(kind, torch.float8_e4m3fn) as (backend,):
+        launch(backend, (RELEVANCE,))
+        kernels = launch(backend, (config.depth - 1,))
+        others = {n for n, m in backend._model.named_modules() if isinstance(m, nn.Linear)} - layers_in_float8(backend)
+        assert not [name for name in others if name.startswith("blocks.")]
+        # The last block takes q of the tokens that the head reads, and k and v of all.
+        assert kernels.count("_scaled_mm") == 4 * config.depth + (config.pool == "cls")
+        plain, twin = ({id(t) for t in (*m.parameters(), *m.buffers())} for m in (backend._plain, backend._model))
+        assert plain == twin
+
+
+def layers_in_float8(backend: Cuda) -> set[str]:
+    return {name for name, module in backend._model.named_modules() if isinstance(module, Float8Linear)}
 
 
 def test_the_twin_lies_on_the_device_whole_and_shares_every_tensor() -> None:

@@ -34,6 +34,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "dtype": predictor.dtype,
         "max_batch": 3,
         "gpu_uuid": None,
+        "agreement": None,
     }
 
 
@@ -56,6 +57,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
+        "float8_agreement": 0.9,
     }  # fmt: skip
     _, info = load_predictor(load_settings(chosen | {"compile": "off", "cuda_graphs": "off"}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"

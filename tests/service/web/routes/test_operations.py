@@ -31,6 +31,7 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "multi_label": False,
         "device": "cpu",
         "dtype": "float32",
+        "agreement": None,
         "backend": "fake 1.0",
         "compiled": "off",
         "max_batch": 4,

@@ -1,0 +1,125 @@
+"""FP8 for the linear layers of the blocks, and how often it gives the class that bfloat16 gives."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from model.config import PreprocessConfig
+from model.images.preprocess import preprocess
+from model.network.layers.block import Mlp
+from model.network.layers.float8 import MULTIPLE, Float8Linear
+from model.network.vit import VisionTransformer
+
+LEAST_AGREEMENT: Final = 0.98
+"""Share of the calibration set that must have bfloat16's best class, unless a setting says otherwise."""
+
+VIEWS: Final = 64
+CALIBRATION_SET: Final = f"{VIEWS} views of the two photographs that vitserve brings along"
+
+_CAPABILITY: Final = (8, 9)
+_OLDEST_TORCH: Final = "2.12"
+_SMALLEST_VIEW: Final = 0.7
+"""Share of the photograph's shorter side. Details alone are of no class, and which one is named is chance."""
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why float8 is not computed on this device with this torch, or None."""
+    wanted = ".".join(map(str, _CAPABILITY))
+    if device.type != "cuda":
+        return f"it needs a GPU of compute capability {wanted} or later, not {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        found = ".".join(map(str, capability))
+        return f"{device} has compute capability {found}, it needs {wanted} or later"
+    if TorchVersion(torch.__version__) < _OLDEST_TORCH:
+        # https://github.com/pytorch/pytorch/issues/177651
+        return f"torch {torch.__version__} multiplies by rows on the wrong stream, it needs {_OLDEST_TORCH} or later"
+    if (torch.version.cuda or "").startswith("12.9"):
+        # https://github.com/pytorch/ao/issues/4582
+        return "CUDA 12.9 refuses small batches of it, it needs a torch for another CUDA"
+    return None
+
+
+def use_float8(model: VisionTransformer) -> None:
+    """Replace the linear layers of the blocks by ones that multiply in FP8; all else stays as it is.
+
+    Args:
+        model: on its device, in bfloat16.
+    """
+    for parent in [module for block in model.blocks for module in block.modules()]:
+        for name, layer in list(parent.named_children()):
+            # Others stay in bfloat16; no size of a usual model is another multiple.
+            if isinstance(layer, nn.Linear) and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE):
+                setattr(parent, name, Float8Linear(layer))
+        if isinstance(parent, Mlp) and isinstance(parent.fc1, Float8Linear):
+            parent.fused = False  # that kernel is bfloat16's
+
+
+@contextmanager
+def exact_products(model: VisionTransformer) -> Iterator[None]:
+    """Let the model compute in bfloat16 in this context."""
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    for layer in layers:
+        layer.exact = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.exact = False
+
+
+def agreement(
+    model: VisionTransformer, logits: Callable[[NDArray[np.uint8]], Tensor], images: NDArray[np.uint8], *, batch: int
+) -> float:
+    """Return the share of images whose best class in FP8 is the one in bfloat16.
+
+    Args:
+        model: what `logits` computes with, after `use_float8`.
+        logits: uint8 [B, H, W, C] -> [B, num_classes].
+        images: uint8 [N, H, W, C].
+        batch: most images to compute together.
+    """
+
+    def best() -> Tensor:
+        parts = [logits(images[start : start + batch]) for start in range(0, len(images), batch)]
+        return torch.cat([part.argmax(dim=1) for part in parts])
+
+    with exact_products(model):
+        expected = best()
+    return (best() == expected).float().mean().item()
+
+
+def calibration_images(config: PreprocessConfig) -> NDArray[np.uint8]:
+    """Return the calibration set as the model sees it, uint8 [N, H, W, C], always the same.
+
+    Each is a square of one of two photographs, of 0.7 to 1 of its shorter side, and every other one is mirrored. Noise
+    would not do: a trained model is sure of nothing there, and any rounding changes its best class.
+    """
+    folder = resources.files("model.runtime") / "pictures"
+    photographs = [
+        Image.open(io.BytesIO((folder / name).read_bytes())).convert("RGB") for name in ("dog.jpg", "harbour.jpg")
+    ]
+    random = np.random.default_rng(0)
+    views = []
+    for number in range(VIEWS):
+        photograph = photographs[number % 2]
+        side = int(random.uniform(_SMALLEST_VIEW, 1) * min(photograph.size))
+        left, upper = (int(random.integers(0, size - side + 1)) for size in photograph.size)
+        view = photograph.crop((left, upper, left + side, upper + side))
+        if number % 4 >= 2:
+            view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        file = io.BytesIO()
+        view.save(file, "BMP")
+        views.append(preprocess(file.getvalue(), config))
+    return np.stack(views)
