@@ -33,7 +33,7 @@ from model.network.layers.block import Block, Kept
 from model.network.layers.pooling import AttentionPool, pool_tokens
 from model.network.vit import VisionTransformer, ViTOutput
 
-HOPS: Final = 3
+HOPS: Final = 2
 KEPT: Final = HOPS + 1
 """How many of the last blocks a forward pass must keep for `token_relevance`."""
 
