@@ -165,6 +165,15 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
     assert ran == [here, max(here, 10), max(here, 10)]
 
 
+@on_a_loop
+async def test_a_picture_is_big_beyond_ten_megapixels_of_png() -> None:
+    lanes, deadline = pipeline_of(app()).lanes, Deadline(1e9, Clock())
+    assert await lanes.small.run(partial(costs, 10_000_000), deadline) == "done"
+    with pytest.raises(PictureTooBig):
+        await lanes.small.run(partial(costs, 10_000_001), deadline)
+    assert await lanes.big.run(partial(costs, 1e12), deadline) == "done"
+
+
 def big_from(cost: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> App:
     """An application whose big pictures begin at a small size."""
     monkeypatch.setattr(pipeline, "BIG_PICTURE", cost)

@@ -111,7 +111,7 @@ async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
         alive = [await one.get(image_id) is not None for image_id in ids]
         usage = two.usage() if two.usage().evicted > one.usage().evicted else one.usage()
         assert 2 <= usage.pictures <= 10_000 // 1200
-        assert usage.size <= 10_000
+        assert usage.size == usage.pictures * (20 * 20 * 3 + 44 + 512)  # pixels, their head, and Redis' own
         assert usage.evicted == 20 - usage.pictures
         assert alive == [False] * (20 - usage.pictures) + [True] * usage.pictures
 

@@ -18,12 +18,13 @@ import uvicorn
 from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
-from service.web.http_protocol import HEARING_SECONDS
 from service.web.server import Server, stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, Clock, app, until
 from tests.service.web.listening import GET
 from tests.service.web.wire import Wire
+
+HEARING_SECONDS = 0.5
 
 
 @asynccontextmanager
