@@ -156,11 +156,21 @@ async def test_a_connection_that_is_silent_when_the_server_stops_is_heard_before
 
 
 @on_a_loop
-async def test_a_loop_that_is_late_reads_before_it_closes() -> None:
+async def test_a_loop_that_is_late_reads_five_times_before_it_closes() -> None:
     async with Wire() as wire:
         wire.protocol.shutdown()
+        for _ in range(4):
+            wire.clock.advance(HEARING_SECONDS)
+            assert not wire.closing
         wire.clock.advance(HEARING_SECONDS)
-        assert not wire.closing
+        assert wire.closing
+
+
+def test_a_connection_outlives_the_minute_of_load_balancers_and_answers_say_nothing_of_the_server() -> None:
+    service = app()
+    config = Server(service.asgi, service.settings, service.lifecycle).config
+    assert (config.timeout_keep_alive, config.backlog) == (75, 2048)
+    assert (config.server_header, config.access_log) == (False, False)
 
 
 @on_a_loop

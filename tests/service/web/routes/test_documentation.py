@@ -126,6 +126,7 @@ async def test_the_operations_that_take_a_key_are_documented(
     document = (await app(**settings).get("/openapi.json")).json
     scheme = document["components"]["securitySchemes"]["api_key"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert "VIT_API_KEYS" in scheme["description"]
     for name, operation in operations(document).items():
         if name in {"healthz", "readyz", "metrics"} - closed:
             assert "security" not in operation
@@ -144,6 +145,7 @@ async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_kno
             if status >= "400":
                 reference = {"$ref": "#/components/schemas/ProblemDocument"}
                 assert answer["content"] == {"application/problem+json": {"schema": reference}}
+                assert answer["description"] == "Problem details (RFC 9457)"
         for parameter in operation.get("parameters", ()):
             assert isinstance(parameter["schema"]["type"], str)
         for kind in operation.get("requestBody", {"content": {}})["content"]:
