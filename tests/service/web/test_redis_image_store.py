@@ -140,6 +140,21 @@ async def test_an_unknown_id_leads_to_nothing(server: Redis, wrong: str) -> None
 
 
 @on_a_loop
+async def test_nobody_waits_longer_than_a_quarter_of_a_second(server: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def remember(seconds: float | None) -> asyncio.Timeout:
+        bounds.append(seconds)
+        return timeout(PATIENCE)
+
+    async with stores(server, 1) as (store,):
+        monkeypatch.setattr(asyncio, "timeout", remember)
+        await put(store, picture(1))
+    assert bounds[0] == 0.25
+
+
+@on_a_loop
 async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
     for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}):
         async with stores(server, 1, **changes) as (store,):

@@ -82,6 +82,7 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
     for method in ("get", "post"):
         kinds = paths["/attention"][method]["responses"]["200"]["content"]
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
+        assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
         assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
 
 
