@@ -143,6 +143,19 @@ async def test_a_lane_has_a_bound(lane: Lane) -> None:
 
 
 @on_a_loop
+async def test_a_lane_that_is_closed_drops_what_waits_and_waits_for_nobody(lane: Lane) -> None:
+    blocker = Blocker()
+    running, waiting = lane.pool.submit(blocker), lane.pool.submit(blocker)
+    await blocker.wait_until_begun()
+    lane.close()
+    assert (running.done(), waiting.cancelled()) == (False, True)
+    with pytest.raises(RuntimeError):
+        lane.pool.submit(blocker)
+    blocker.go_on.set()
+    assert running.result() == "done"
+
+
+@on_a_loop
 async def test_work_that_costs_more_than_its_lane_allows_is_sent_back(lane: Lane) -> None:
     with pytest.raises(PictureTooBig):
         await lane.run(partial(costs, 101), Deadline(1e9, Clock()))

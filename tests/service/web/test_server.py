@@ -205,21 +205,20 @@ def test_a_listener_begins_no_connection_while_it_ignores_handshakes() -> None:
             socket.create_connection(address, PATIENCE).close()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/sys/net"), reason="needs Linux")  # noqa: PTH110
-def test_nothing_but_what_begins_a_connection_is_ignored() -> None:
-    """To a filter a datagram looks like a segment whose flags are its sixth byte."""
-    with socket.socket(type=socket.SOCK_DGRAM) as listener, socket.socket(type=socket.SOCK_DGRAM) as caller:
-        listener.bind(("127.0.0.1", 0))
-        listener.settimeout(PATIENCE)
-        for set_filter, passed in (
-            (ignore_handshakes, {flags for flags in range(64) if not flags & 0x02}),
-            (heed_handshakes, set(range(64))),
-        ):
-            set_filter(listener)
-            for flags in range(64):
-                caller.sendto(b"flags%c and the rest" % flags, listener.getsockname())
-            datagrams = {listener.recv(100) for _ in passed}
-            assert datagrams == {b"flags%c and the rest" % flags for flags in passed}
+@on_a_loop
+async def test_what_is_to_run_beside_a_server_runs_while_it_does() -> None:
+    began = asyncio.Event()
+
+    async def beside() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    service = app(port=0)
+    server = Server(service.asgi, service.settings, service.lifecycle, beside)
+    running = asyncio.create_task(server.serve())
+    await began.wait()
+    server.should_exit = True
+    await running
 
 
 @on_a_loop
