@@ -205,7 +205,9 @@ async def test_when_redis_is_gone_classification_goes_on_without_ids(
     assert server.url.removeprefix("unix://") in line
     assert (await service.get("/attention", f"id={first['id']}")).status == 404
     server.start()
-    clock.now += 1
+    clock.now += 0.9
+    assert "id" not in (await service.classify(png(3))).json  # it is left alone for a second
+    clock.now += 0.1
     assert "id" in (await service.classify(png(3))).json
     server.stop()
 

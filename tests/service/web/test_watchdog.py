@@ -87,5 +87,6 @@ def test_a_loop_that_has_ended_ends_no_process() -> None:
 
     before = watchdogs()
     [thread] = asyncio.run(run())
+    assert thread.daemon
     thread.join(PATIENCE)
     assert not thread.is_alive()
