@@ -12,6 +12,7 @@ import pytest
 
 from service.metrics.metrics import Metrics
 from service.settings import load_settings
+from service.web import app as app_module
 from service.web.app import VERSION, create_app, log_model
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of, settle, until
@@ -75,6 +76,17 @@ async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest
     headers = {"content-type": "image/png"}
     refused = await HttpCommunicator(asgi, "POST", "/classify", headers=headers, body=png(1)).run()
     assert (refused.code, slept) == ("engine_unavailable", [0.5])
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)])
+def test_replicas_of_a_model_share_their_pictures_by_its_name(
+    changes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(app_module, "RedisImageStore", lambda url, *, name, **_: names.append(name))
+    settings = load_settings({"recent_url": "redis://127.0.0.1", **changes})
+    app_module.kept_pictures(settings, None, Metrics(), Clock())
+    assert names == [name]
 
 
 @on_a_loop

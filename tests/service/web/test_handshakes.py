@@ -30,6 +30,13 @@ def test_nothing_but_what_begins_a_connection_is_ignored() -> None:
             assert datagrams == {b"flags%c and the rest" % flags for flags in passed}
 
 
+def test_a_caller_whom_the_kernel_has_accepted_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not has_callers(listener)
+        with socket.create_connection(listener.getsockname(), PATIENCE):
+            assert has_callers(listener)
+
+
 def test_a_look_for_callers_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     poll = SimpleNamespace(register=lambda *_: None, poll=waits.append)

@@ -206,6 +206,24 @@ def test_a_listener_begins_no_connection_while_it_ignores_handshakes() -> None:
 
 
 @on_a_loop
+async def test_a_server_goes_on_for_the_delay_of_load_balancers_and_gives_the_signals_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    service = app(drain_delay=7)
+    server = Server(service.asgi, service.settings, service.lifecycle)
+    with server.capture_signals():
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        await server._drain_then_stop()
+    assert (slept, server.should_exit) == ([7], True)
+    assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+@on_a_loop
 async def test_what_is_to_run_beside_a_server_runs_while_it_does() -> None:
     began = asyncio.Event()
 
