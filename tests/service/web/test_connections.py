@@ -96,9 +96,17 @@ async def test_a_caller_between_two_requests_stays_as_long_as_others_never_asked
 
 
 @on_a_loop
-async def test_a_caller_that_was_refused_and_does_not_leave_makes_room() -> None:
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        post(bytes(100), path="/nowhere")[:-50],
+        post(b"9\r\nabc", "Transfer-Encoding: chunked", path="/nowhere", length=False),
+    ],
+    ids=["whose rest is thrown away", "of unknown length"],
+)
+async def test_a_caller_that_was_refused_and_does_not_leave_makes_room(request_bytes: bytes) -> None:
     async with listening(max_connections=1) as server, server.connect() as refused:
-        await refused.send(post(bytes(100), path="/nowhere")[:-50])
+        await refused.send(request_bytes)
         assert (await refused.answer()).status == 404
         assert (await server.ask(GET)).status == 200
         assert await refused.is_closed()
