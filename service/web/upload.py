@@ -206,8 +206,6 @@ class _FormBody:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
             raise MissingImage(f"no part is named {FIELD!r}")
-        if self._limits.files == 1 and isinstance(self._files[0], UploadTooLarge):
-            raise self._files[0]
         return self._files
 
     def close(self) -> None:

@@ -35,6 +35,9 @@ _TIMEOUT_FACTOR = 5
 """A mutant may take so many times as long as its tests took on the unchanged code."""
 
 _TEST_TIMEOUT_S = 30
+_WATCHED_TEST_TIMEOUT_S = 300
+"""A test that is watched takes several times as long, and asyncio swallows an alarm that goes off between two turns."""
+
 _POLL_S = 0.02
 _PACKAGES = ("model", "service", "vitserve")
 _LIBRARIES = (
@@ -232,9 +235,11 @@ def _pytest(folder: Path, tests: list[str], plugin: Recorder | Selection, *, kee
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry and Path(entry) != here)]
     for name in [name for name in sys.modules if name == "tests" or name.startswith("tests.")]:
         del sys.modules[name]
-    options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}"]
+    options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     if isinstance(plugin, Selection):
-        options.append("-x")
+        options += ["-x", f"--timeout={_TEST_TIMEOUT_S}"]
+    else:
+        options.append(f"--timeout={_WATCHED_TEST_TIMEOUT_S}")
     return int(pytest.main([*options, *tests], plugins=[plugin]))
 
 

@@ -13,9 +13,12 @@ from PIL import Image
 from model.errors import ImageTooLarge, InvalidImage
 from model.images import colour
 from model.images.control import UNCONTROLLED
-from model.images.decode import MAX_SIDE, _check_memory, _check_pixels, _check_scans, _reason
+from model.images.decode import _check_memory, _check_pixels, _check_scans, _reason
 from model.images.formats import jpeg, unpack
-from tests.model.images.pictures import encode, insert_after_soi, jpeg_segment, noise, scene
+from model.images.preprocess import model_input
+from tests.model.images.pictures import config, encode, insert_after_soi, jpeg_segment, noise, png_chunk, scene
+
+MAX_SIDE = 1_048_576
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,13 @@ def test_pixels_and_sides_are_bounded(size, allowed):
     else:
         with pytest.raises(ImageTooLarge, match=f"{size[0]} x {size[1]}"):
             _check_pixels(size, 64)
+
+
+@pytest.mark.parametrize(("size", "error"), [((8000, 8000), InvalidImage), ((5213, 12_277), ImageTooLarge)])
+def test_by_default_a_picture_has_at_most_64_megapixels(size, error):
+    head = b"".join(side.to_bytes(4, "big") for side in size) + b"\x08\0\0\0\0"  # of grey pixels that never come
+    with pytest.raises(error):
+        model_input(b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", b""), config())
 
 
 def test_memory_is_six_and_a_half_bytes_for_each_pixel_that_is_allowed():

@@ -95,6 +95,15 @@ def test_gif_comments_without_end_are_skipped_soon():
     assert time.thread_time() - start < 2  # else it takes minutes
 
 
+def test_a_gif_without_blocks_is_searched_once():
+    start = time.thread_time()
+
+    with pytest.raises(InvalidImage, match="holds no picture"):
+        preprocess(b"GIF89a" + bytes(5_000_000), config())
+
+    assert time.thread_time() - start < 2  # else it takes minutes
+
+
 def test_compressed_text_of_a_png_is_never_unpacked():
     image = noise(64, 48)
     text = png_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 50_000_000, 9))

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.errors import InvalidImage
+from model.images import photo as photo_module
+from model.images import preprocess as preprocess_module
 from model.images.photo import upright_photo
 from model.images.preprocess import model_input
 from model.images.region import Region
@@ -104,6 +107,23 @@ def test_a_photo_of_any_mode_becomes_rgb(mode):
     photo, _ = upright_photo(encode(image, "PNG"), Region(0, 0, 40, 30))
 
     assert photo.shape == (30, 40, 3) and photo.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("module", "read"),
+    [
+        (photo_module, lambda data: upright_photo(data, Region(0, 0, 4, 4))),
+        (preprocess_module, lambda data: model_input(data, config((4, 4)))),
+    ],
+    ids=["photo", "model's input"],
+)
+def test_pixels_that_pillow_cannot_convert_are_the_pictures_fault(module, read, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("conversion not supported")
+
+    monkeypatch.setattr(module, "resize", fail)
+    with pytest.raises(InvalidImage, match="cannot be converted: conversion not supported"):
+        read(encode(scene(4, 4), "PNG"))
 
 
 def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from model.images import sheet as sheet_module
-from model.images.heatmap import MAX_SIZE
 from model.images.sheet import ContactSheet, in_a_row
 
+MAX_SIZE = 2048
 COLOURS = ["red", "lime", "blue", "yellow", "cyan"]
 
 
@@ -27,7 +27,8 @@ def test_pictures_stand_side_by_side_whole() -> None:
     assert [count(row, colour) for colour in COLOURS[:2]] == [60 * 40, 30 * 90]
     alone = picture("red")
     assert in_a_row([alone], 1) is alone
-    assert in_a_row([alone], 1, max_width=alone.width) is alone
+    for max_width in (alone.width, alone.width - 1):
+        assert in_a_row([alone], 1, max_width=max_width) is alone
 
 
 def test_pictures_stand_in_order_with_white_between() -> None:
@@ -85,6 +86,14 @@ def test_a_thin_picture_keeps_a_pixel_and_stands_in_the_middle(size: tuple[int, 
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
 def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels(shape: tuple[int, int]) -> None:
     assert max(ContactSheet(2000, shape).image.size) <= 8192 + 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((10_000, 10), (8200, 8 + 16 + 2)), ((10_000, 1), (8200, 1 + 16 + 2)), ((1, 10_000), (1 + 16, 320 + 16 + 32))],
+)
+def test_a_sheet_of_one_thin_picture_is_as_long_as_it_may_be(shape: tuple[int, int], size: tuple[int, int]) -> None:
+    assert ContactSheet(1, shape).image.size == size
 
 
 @pytest.mark.parametrize(

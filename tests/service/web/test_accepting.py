@@ -62,6 +62,36 @@ def test_callers_do_not_wait_for_a_turn_each() -> None:
         assert runner.run(turns_for(1, with_acceptor=True)) >= 1
 
 
+def test_each_turn_accepts_sixteen_of_each_listener_though_another_has_none() -> None:
+    async def run() -> None:
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=CALLERS) for _ in range(2)]
+        for listener in listeners:
+            listener.setblocking(False)
+        made: list[asyncio.Protocol] = []
+
+        def make_protocol() -> asyncio.Protocol:
+            made.append(asyncio.Protocol())
+            return made[-1]
+
+        acceptor = Acceptor(listeners, make_protocol)
+        clients = [socket.create_connection(listeners[1].getsockname()) for _ in range(40)]
+        for expected in (16, 32, 40, 40):
+            acceptor.accepted()
+            acceptor.accepted()  # in the same turn: one look is enough
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(made) == expected
+        assert not acceptor._tasks
+        acceptor.close()
+        acceptor.accepted()
+        for each in (*listeners, *clients):
+            each.close()
+        await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
 def test_one_that_left_before_it_was_accepted_harms_nobody() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 

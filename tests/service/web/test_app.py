@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from service.metrics.metrics import Metrics
 from service.settings import load_settings
-from service.web.app import VERSION, log_model
+from service.web import app as app_module
+from service.web.app import VERSION, create_app, log_model
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, app, form, kept, pipeline_of, settle, until
+from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of, settle, until
 from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.http_communicator import HttpCommunicator
 
 
 @on_a_loop
@@ -57,6 +60,53 @@ async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other
         assert (await refused).code == "engine_unavailable"
     service.engine.state, service.lifecycle.draining = "ready", True
     assert (await service.classify()).code == "draining"
+
+
+@on_a_loop
+async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    engine = FakeEngine()
+    engine.state = "loading"
+    asgi = create_app(load_settings({"decode_threads": 1}), engine, Metrics())
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    headers = {"content-type": "image/png"}
+    refused = await HttpCommunicator(asgi, "POST", "/classify", headers=headers, body=png(1)).run()
+    assert (refused.code, slept) == ("engine_unavailable", [0.5])
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)])
+def test_replicas_of_a_model_share_their_pictures_by_its_name(
+    changes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(app_module, "RedisImageStore", lambda url, *, name, **_: names.append(name))
+    settings = load_settings({"recent_url": "redis://127.0.0.1", **changes})
+    app_module.kept_pictures(settings, None, Metrics(), Clock())
+    assert names == [name]
+
+
+@on_a_loop
+async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metrics(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    service = app(clock)
+    service.engine.gate.clear()
+    with caplog.at_level(logging.INFO, "service.web.middleware"):
+        running = asyncio.create_task(service.classify())
+        await until(lambda: service.engine.waiting == 1)
+        clock.now += 1.234567
+        service.engine.gate.set()
+        timings = (await running).json["timings_ms"]
+    assert (timings["queue"], timings["inference"], timings["total"]) == (1, 2, 1234.57)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "service.web.middleware"]
+    assert line.startswith("POST /classify 200 1234.6 ms ")
+    taken = service.metric("vit_request_duration_seconds_sum", endpoint="/classify")
+    assert taken == pytest.approx(1.234567)
 
 
 @on_a_loop

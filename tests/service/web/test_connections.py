@@ -10,7 +10,7 @@ import pytest
 
 from service.web.connections import Rank, connection_limit, make_room
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import until
+from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -96,12 +96,35 @@ async def test_a_caller_between_two_requests_stays_as_long_as_others_never_asked
 
 
 @on_a_loop
-async def test_a_caller_that_was_refused_and_does_not_leave_makes_room() -> None:
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        post(bytes(100), path="/nowhere")[:-50],
+        post(b"9\r\nabc", "Transfer-Encoding: chunked", path="/nowhere", length=False),
+    ],
+    ids=["whose rest is thrown away", "of unknown length"],
+)
+async def test_a_caller_that_was_refused_and_does_not_leave_makes_room(request_bytes: bytes) -> None:
     async with listening(max_connections=1) as server, server.connect() as refused:
-        await refused.send(post(bytes(100), path="/nowhere")[:-50])
+        await refused.send(request_bytes)
         assert (await refused.answer()).status == 404
         assert (await server.ask(GET)).status == 200
         assert await refused.is_closed()
+
+
+@on_a_loop
+async def test_a_request_that_was_refused_from_its_head_counts_as_one() -> None:
+    async with listening(max_connections=2, queue_size=1) as server, AsyncExitStack() as stack:
+        with pipeline_of(server.app).limiter.permit():
+            first, second = [await stack.enter_async_context(server.connect()) for _ in range(2)]
+            for caller in (first, second, first):
+                await caller.send(post(png(1)))
+                assert (await caller.answer()).code == "queue_full"
+            assert server.state.total_requests == 3
+            assert (await server.ask(GET)).status == 200
+            assert await second.is_closed()
+            await first.send(GET)
+            assert (await first.answer()).status == 200
 
 
 @on_a_loop

@@ -140,7 +140,10 @@ def test_heads_are_remembered_within_bounds() -> None:
 
     for number in range(257):
         heads.remember(scope(b"top_k=%d" % number), None)
-    heads.remember(scope(b"top_k=" + b"1" * 3000), None)
+    longest = b"top_k=" + b"1" * (2048 - len(b"/classify?top_k="))
+    heads.remember(scope(longest + b"1"), None)
     assert heads.find("POST", b"/classify?top_k=0", []) is None
     assert heads.find("POST", b"/classify?top_k=256", []) == ("/classify", None)
     assert len(heads._known) == 1
+    heads.remember(scope(longest), "web")
+    assert heads.find("POST", b"/classify?" + longest, []) == ("/classify", "web")

@@ -114,6 +114,26 @@ async def test_the_watch_for_a_caller_that_is_gone_ends_with_its_answer() -> Non
 
 
 @on_a_loop
+async def test_a_caller_that_leaves_is_looked_for_soon_and_then_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    async with Wire() as wire:
+
+        def no_error(*_: int) -> int:
+            looks.append(wire.clock.now)
+            return 0
+
+        monkeypatch.setattr(wire.transport, "getsockopt", no_error)
+        wire.gate.clear()
+        await wire.send(GET)
+        wire.protocol.eof_received()
+        for _ in range(400):
+            wire.clock.advance(0.01)
+        wire.gate.set()
+        await wire.settle()
+    assert looks == pytest.approx([0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55], abs=0.1)
+
+
+@on_a_loop
 async def test_a_caller_whose_body_broke_its_framing_is_answered_though_it_sends_no_more() -> None:
     async with Wire() as wire:
         wire.gate.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from service.web.http_head import may_discard
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.listening import GET, listening, post
 from tests.service.web.wire import Wire
@@ -72,6 +73,12 @@ async def test_what_this_server_does_not_speak_has_a_status_of_its_own(head: byt
 async def test_every_host_that_rfc_3986_allows_is_answered(host: str) -> None:
     async with listening() as server:
         assert (await server.ask(f"GET /healthz HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())).status == 200
+
+
+def test_a_refusal_keeps_the_connection_of_a_megabyte_and_not_of_more() -> None:
+    assert may_discard("1.1", [(b"content-length", b"1048576"), (b"connection", b"Keep-Alive")])
+    assert not may_discard("1.1", [(b"content-length", b"1048577")])
+    assert may_discard("1.1", [])
 
 
 @on_a_loop

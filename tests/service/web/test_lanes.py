@@ -143,6 +143,19 @@ async def test_a_lane_has_a_bound(lane: Lane) -> None:
 
 
 @on_a_loop
+async def test_a_lane_that_is_closed_drops_what_waits_and_waits_for_nobody(lane: Lane) -> None:
+    blocker = Blocker()
+    running, waiting = lane.pool.submit(blocker), lane.pool.submit(blocker)
+    await blocker.wait_until_begun()
+    lane.close()
+    assert (running.done(), waiting.cancelled()) == (False, True)
+    with pytest.raises(RuntimeError):
+        lane.pool.submit(blocker)
+    blocker.go_on.set()
+    assert running.result() == "done"
+
+
+@on_a_loop
 async def test_work_that_costs_more_than_its_lane_allows_is_sent_back(lane: Lane) -> None:
     with pytest.raises(PictureTooBig):
         await lane.run(partial(costs, 101), Deadline(1e9, Clock()))
@@ -163,6 +176,15 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
     lanes = pipeline_of(app()).lanes
     ran = [await each.run(niceness, deadline) for each in (lanes.small, lanes.big, lanes.drawing)]
     assert ran == [here, max(here, 10), max(here, 10)]
+
+
+@on_a_loop
+async def test_a_picture_is_big_beyond_ten_megapixels_of_png() -> None:
+    lanes, deadline = pipeline_of(app()).lanes, Deadline(1e9, Clock())
+    assert await lanes.small.run(partial(costs, 10_000_000), deadline) == "done"
+    with pytest.raises(PictureTooBig):
+        await lanes.small.run(partial(costs, 10_000_001), deadline)
+    assert await lanes.big.run(partial(costs, 1e12), deadline) == "done"
 
 
 def big_from(cost: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> App:

@@ -103,6 +103,20 @@ async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypa
 
 
 @on_a_loop
+async def test_an_engine_has_half_a_second_more_than_the_requests_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+    service, clock, timeout = app(), Clock(), asyncio.timeout
+
+    def remember(seconds: float) -> asyncio.Timeout:
+        bounds.append(seconds)
+        return timeout(PATIENCE)
+
+    monkeypatch.setattr(asyncio, "timeout", remember)
+    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), top_k=1, map_request=None)
+    assert (bounds, service.engine.timeouts) == ([7.5], [7])
+
+
+@on_a_loop
 async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> None:
     service = app()
     inner, gate = pipeline_of(service), service.engine.gate

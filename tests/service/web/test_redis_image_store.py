@@ -17,11 +17,15 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.web.redis_image_store import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
-from tests.service.web.apps import app
+from tests.service.web.apps import app, until
 
 redis = pytest.importorskip("redis", reason="the package redis is not installed")
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+
+
+COST = 20 * 20 * 3 + 44 + 512
+"""Bytes of a picture: its pixels, their head, and what Redis has for itself."""
 
 
 class Redis:
@@ -111,7 +115,7 @@ async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
         alive = [await one.get(image_id) is not None for image_id in ids]
         usage = two.usage() if two.usage().evicted > one.usage().evicted else one.usage()
         assert 2 <= usage.pictures <= 10_000 // 1200
-        assert usage.size <= 10_000
+        assert usage.size == usage.pictures * COST
         assert usage.evicted == 20 - usage.pictures
         assert alive == [False] * (20 - usage.pictures) + [True] * usage.pictures
 
@@ -140,14 +144,52 @@ async def test_an_unknown_id_leads_to_nothing(server: Redis, wrong: str) -> None
 
 
 @on_a_loop
-async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
-    for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}):
-        async with stores(server, 1, **changes) as (store,):
-            assert await store.put(picture(1)) is None
+async def test_nobody_waits_longer_than_a_quarter_of_a_second(
+    server: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def at_once(seconds: float | None) -> asyncio.Timeout:
+        bounds.append(seconds)
+        return timeout(0)
+
+    async with stores(server, 1) as (store,):
+        assert store.usage() == (0, 0, 0)
+        monkeypatch.setattr(asyncio, "timeout", at_once)
+        assert await store.put(picture(1)) is None
+        monkeypatch.undo()
+    assert bounds[0] == 0.25
+    assert caplog.messages == ["kept pictures: Redis does not answer: TimeoutError"]
 
 
 @on_a_loop
-async def test_when_redis_is_gone_classification_goes_on_without_ids(tmp_path: Path) -> None:
+async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
+    failures: list[None] = []
+    for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}, {"max_bytes": COST - 1}):
+        async with stores(server, 1, failed=lambda: failures.append(None), **changes) as (store,):
+            assert await store.put(picture(1)) is None
+    assert failures == []
+    async with stores(server, 1, max_bytes=COST) as (store,):
+        for value in (1, 2):
+            assert await store.get(await put(store, picture(value))) is not None
+        assert store.usage() == (1, COST, 1)
+
+
+@on_a_loop
+async def test_a_store_that_is_closed_leaves_no_connection(server: Redis) -> None:
+    async with stores(server) as made:
+        for store in made:
+            await put(store, picture(1))
+    client = redis.Redis.from_url(server.url)
+    await until(lambda: len(client.client_list()) == 1)
+    client.close()
+
+
+@on_a_loop
+async def test_when_redis_is_gone_classification_goes_on_without_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Redis(tmp_path)
     clock = Clock()
     service = app(clock, recent_url=server.url, recent_ttl=60)
@@ -159,9 +201,13 @@ async def test_when_redis_is_gone_classification_goes_on_without_ids(tmp_path: P
         assert answer.status == 200
         assert "id" not in answer.json
         assert service.metric("vit_recent_errors_total") == failures
+    [line] = [message for message in caplog.messages if message.startswith("kept pictures: Redis does not answer: ")]
+    assert server.url.removeprefix("unix://") in line
     assert (await service.get("/attention", f"id={first['id']}")).status == 404
     server.start()
-    clock.now += 1
+    clock.now += 0.9
+    assert "id" not in (await service.classify(png(3))).json  # it is left alone for a second
+    clock.now += 0.1
     assert "id" in (await service.classify(png(3))).json
     server.stop()
 

@@ -64,6 +64,33 @@ def test_a_pause_ends_by_itself_and_credit_does_not_pile_up() -> None:
     pace.resume(callers[3])  # no harm
 
 
+def test_after_a_quiet_time_a_thousand_are_refused_at_once_then_four_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    clock = Clock()
+    pace, callers = RefusalPace(), [Caller() for _ in range(1010)]
+    for caller in callers:
+        pace.refused(caller, loop_of(clock))
+    assert [caller.paused for caller in callers] == [False] * 1000 + [True] * 10
+    pace.answered()
+    assert [caller.paused for caller in callers] == [False] * 1004 + [True] * 6
+    clock.advance(1)
+    assert not any(caller.paused for caller in callers)
+
+
+def test_a_pause_that_ended_with_an_answer_does_not_cut_the_next_one_short() -> None:
+    clock = Clock()
+    pace, callers = RefusalPace(), [Caller() for _ in range(5)]
+    for caller in callers[:3]:
+        pace.refused(caller, loop_of(clock))
+    clock.advance(0.5)
+    pace.answered()  # heard again, and one refusal is left
+    for caller in callers[2:]:
+        pace.refused(caller, loop_of(clock))
+    pace.refused(callers[2], loop_of(clock))
+    clock.advance(0.6)
+    assert callers[2].paused
+
+
 @on_a_loop
 async def test_a_caller_out_of_credit_is_not_read_until_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal_pace, "LONGEST_PAUSE", 1e6)

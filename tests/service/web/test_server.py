@@ -18,12 +18,13 @@ import uvicorn
 from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
-from service.web.http_protocol import HEARING_SECONDS
 from service.web.server import Server, stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, Clock, app, until
 from tests.service.web.listening import GET
 from tests.service.web.wire import Wire
+
+HEARING_SECONDS = 0.5
 
 
 @asynccontextmanager
@@ -155,11 +156,21 @@ async def test_a_connection_that_is_silent_when_the_server_stops_is_heard_before
 
 
 @on_a_loop
-async def test_a_loop_that_is_late_reads_before_it_closes() -> None:
+async def test_a_loop_that_is_late_reads_five_times_before_it_closes() -> None:
     async with Wire() as wire:
         wire.protocol.shutdown()
+        for _ in range(4):
+            wire.clock.advance(HEARING_SECONDS)
+            assert not wire.closing
         wire.clock.advance(HEARING_SECONDS)
-        assert not wire.closing
+        assert wire.closing
+
+
+def test_a_connection_outlives_the_minute_of_load_balancers_and_answers_say_nothing_of_the_server() -> None:
+    service = app()
+    config = Server(service.asgi, service.settings, service.lifecycle).config
+    assert (config.timeout_keep_alive, config.backlog) == (75, 2048)
+    assert (config.server_header, config.access_log) == (False, False)
 
 
 @on_a_loop
@@ -192,6 +203,40 @@ def test_a_listener_begins_no_connection_while_it_ignores_handshakes() -> None:
         for _ in range(2):
             heed_handshakes(listener)
             socket.create_connection(address, PATIENCE).close()
+
+
+@on_a_loop
+async def test_a_server_goes_on_for_the_delay_of_load_balancers_and_gives_the_signals_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    service = app(drain_delay=7)
+    server = Server(service.asgi, service.settings, service.lifecycle)
+    with server.capture_signals():
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        await server._drain_then_stop()
+    assert (slept, server.should_exit) == ([7], True)
+    assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+@on_a_loop
+async def test_what_is_to_run_beside_a_server_runs_while_it_does() -> None:
+    began = asyncio.Event()
+
+    async def beside() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    service = app(port=0)
+    server = Server(service.asgi, service.settings, service.lifecycle, beside)
+    running = asyncio.create_task(server.serve())
+    await began.wait()
+    server.should_exit = True
+    await running
 
 
 @on_a_loop

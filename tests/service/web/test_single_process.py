@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 from service.settings import load_settings
+from service.web import single_process
 from service.web.single_process import log_address, run_single_process
 from tests.launcher import free_port, until
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, png
+from tests.service.web.fake_engine import FakeEngine
 
 
 @pytest.fixture
@@ -60,6 +65,42 @@ def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     assert "127.0.0.1" not in hint.text
     log_address(load_settings({"host": "10.0.0.7"}), 8000, container_marks=[str(mark)])
     assert "ready: http://10.0.0.7:8000" in hint.text
+
+
+def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        """The engine has been made."""
+
+    def make(load: object, *, on_batch: object, **options: object) -> None:
+        raise Made(options)
+
+    monkeypatch.setattr(single_process, "LocalEngine", make)
+    wanted = {"device": "cpu", "queue_size": 9, "max_delay_ms": 5, "batch_timeout": 7}
+    with pytest.raises(Made) as made:
+        run_single_process(load_settings(wanted), lambda _: (FakePredictor(), model_info()))
+    assert made.value.args[0] == {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
+
+
+@on_a_loop
+async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after_it(
+    hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *call: later.append(call))
+    monkeypatch.setattr(single_process, "settle", lambda: None)
+    server: Any = SimpleNamespace(should_exit=False, started=False, port=8000)
+    engine: Any = FakeEngine()
+    single_process._announce(engine, load_settings(), server)
+    assert hint.messages == []
+    [(seconds, again, *arguments)] = later
+    assert seconds == 0.05
+    server.started = True
+    again(*arguments)
+    assert any(message.startswith("ready: http://") for message in hint.messages)
+    hint.clear()
+    server.should_exit = True
+    again(*arguments)
+    assert hint.messages == []
 
 
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(

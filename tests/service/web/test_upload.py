@@ -179,6 +179,17 @@ def test_a_form_of_endless_tiny_parts_is_malformed_and_not_read_to_its_end_when_
     assert channel.received < len(channel.chunks) / 2
 
 
+@pytest.mark.parametrize(("others", "fits"), [(1000, True), (1001, False)])
+def test_a_form_may_have_a_thousand_parts_beside_its_files(others: int, fits: bool) -> None:
+    body = form(*[part(b"", "note")] * others, *[part(b"x")] * 2)
+    limits = UploadLimits(file_bytes=10, body_bytes=1_000_000, files=2)
+    if fits:
+        assert read(body, limits=limits) == [b"x"] * 2
+    else:
+        with pytest.raises(MalformedRequest, match="1000 parts"):
+            read(body, limits=limits)
+
+
 def test_a_form_without_a_file_says_which_field_it_wants() -> None:
     with pytest.raises(MissingImage, match="'file'"):
         read(form(part(b"x", "image"), part(b"y", "File")))

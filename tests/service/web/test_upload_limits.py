@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from starlette.datastructures import Headers
 
 from service.errors import (
     ClientDisconnected,
@@ -12,8 +13,8 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.upload import UploadLimits
-from tests.service.web.uploads import MULTIPART, Channel, cut, form, part, read
+from service.web.upload import UploadLimits, read_whole
+from tests.service.web.uploads import MULTIPART, Channel, cut, finish, form, part, read
 
 
 def test_a_declared_length_beyond_the_limit_is_refused_before_a_byte_is_read() -> None:
@@ -107,6 +108,30 @@ def test_a_further_picture_may_be_refused_for_want_of_room() -> None:
     assert read(form(part(b"x")), on_further=full) == [b"x"]
     with pytest.raises(QueueFull):
         read(form(part(b"x"), part(b"y")), on_further=full)
+
+
+def read_all(chunks: list[bytes], limit: int, **headers: str) -> bytearray:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    whole: bytearray = finish(read_whole(Headers(given), Channel(chunks), limit))
+    return whole
+
+
+def test_a_body_of_another_form_is_read_whole_within_its_limit() -> None:
+    assert read_all([b"abc", b"", b"de"], 5) == b"abcde"
+    assert read_all([b"abc"], 3, content_length="3", content_encoding="identity") == b"abc"
+    for chunks, headers in (([b"abc", b"def"], {}), ([], {"content_length": "6"})):
+        with pytest.raises(UploadTooLarge, match=r"5 (bytes|are)"):
+            read_all(chunks, 5, **headers)
+    with pytest.raises(UnsupportedMediaType, match="'gzip'"):
+        read_all([], 5, content_encoding="GZIP")
+
+
+@pytest.mark.parametrize("length", ["x", "", "1e3"])
+def test_a_length_that_is_no_number_is_malformed(length: str) -> None:
+    with pytest.raises(MalformedRequest, match="Content-Length"):
+        read([b"x"], content_length=length)
+    with pytest.raises(MalformedRequest, match="Content-Length"):
+        read_all([b"x"], 5, content_length=length)
 
 
 @pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json"])

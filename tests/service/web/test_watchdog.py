@@ -61,6 +61,20 @@ async def test_it_looks_from_a_thread_of_its_own_while_the_loop_is_blocked() -> 
     watching.cancel()
 
 
+@on_a_loop
+async def test_a_loop_turns_twice_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await Watchdog(3600).watch()
+    assert slept == [0.5]
+
+
 def test_a_loop_that_has_ended_ends_no_process() -> None:
     def watchdogs() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "watchdog"}
@@ -73,5 +87,6 @@ def test_a_loop_that_has_ended_ends_no_process() -> None:
 
     before = watchdogs()
     [thread] = asyncio.run(run())
+    assert thread.daemon
     thread.join(PATIENCE)
     assert not thread.is_alive()

@@ -82,6 +82,7 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
     for method in ("get", "post"):
         kinds = paths["/attention"][method]["responses"]["200"]["content"]
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
+        assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
         assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
 
 
@@ -126,6 +127,7 @@ async def test_the_operations_that_take_a_key_are_documented(
     document = (await app(**settings).get("/openapi.json")).json
     scheme = document["components"]["securitySchemes"]["api_key"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert "VIT_API_KEYS" in scheme["description"]
     for name, operation in operations(document).items():
         if name in {"healthz", "readyz", "metrics"} - closed:
             assert "security" not in operation
@@ -144,6 +146,7 @@ async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_kno
             if status >= "400":
                 reference = {"$ref": "#/components/schemas/ProblemDocument"}
                 assert answer["content"] == {"application/problem+json": {"schema": reference}}
+                assert answer["description"] == "Problem details (RFC 9457)"
         for parameter in operation.get("parameters", ()):
             assert isinstance(parameter["schema"]["type"], str)
         for kind in operation.get("requestBody", {"content": {}})["content"]:

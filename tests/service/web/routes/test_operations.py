@@ -68,3 +68,13 @@ async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: s
         assert response.json["detail"] == reason
         assert int(response.headers["retry-after"]) > 0
     assert service.metric("vit_engine_up", device="cpu") == 0
+
+
+@on_a_loop
+async def test_who_is_about_to_stop_is_alive_and_not_ready() -> None:
+    service = app()
+    assert (await service.get("/readyz")).json == {"status": "ready"}
+    service.lifecycle.draining = True
+    assert (await service.get("/healthz")).json == {"status": "ok"}
+    response = await service.get("/readyz")
+    assert (response.status, response.code) == (503, "draining")

@@ -45,8 +45,9 @@ async def test_the_page_has_a_strict_policy_and_names_versions_of_its_files() ->
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
     assert "unsafe" not in policy
+    assert answer.headers["referrer-policy"] == "no-referrer"
     for name in ("page.css", "main.js", "examples/dog.jpg"):
-        [version] = re.findall(rf'"page/{name}\?v=([0-9a-f]+)"', answer.content.decode())
+        [version] = re.findall(rf'"page/{name}\?v=([0-9a-f]{{16}})"', answer.content.decode())
         file = await service.request("GET", f"/page/{name}", query=f"v={version}")
         assert (file.status, file.content) == (200, (FOLDER / name).read_bytes())
         assert "immutable" in file.headers["cache-control"]

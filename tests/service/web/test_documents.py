@@ -1,0 +1,46 @@
+"""The numbers of answers have the digits that they are known to, and no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.images.region import Region
+from model.prediction import AttentionMap
+from service.web.documents import map_fields, ranked_predictions, region_document
+
+LABELS = ("cat", "dog", "eel")
+
+
+def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
+    found = ranked_predictions(LABELS, np.array([2, 0]), np.array([0.83, 1 / 3], np.float32))
+    assert [(each.label, each.index, each.score) for each in found] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
+
+
+def test_a_class_without_a_score_is_a_defect() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        ranked_predictions(LABELS, np.array([2, 0]), np.array([0.5], np.float32))
+
+
+def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
+    assert region_document(Region(1 / 3, 2 / 3, 100.12345, 7)).model_dump() == {
+        "x": 0.333,
+        "y": 0.667,
+        "width": 100.123,
+        "height": 7,
+    }
+
+
+def test_a_map_is_told_to_seven_decimals() -> None:
+    values = np.array([[1 / 3, 0.25]], np.float32)
+    assert map_fields(AttentionMap(2, "max", values, 2 / 3), LABELS) == {
+        "method": "cls",
+        "class": None,
+        "label": None,
+        "grid": (1, 2),
+        "layer": 2,
+        "head": "max",
+        "values": [[0.3333333, 0.25]],
+        "kept_mass": 0.6666667,
+    }
+    assert map_fields(AttentionMap(None, None, values, 1.0, "relevance", 1), LABELS)["label"] == "dog"
