@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,6 +15,13 @@ from service.api_keys import ApiKey
 from service.errors import TooManyRequests, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.middleware import PROBES, request_context
+
+_ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
+
+
+def asks_admin_key(path: str) -> bool:
+    """Return whether the route of a path asks for the admin key, and so for no other."""
+    return _ADMIN.fullmatch(path) is not None
 
 
 class KeyLimiter:
@@ -71,7 +80,7 @@ class ApiKeyMiddleware:
             Unauthorized: its key is missing or wrong.
             TooManyRequests: its key has as many requests in flight as it may.
         """
-        if scope["type"] != "http" or not self._keys or scope["path"] in self._public:
+        if scope["type"] != "http" or not self._keys or scope["path"] in self._public or asks_admin_key(scope["path"]):
             await self._app(scope, receive, send)
             return
         key = self._find(scope)
@@ -86,8 +95,13 @@ class ApiKeyMiddleware:
 
     def _find(self, scope: Scope) -> int | None:
         """Return the index of a request's key, or None."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        offered = given.strip().encode("latin-1")  # the bytes as they were sent
+        offered = bearer_token(scope)
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
-        matches = [hmac.compare_digest(offered, key.secret) for key in self._keys]
-        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
+        matches = [hmac.compare_digest(offered or b"", key.secret) for key in self._keys]
+        return matches.index(True) if offered is not None and any(matches) else None
+
+
+def bearer_token(scope: Scope) -> bytes | None:
+    """Return what a request offers as `Authorization: Bearer`, its bytes as they were sent, or None."""
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None

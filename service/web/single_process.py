@@ -7,15 +7,17 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from service.engine.base import ModelRunner
+from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
+from service.engine.swapping import LocalSwap
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
+from service.web.terminal import Terminal
 from service.web.watchdog import Watchdog
 
 logger = logging.getLogger("vitserve")
@@ -33,24 +35,40 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
-    lifecycle, metrics = Lifecycle(), Metrics()
-    engine = LocalEngine(
-        lambda: load(settings),
-        device=settings.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        batch_timeout=settings.batch_timeout,
-        on_batch=metrics.observe_batch,
-    )
+    lifecycle, metrics, terminal = Lifecycle(), Metrics(), Terminal()
+    served: list[ModelInfo] = []
+
+    def make(checkpoint: str | None) -> LocalEngine:
+        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
+        return LocalEngine(
+            lambda: load(own),
+            device=settings.device,
+            queue_size=settings.queue_size,
+            max_delay=settings.max_delay_ms / 1000,
+            batch_timeout=settings.batch_timeout,
+            on_batch=metrics.observe_batch,
+        )
+
+    engine = LocalSwap(make, on_retired=settle)
 
     def engine_changed() -> None:
         if engine.status.state == "failed":
             server.stop(exit_code=1)
-        elif engine.status.state == "ready":
-            _announce(engine, settings, server)
+        elif engine.status.state == "ready" and engine.info is not None:
+            if served:
+                log_model(engine.status, engine.info)
+            else:
+                _announce(engine, settings, server)
+            served[:] = [engine.info]
+
+    def hung_up() -> bool:
+        if terminal.was_closed():
+            return False
+        engine.reload()
+        return True
 
     app = create_app(settings, engine, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch)
+    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
     trim_regularly(settings.trim_seconds)
     server.run()
     return lifecycle.exit_code
@@ -68,7 +86,7 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     logger.info("  curl -F file=@%s '%s/classify'", picture, base)
 
 
-def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
+def _announce(engine: Engine, settings: Settings, server: Server) -> None:
     """Log what is served and where, once the server listens."""
     info = engine.info
     if info is None or server.should_exit:  # stopped while it was loading
