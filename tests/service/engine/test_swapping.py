@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -100,6 +102,19 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
         assert (before.launched, after.launched) == ([[1], [2, 3]], [[4]])
         assert models.engines[0].status.state == "closed"
         assert models.changes == ["configured", "next"]
+
+
+@on_a_loop
+async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_is_waited_for() -> None:
+    async with running() as (swap, models):
+        old = weakref.ref(models.predictors.pop("configured"))
+        gc.disable()
+        try:
+            await swap.load("next")
+            await until(lambda: models.retired == 1)
+            assert old() is None
+        finally:
+            gc.enable()
 
 
 @on_a_loop
