@@ -102,6 +102,7 @@ class Pipeline:
 
     Attributes:
         generation: the model that the request belongs to, where models are swapped; see `pinned`.
+        last_pinned: what `pinned` returned last, if anything: making it takes 20 µs.
     """
 
     settings: Settings
@@ -115,6 +116,7 @@ class Pipeline:
     clock: Callable[[], float] = time.monotonic
     refused_heads: RefusedHeads = field(default_factory=RefusedHeads)
     generation: Generation | None = None
+    last_pinned: list[Pipeline] = field(default_factory=list, repr=False, compare=False)
 
     def pinned(self) -> Pipeline:
         """Return the pipeline of the model that is current now, which stays the same for a request on its whole way.
@@ -122,7 +124,11 @@ class Pipeline:
         The model may be gone as soon as another took over and no request is admitted (`admit`, `admit_upload`).
         """
         current: Generation | None = getattr(self.engine, "current", None)
-        return self if current is None else replace(self, engine=current.engine, generation=current)
+        if current is None:
+            return self
+        if not self.last_pinned or self.last_pinned[0].generation is not current:
+            self.last_pinned[:] = [replace(self, engine=current.engine, generation=current)]
+        return self.last_pinned[0]
 
     def model(self) -> ModelInfo:
         """Return the description of the model; raises `EngineUnavailable` if no model is ready."""
