@@ -9,8 +9,8 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak fuzz simulate mutants bench bench-peers screenshots dashboard
-.PHONY: protocol image sbom bundle bundle-check clean
+.PHONY: help run test test-ray check format chaos soak swaps fuzz simulate mutants bench bench-peers screenshots
+.PHONY: dashboard protocol image sbom bundle bundle-check clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -26,6 +26,7 @@ help:
 	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
 	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30,"
 	@echo "             or REQUESTS=50000, with no picture kept: is memory flat?"
+	@echo "make swaps   swap the checkpoint under load: REQUESTS=10000 SWAPS=20"
 	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
@@ -114,6 +115,10 @@ chaos: $(VENV)/.test
 soak: $(VENV)/.test
 	$(BIN)/python -m benchmarks.reliability.soak --minutes $(or $(MINUTES),30) \
 		$(if $(REQUESTS),--requests $(REQUESTS) --setting VIT_RECENT_BYTES=0) --record $(RESULTS)/soak.json
+
+swaps: $(VENV)/.test
+	$(BIN)/python -m benchmarks.reliability.swaps --requests $(or $(REQUESTS),10000) --swaps $(or $(SWAPS),20) \
+		--record $(RESULTS)/swaps.json
 
 # Takes an hour and a half with the peers, on a machine that does nothing else; a run that was cut short goes on.
 bench: $(VENV)/.test

@@ -58,11 +58,12 @@ def ensure(name: str) -> tuple[Path, str]:
     source = folder / "SOURCE"
     if not source.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        source.write_text(_write(folder, shape))
+        source.write_text(write(folder, shape))
     return folder, source.read_text()
 
 
-def _write(folder: Path, shape: Shape) -> str:
+def write(folder: Path, shape: Shape) -> str:
+    """Write the files of a model into a folder, and return where its weights come from."""
     from safetensors.torch import save_file  # noqa: PLC0415
 
     timm = shared_folder() / "weights" / "deit_tiny_imagenet" / "model.safetensors"

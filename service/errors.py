@@ -24,6 +24,10 @@ class Unauthorized(ServiceError):
     """The API key is missing or wrong."""
 
 
+class Forbidden(ServiceError):
+    """What is asked for is not allowed here, with whatever key."""
+
+
 class NotFound(ServiceError):
     """The path is unknown, or an id is unknown or expired."""
 
@@ -38,6 +42,14 @@ class MethodNotAllowed(ServiceError):
 
 class RequestTimeout(ServiceError):
     """The body did not arrive within the request's time."""
+
+
+class SwapUnderWay(ServiceError):
+    """A checkpoint is being loaded already."""
+
+
+class CheckpointRefused(ServiceError):
+    """The checkpoint that was to take over cannot be served; the old one goes on."""
 
 
 class UploadTooLarge(ServiceError):

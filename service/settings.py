@@ -26,7 +26,7 @@ ENV_PREFIX = "VIT_"
 MEMORY = "memory://"
 """Pictures are kept in the memory of the service."""
 
-_SECRET = frozenset({"api_keys", "recent_url"})
+_SECRET = frozenset({"admin_key", "api_keys", "recent_url"})
 """Settings whose values are not shown."""
 
 
@@ -65,6 +65,17 @@ def _device(value: object) -> object:
 
 def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     parse_keys(key.get_secret_value() for key in value)
+    return value
+
+
+def _admin_key(value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+    if value is None:
+        return None
+    if not value.get_secret_value():
+        raise ValueError("expected a key")
+    written = [key.get_secret_value() for key in info.data.get("api_keys", ())]
+    if value.get_secret_value().encode() in [key.secret for key in parse_keys(written)]:
+        raise ValueError("expected a key that is none of VIT_API_KEYS: whoever has it decides what is served")
     return value
 
 
@@ -256,6 +267,14 @@ class Settings(BaseSettings):
     )
     key_max_requests: int = Field(
         0, ge=0, le=1_000_000, description="requests in flight that one key may have, over all workers; 0: no limit"
+    )
+    admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
+        None,
+        description="`Authorization: Bearer KEY` for POST /v2/repository/models/NAME/load, which swaps the checkpoint; "
+        "without one it is refused",
+    )
+    checkpoint_folder: Name | None = Field(
+        None, description="folder below which that request may name a checkpoint; without one it reloads `checkpoint`"
     )
     page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")

@@ -147,7 +147,7 @@ class Traffic:
     async def _send(self, kind: Kind) -> Outcome:
         match kind:
             case Kind.MAP if self._ids:
-                answer = await self._caller.ask(_get(f"/attention?id={self._random.choice(self._ids)}&layer=-3"))
+                answer = await self._caller.ask(get(f"/attention?id={self._random.choice(self._ids)}&layer=-3"))
                 return Outcome.RIGHT if answer.status == 200 else self._status(answer.status, 404)
             case Kind.BATCH:
                 return await self._batch()
@@ -177,7 +177,7 @@ class Traffic:
 
     async def _batch(self) -> Outcome:
         pictures = self._random.choices(self._pictures, k=self._random.randint(2, 4))
-        answer = await self._caller.ask(_form("/classify/batch", [picture.data for picture in pictures]))
+        answer = await self._caller.ask(form("/classify/batch", [picture.data for picture in pictures]))
         if answer.status != 200:
             return self._status(answer.status)
         results = json.loads(answer.body)["results"]
@@ -255,7 +255,8 @@ def crawling_head() -> bytes:
     return b"POST /classify HTTP/1.1\r\nHost: vitserve\r\nContent-Type: image/jpeg\r\nContent-Length: 100000\r\n\r\n"
 
 
-def _get(path: str) -> bytes:
+def get(path: str) -> bytes:
+    """Return a whole GET request."""
     return f"GET {path} HTTP/1.1\r\nHost: vitserve\r\n\r\n".encode()
 
 
@@ -267,7 +268,8 @@ def post(path: str, body: bytes, content_type: str = "image/jpeg") -> bytes:
     return head.encode() + body
 
 
-def _form(path: str, files: Sequence[bytes]) -> bytes:
+def form(path: str, files: Sequence[bytes]) -> bytes:
+    """Return a whole POST request of a form with several files."""
     part = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.jpg"\r\n\r\n'.encode()
     body = b"".join(part + data + b"\r\n" for data in files) + f"--{_BOUNDARY}--\r\n".encode()
     return post(path, body, f"multipart/form-data; boundary={_BOUNDARY}")

@@ -24,7 +24,7 @@ import struct
 from typing import cast
 
 from service.cluster.protocol import Frame, FrameError, FrameReader, encode
-from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile
+from service.cluster.shared_memory import ImageSlots, SharedCounters, SharedFile, SharedText
 from service.engine.messages import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class EngineChannel:
         key: what tells this service's workers from any other process of this user that finds the address.
         device: what the settings name.
         pixels: memory for images, sized by the engine when it knows their size.
+        failure: why the engine failed; empty as long as it did not.
     """
 
     def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int) -> None:
@@ -51,6 +52,7 @@ class EngineChannel:
         self.slots = slots
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
+        self.failure = SharedText()
         self._device_name = mmap.mmap(-1, 64)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("")  # the kernel finds a free abstract address
@@ -84,11 +86,11 @@ class EngineChannel:
 
     def grow_pixels(self, workers: int, info: ModelInfo) -> None:
         """Make room for the images of all workers; only the engine's process may."""
-        self.pixels.grow(workers * ImageSlots.size(self.slots, _image_shape(info)))
+        self.pixels.grow(workers * ImageSlots.size(self.slots, info.input_shape))
 
     def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
         """Return a worker's slots, once there is room for them."""
-        return ImageSlots(self.pixels, worker, self.slots, _image_shape(info))
+        return ImageSlots(self.pixels, worker, self.slots, info.input_shape)
 
     def close(self) -> None:
         """Close the socket and the memory."""
@@ -148,8 +150,3 @@ class FrameProtocol(asyncio.Protocol):
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
-
-
-def _image_shape(info: ModelInfo) -> tuple[int, int, int]:
-    """Return (rows, columns, channels) of the images that a model takes."""
-    return (*info.preprocess.size, len(info.preprocess.mean))

@@ -90,6 +90,8 @@ async def _serve(
     if isinstance(failure, NewProcessNeeded) and counters.change_option(index, failure.option, failure.value):
         logger.warning("engine %s: starting again with %s=%s", channel.device, failure.option, failure.value)
         return TRY_AGAIN
+    if failed:
+        channel.failure.write(engine.status.reason)
     return int(failed)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from service.cluster.engine_process import STOP, run_engine
 from service.cluster.processes import OperatingSystem
+from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child, Supervisor
-from service.cluster.worker import run_web
+from service.cluster.swap import Swap
+from service.cluster.swap_board import GROUPS
+from service.cluster.worker import CHANGED, run_web
 from service.metrics.metrics import Metrics, count_in_files
 from service.settings import Settings
 from service.web.single_process import Loader, log_address
+from service.web.terminal import Terminal
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
@@ -23,14 +27,37 @@ def run_cluster(settings: Settings, load: Loader) -> int:
 
     `load` is called in each engine's process, with that engine's device in the settings.
     """
-    shared = SharedResources(settings)
+    shared, system, terminal = SharedResources(settings), OperatingSystem(), Terminal()
+    workers = [worker_child(settings, shared, index) for index in range(settings.workers)]
+    engines = [
+        [engine_child(settings, shared, index, load, group) for index in range(len(settings.devices))]
+        for group in range(GROUPS)
+    ]
+    swap = swap_of(settings, shared, engines, workers, system)
+    ticker = Ticker(settings, shared)
+
+    def tick() -> None:
+        ticker()
+        swap.tick()
+
+    def drain() -> None:
+        shared.stop_listening()
+        swap.abandon()
+
+    def hung_up() -> bool:
+        if terminal.was_closed():
+            return False
+        swap.reload()
+        return True
+
     supervisor = Supervisor(
-        [worker_child(settings, shared, index) for index in range(settings.workers)],
-        [engine_child(settings, shared, index, load) for index in range(len(settings.devices))],
-        OperatingSystem(),
+        workers,
+        [child for group in engines for child in group],
+        system,
         drain_timeout=settings.drain_timeout,
-        on_tick=Ticker(settings, shared),
-        on_drain=shared.stop_listening,
+        on_tick=tick,
+        on_drain=drain,
+        on_hang_up=hung_up,
     )
     gc.freeze()  # else the collector would write to pages that the children share, and copy them
     try:
@@ -48,21 +75,73 @@ def worker_child(settings: Settings, shared: SharedResources, index: int) -> Chi
         signal.SIGTERM,
         is_running=lambda: bool(counters.worker_state[index]),
         beats=lambda: int(counters.worker_beats[index]),
-        on_death=partial(counters.forget_worker, index),
+        on_death=partial(_forget_worker, shared, index),
     )
 
 
-def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader) -> Child:
-    """Return the child process of one device's engine."""
-    counters = shared.counters
-    return Child(
-        f"engine {shared.channels[index].device}",
-        partial(_be_engine, settings, shared, index, load),
+def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int = 0) -> Child:
+    """Return the child process of one device's engine; only those of the first group are started at once."""
+    counters, channel = shared.groups[group].counters, shared.groups[group].channels[index]
+    child = Child(
+        f"engine {channel.device}" + (" of the second group" if group else ""),
+        partial(_be_engine, settings, shared, index, load, group),
         STOP,
         is_running=lambda: bool(counters.engine_ready[index]),
         beats=lambda: int(counters.engine_beats[index]),
         on_death=partial(counters.forget_engine, index),
         on_restart=partial(counters.count_restart, index),
+    )
+    if group:
+        child.spare, child.start_at = True, None
+    return child
+
+
+def swap_of(
+    settings: Settings,
+    shared: SharedResources,
+    engines: Sequence[Sequence[Child]],
+    workers: Sequence[Child],
+    system: OperatingSystem,
+) -> Swap:
+    """Return what swaps the checkpoint of these children."""
+    state = shared.counters.worker_state
+
+    def begin(number: int) -> None:
+        current, following = shared.groups[shared.board.group], shared.groups[number]
+        # What the device has not allowed for one model, it will not for another.
+        following.counters.engine_options[:] = current.counters.engine_options
+        for channel in following.channels:
+            channel.failure.write("")
+
+    def refusal(number: int) -> str:
+        current, following = shared.groups[shared.board.group], shared.groups[number]
+        for channel in following.channels:
+            limits = [group.counters.changed_options(channel.index).get("max_batch") for group in (current, following)]
+            if limits[0] != limits[1]:
+                return f"{channel.device}: not enough memory beside the model that is served"
+            if failure := channel.failure.read():
+                return failure
+        return ""
+
+    def wake_workers() -> None:
+        for index, child in enumerate(workers):
+            if child.pid is not None and state[index] == SharedCounters.SERVING:  # only then it heeds this signal
+                system.kill(child.pid, CHANGED)
+
+    def end(number: int) -> None:
+        for channel in shared.groups[number].channels:
+            channel.pixels.empty()
+
+    return Swap(
+        shared.board,
+        engines,
+        system,
+        checkpoint=settings.checkpoint,
+        serving=lambda: state == SharedCounters.SERVING,
+        refusal=refusal,
+        on_begin=begin,
+        on_take_over=wake_workers,
+        on_end=end,
     )
 
 
@@ -94,9 +173,16 @@ def _be_worker(settings: Settings, shared: SharedResources, index: int) -> int:
     return run_web(settings, shared, index, Metrics(shared.metrics.folder))
 
 
-def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Loader) -> int:
+def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int) -> int:
     shared.stop_listening()
-    count_in_files(shared.metrics.folder, shared.metrics.engine(index))
-    channel = shared.channels[index]
-    own = settings.model_copy(update={"device": channel.device} | shared.counters.changed_options(index))
-    return run_engine(own, channel, load, Metrics(shared.metrics.folder))
+    channel = shared.groups[group].channels[index]
+    count_in_files(shared.metrics.folder, shared.metrics.engine(group * len(settings.devices) + index))
+    own = {"device": channel.device, "checkpoint": shared.board.checkpoints[group].read()}
+    changed = channel.counters.changed_options(index)
+    return run_engine(settings.model_copy(update=own | changed), channel, load, Metrics(shared.metrics.folder))
+
+
+def _forget_worker(shared: SharedResources, index: int) -> None:
+    for group in shared.groups:
+        group.counters.forget_worker(index)
+    shared.board.forget_worker(index)

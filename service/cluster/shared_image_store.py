@@ -1,7 +1,8 @@
 """Keeps pictures for GET /attention, for all web workers of one service together.
 
 A ring in shared memory: cells of one size (a model's pictures all have the same), the oldest at `first`,
-the next one to write at `after`. Cells are read and written as a file and never mapped, so a worker's
+the next one to write at `after`. When a model of another input size takes over, the ring begins anew: the old
+model's pictures are of no more use. Cells are read and written as a file and never mapped, so a worker's
 memory does not grow with what the others keep.
 
 An expired picture is never returned. Its memory is freed by the calls that follow, each no more than
@@ -61,7 +62,9 @@ class SharedImageStore:
         token = secrets.token_bytes(_TOKEN_BYTES)
         with self._file.locked():
             live, first, after, cell, evicted = self._look()
-            if cell != cost:  # the first picture of all
+            if cell != cost:  # the first picture of all, or of a model of another input size
+                if first != after:
+                    self._file.free(whole_pages(_RING.size), self._max_bytes // cell * cell)
                 first, cell = after, cost
             if after - first >= self._max_bytes // cell:
                 evicted += first == live  # else it has expired

@@ -79,9 +79,36 @@ class SharedFile:
         finally:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
+    def empty(self) -> None:
+        """Give all pages back to the system; its size stays."""
+        size = os.fstat(self._descriptor).st_size
+        if size:
+            self.free(0, size)
+
     def close(self) -> None:
         """Close the descriptor; maps stay valid."""
         os.close(self._descriptor)
+
+
+class SharedText:
+    """A text of at most `MOST` characters that one process writes and others read."""
+
+    MOST = 4096
+
+    def __init__(self, text: str = "") -> None:
+        self._memory = mmap.mmap(-1, 4 + 4 * self.MOST)
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        """Replace the text; what is longer loses its end."""
+        data = text[: self.MOST].encode(errors="surrogatepass")
+        self._memory[4 : 4 + len(data)] = data
+        self._memory[:4] = len(data).to_bytes(4, "little")
+
+    def read(self) -> str:
+        """Return the text."""
+        length = int.from_bytes(self._memory[:4], "little")
+        return self._memory[4 : 4 + length].decode(errors="surrogatepass")
 
 
 def whole_pages(size: int) -> int:
@@ -150,12 +177,12 @@ class SharedCounters:
     def __init__(self, *, workers: int, engines: int, capacity: int, keys: int = 0) -> None:
         self.capacity = capacity
         self.lock = SharedFile("counters")
-        self.permits_taken, self.worker_state, self.received_bytes, self.worker_beats = _shared_zeros(4, workers)
-        self.key_requests = _shared_zeros(workers, max(1, keys))
-        self.outstanding = _shared_zeros(workers, engines)
-        self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = _shared_zeros(4, engines)
-        self.engine_options = _shared_zeros(engines, len(_OPTIONS))
-        self.seconds = _shared_zeros(1)
+        self.permits_taken, self.worker_state, self.received_bytes, self.worker_beats = shared_zeros(4, workers)
+        self.key_requests = shared_zeros(workers, max(1, keys))
+        self.outstanding = shared_zeros(workers, engines)
+        self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = shared_zeros(4, engines)
+        self.engine_options = shared_zeros(engines, len(_OPTIONS))
+        self.seconds = shared_zeros(1)
 
     def all_ready(self) -> bool:
         """Return whether all engines are loaded and all workers know of it."""
@@ -196,7 +223,7 @@ class SharedCounters:
         self.lock.close()
 
 
-def _shared_zeros(*shape: int) -> NDArray[np.uint64]:
+def shared_zeros(*shape: int) -> NDArray[np.uint64]:
     """Return zeros that this process shares with those that it forks."""
     return np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.uint64).reshape(shape)
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 
 from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.shared_metrics import SharedMetrics
+from service.cluster.swap_board import GROUPS, SwapBoard
 from service.settings import Settings
 from service.web.ports import address_family
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The engines of one generation, one a device.
+
+    Attributes:
+        counters: those cells of which the engines and their images are written.
+    """
+
+    counters: SharedCounters
+    channels: list[EngineChannel]
 
 
 class SharedResources:
@@ -19,7 +33,9 @@ class SharedResources:
         listeners: one a web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
             by their addresses, where workers that share one socket would take whole bursts each. This process
             keeps them open, so that connections that wait for a worker that dies are its successor's.
-        channels: one a device.
+        groups: of engines; while a checkpoint is swapped, the engines of both run.
+        counters, channels: those of the first group. Its counters have the workers' cells, too.
+        board: by which the checkpoint is swapped.
         port: the port that is listened on, which the system chose if the settings say 0.
         listening: whether this process still holds the listeners.
         image_file: memory for the pictures that are kept for GET /attention.
@@ -32,16 +48,23 @@ class SharedResources:
         self.listeners = listen(settings.host, settings.port, settings.workers)
         self.port: int = self.listeners[0].getsockname()[1]
         self.listening = True
-        self.counters = SharedCounters(
-            workers=settings.workers, engines=len(devices), capacity=settings.queue_size, keys=len(settings.api_keys)
-        )
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
-        self.channels = [
-            EngineChannel(index, device, self.counters, slots=slots) for index, device in enumerate(devices)
-        ]
+        self.groups: list[EngineGroup] = []
+        for _ in range(GROUPS):
+            counters = SharedCounters(
+                workers=settings.workers,
+                engines=len(devices),
+                capacity=settings.queue_size,
+                keys=len(settings.api_keys),
+            )
+            channels = [EngineChannel(index, device, counters, slots=slots) for index, device in enumerate(devices)]
+            self.groups.append(EngineGroup(counters, channels))
+            counters.restarts = self.groups[0].counters.restarts  # a device's, whichever group serves
+        self.counters, self.channels = self.groups[0].counters, self.groups[0].channels
+        self.board = SwapBoard(settings.checkpoint, workers=settings.workers)
         self.image_file = SharedFile("images")
-        self.metrics = SharedMetrics(workers=settings.workers, engines=len(devices))
+        self.metrics = SharedMetrics(workers=settings.workers, engines=GROUPS * len(devices))
 
     def stop_listening(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
@@ -52,10 +75,11 @@ class SharedResources:
     def close(self) -> None:
         """Close listeners, channels and files."""
         self.stop_listening()
-        for channel in self.channels:
-            channel.close()
+        for group in self.groups:
+            for channel in group.channels:
+                channel.close()
+            group.counters.close()
         self.image_file.close()
-        self.counters.close()
         self.metrics.close()
 
 

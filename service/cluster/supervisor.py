@@ -11,8 +11,10 @@
   container comes back in a new container only.
 * A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has left behind what its
   successor is to do otherwise.
+* A child that is spare, the engine of another generation than the current one (`service.cluster.swap`), is not started
+  again when it ends.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
-  all at once.
+  all at once. SIGHUP does so only if `on_hang_up` has not done what it asks for.
 * When the supervisor itself is killed, the kernel kills its children.
 
 It is a plain loop, without threads of its own or an event loop: so it can fork at any time, and there is little in
@@ -53,6 +55,7 @@ class Child:
         on_death: what to do about what the process left behind.
         failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
+        spare: whether the service does without it.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Child:
     delay: float = 0.0
     failures: int = 0
     start_at: float | None = 0.0
+    spare: bool = False
     pulse: Pulse = field(default_factory=Pulse)
 
 
@@ -78,6 +82,7 @@ class Supervisor:
         drain_timeout: seconds after which workers have ended by themselves.
         on_tick: called at least every second, and when a child has something to say.
         on_drain: called when no worker is to be started any more.
+        on_hang_up: returns whether it has done what SIGHUP asks for.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Supervisor:
         drain_timeout: float,
         on_tick: Callable[[], None],
         on_drain: Callable[[], None],
+        on_hang_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._workers = workers
         self._engines = engines
@@ -97,6 +103,7 @@ class Supervisor:
         self._drain_timeout = drain_timeout
         self._on_tick = on_tick
         self._on_drain = on_drain
+        self._on_hang_up = on_hang_up
         self._kill_at: float | None = None
         self._hung_up = False
         self._exit_code = 0
@@ -151,8 +158,11 @@ class Supervisor:
             return
         now = self._system.now()
         if code == TRY_AGAIN:
-            child.on_restart()
+            if not child.spare:
+                child.on_restart()
             child.start_at = now
+            return
+        if child.spare:
             return
         how = f"signal {-code}" if code < 0 else f"code {code}"
         if not child.ever_ran:
@@ -174,6 +184,8 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._kill_at is None:
+            if number == signal.SIGHUP and self._on_hang_up():
+                return
             logger.info("%s: draining", number.name)
             self._drain(exit_code=0)
         elif number != signal.SIGHUP and not self._hung_up:

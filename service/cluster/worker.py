@@ -5,13 +5,16 @@ No torch: a worker starts fast and stays small.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from functools import partial
+from collections.abc import Sequence
 
 from service.cluster.balancer import Balancer
+from service.cluster.channel import EngineChannel
 from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
@@ -25,22 +28,30 @@ from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
 
 CHANGED = signal.SIGUSR1
-"""Tells the supervisor to look at the counters."""
+"""Tells the supervisor, or a worker that serves, to look at what others have written."""
 
 
 class WorkerServer(Server):
-    """A server that drains when its supervisor sends a signal, and ignores those that follow."""
+    """A server that drains when its supervisor sends a signal, and ignores those that follow.
+
+    What SIGHUP means, which a terminal sends to all processes, is the supervisor's to say.
+    """
 
     def _on_signal(self, number: signal.Signals) -> None:
-        self.drain()
+        if number != signal.SIGHUP:
+            self.drain()
 
 
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
     """Run one web worker until a signal ends it, and return its exit code."""
     counters, telemetry = shared.counters, start_telemetry(settings)
-    engines = [RemoteEngine(channel, worker) for channel in shared.channels]
-    engine: Engine = engines[0] if len(engines) == 1 else Balancer(engines)
+    engines = [_engine(group.channels, worker) for group in shared.groups]
+    engine = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
     lifecycle = Lifecycle()
+
+    async def beside() -> None:
+        asyncio.get_running_loop().add_signal_handler(CHANGED, engine.adopt)
+        await keep_beating(counters.worker_beats, worker)
 
     def engine_changed() -> None:
         serving = engine.status.state == "ready"
@@ -68,10 +79,15 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         SharedKeyLimiter(counters, worker, len(settings.api_keys), settings.key_max_requests),
         None if telemetry is None else telemetry.request_tracer(),
     )
-    server = WorkerServer(app, settings, lifecycle, partial(keep_beating, counters.worker_beats, worker))
+    server = WorkerServer(app, settings, lifecycle, beside)
     counters.worker_state[worker] = SharedCounters.LISTENING
     trim_regularly(settings.trim_seconds)
     server.run(sockets=[shared.listeners[worker]])
     if telemetry is not None:
         telemetry.close()
     return lifecycle.exit_code
+
+
+def _engine(channels: Sequence[EngineChannel], worker: int) -> Engine:
+    engines = [RemoteEngine(channel, worker) for channel in channels]
+    return engines[0] if len(engines) == 1 else Balancer(engines)

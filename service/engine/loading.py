@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -57,7 +58,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         compile_mode=settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
-        threads=settings.threads,
+        threads=settings.threads or _torchs_threads(device),
         streams=settings.streams,
         graphs=settings.cuda_graphs == "auto",
         behind=True,
@@ -66,3 +67,12 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+
+
+@functools.cache
+def _torchs_threads(device: str) -> int | None:
+    """Return how many threads torch takes by itself on a CPU; when a batch has run, it tells what that was given."""
+    import torch  # noqa: PLC0415  it takes seconds
+
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    return torch.get_num_threads() if on_cpu else None

@@ -199,6 +199,8 @@ class LocalEngine:
                 named = "" if self._device in ("auto", "cpu") else f" on {self._device}"
                 what = f"engine {self.status.device}" if started else f"cannot start{named}"
                 logger.critical("%s: %s", what, reason)
+            # The model's memory is given back with this thread, whoever holds the engine.
+            self._device, self._runner = self.status.device, None
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)

@@ -109,6 +109,11 @@ class ModelInfo:
     gpu_uuid: str | None
     agreement: str | None = None
 
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Return (rows, columns, channels) of the images that the model takes."""
+        return (*self.preprocess.size, len(self.preprocess.mean))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:

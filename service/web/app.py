@@ -31,7 +31,15 @@ from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
-from service.web.routes import attention, classify, documentation, inference_protocol, operations, page
+from service.web.routes import (
+    attention,
+    classify,
+    documentation,
+    inference_protocol,
+    model_repository,
+    operations,
+    page,
+)
 from service.web.routes.endpoint import Endpoint, no_such_path
 
 if TYPE_CHECKING:
@@ -46,6 +54,7 @@ _ROUTERS = (
     attention.router,
     operations.router,
     inference_protocol.router,
+    model_repository.router,
     documentation.router,
 )
 _PUBLIC = documentation.PUBLIC | page.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}

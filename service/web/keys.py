@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,6 +15,13 @@ from service.api_keys import ApiKey
 from service.errors import TooManyRequests, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.middleware import PROBES, request_context
+
+_ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
+
+
+def asks_admin_key(path: str) -> bool:
+    """Return whether the route of a path asks for the admin key, and so for no other."""
+    return _ADMIN.fullmatch(path) is not None
 
 
 class KeyLimiter:
@@ -63,15 +72,14 @@ class KeyGuard:
         """Return the number of a request's key, None if none is needed; raises `Unauthorized`.
 
         Args:
-            authorization: the header's value, latin-1; empty where there is none.
+            authorization: see `bearer_token`.
         """
         if not self._keys:
             return None
-        scheme, _, given = authorization.partition(" ")
-        offered = given.strip().encode("latin-1", "backslashreplace")  # the bytes as they were sent
+        offered = bearer_token(authorization)
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
-        matches = [hmac.compare_digest(offered, key.secret) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        matches = [hmac.compare_digest(offered or b"", key.secret) for key in self._keys]
+        if offered is None or not any(matches):
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
         return matches.index(True)
 
@@ -101,7 +109,7 @@ class ApiKeyMiddleware:
             Unauthorized: its key is missing or wrong.
             TooManyRequests: its key has as many requests in flight as it may.
         """
-        if scope["type"] != "http" or scope["path"] in self._public:
+        if scope["type"] != "http" or scope["path"] in self._public or asks_admin_key(scope["path"]):
             await self._app(scope, receive, send)
             return
         key = self._guard.find(Headers(scope=scope).get("authorization", ""))
@@ -114,3 +122,13 @@ class ApiKeyMiddleware:
             return
         with self._guard.request(key):
             await self._app(scope, receive, send)
+
+
+def bearer_token(authorization: str) -> bytes | None:
+    """Return what a header `Authorization: Bearer` offers, its bytes as they were sent, or None.
+
+    Args:
+        authorization: the header's value, latin-1; empty where there is none.
+    """
+    scheme, _, given = authorization.partition(" ")
+    return given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None

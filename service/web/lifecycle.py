@@ -21,9 +21,10 @@ class Lifecycle:
 
 
 def settle() -> None:
-    """Exempt the objects of start-up from garbage collection.
+    """Exempt the objects of start-up, or of a model that took over, from garbage collection.
 
-    They live until the end, and looking through them again and again costs requests a few hundredths of their time.
+    They live for long, and looking through them again and again costs requests a few hundredths of their time.
     """
+    gc.unfreeze()  # what was exempt and is no longer in use
     gc.collect()
     gc.freeze()

@@ -42,12 +42,13 @@ _BACKLOG = 2048
 class Server(uvicorn.Server):
     """One web process.
 
-    SIGTERM, SIGINT or SIGHUP: for `drain_delay` seconds it goes on listening while new work is answered 503;
+    SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
-    A second SIGTERM or SIGINT ends the process at once.
+    A second SIGTERM or SIGINT ends the process at once. SIGHUP is the same wish, unless `on_hang_up` takes it.
 
     Args:
         beside: started with the server and run until the event loop ends; it shows others that the loop turns.
+        on_hang_up: returns whether it has done what SIGHUP asks for.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Server(uvicorn.Server):
         settings: Settings,
         lifecycle: Lifecycle,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        on_hang_up: Callable[[], bool] = lambda: False,
     ) -> None:
         protocol = partial(
             HttpProtocol,
@@ -82,6 +84,7 @@ class Server(uvicorn.Server):
         self._settings = settings
         self._lifecycle = lifecycle
         self._beside = beside
+        self._on_hang_up = on_hang_up
         self._beside_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._hung_up = False
@@ -155,6 +158,8 @@ class Server(uvicorn.Server):
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._drain is None:
+            if number == signal.SIGHUP and self._on_hang_up():
+                return
             logger.info("%s: draining", number.name)
             self.drain()
         elif number != signal.SIGHUP and not self._hung_up:

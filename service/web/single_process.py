@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from service.engine.base import ModelRunner
+from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
+from service.engine.swapping import LocalSwap
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
@@ -17,6 +18,7 @@ from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
+from service.web.terminal import Terminal
 from service.web.watchdog import Watchdog
 
 logger = logging.getLogger("vitserve")
@@ -34,18 +36,36 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
-    lifecycle, metrics, telemetry = Lifecycle(), Metrics(), start_telemetry(settings)
-    engine = engine_of(settings, load, batch_observer(metrics.observe_batch, telemetry))
+    lifecycle, metrics, terminal = Lifecycle(), Metrics(), Terminal()
+    telemetry = start_telemetry(settings)
+    on_batch = batch_observer(metrics.observe_batch, telemetry)
+    served: list[ModelInfo] = []
+
+    def make(checkpoint: str | None) -> LocalEngine:
+        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
+        return engine_of(own, load, on_batch)
+
+    engine = LocalSwap(make, on_retired=settle)
 
     def engine_changed() -> None:
         if engine.status.state == "failed":
             server.stop(exit_code=1)
-        elif engine.status.state == "ready":
-            _announce(engine, settings, server)
+        elif engine.status.state == "ready" and engine.info is not None:
+            if served:
+                log_model(engine.status, engine.info)
+            else:
+                _announce(engine, settings, server)
+            served[:] = [engine.info]
+
+    def hung_up() -> bool:
+        if terminal.was_closed():
+            return False
+        engine.reload()
+        return True
 
     tracer = None if telemetry is None else telemetry.request_tracer()
     app = create_app(settings, engine, metrics, lifecycle, engine_changed, tracer=tracer)
-    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch)
+    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
     trim_regularly(settings.trim_seconds)
     server.run()
     if telemetry is not None:
@@ -79,7 +99,7 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     logger.info("  curl -F file=@%s '%s/classify'", picture, base)
 
 
-def _announce(engine: LocalEngine, settings: Settings, server: Server) -> None:
+def _announce(engine: Engine, settings: Settings, server: Server) -> None:
     """Log what is served and where, once the server listens."""
     info = engine.info
     if info is None or server.should_exit:  # stopped while it was loading

@@ -7,60 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from model.checkpoint import load_checkpoint, native
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
+from model.checkpoint import load_checkpoint
 from model.runtime.predictor import Predictor
+from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A native folder: two layers, random weights that are always the same."""
-    config = ViTConfig(
-        image_size=(SIZE, SIZE),
-        patch_size=4,
-        width=32,
-        depth=2,
-        heads=2,
-        mlp_width=64,
-        num_classes=len(LABELS),
-    )
-    model = VisionTransformer(config)
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in model.named_parameters():
-        # Spreads that make the scores of different pictures differ.
-        std = 2.0 if ".attn.proj." in name else {"cls_token": 0.02, "pos_embed": 0.1, "head.weight": 0.3}.get(name, 0.4)
-        torch.nn.init.normal_(parameter, std=std, generator=generator)
-        if "norm" in name and name.endswith("weight"):
-            torch.nn.init.ones_(parameter)
-    preprocess = PreprocessConfig(
-        size=(SIZE, SIZE),
-        resize="shortest_edge",
-        resize_size=(SIZE, SIZE),
-        interpolation="bicubic",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
-    )
-    folder = tmp_path_factory.mktemp("checkpoint")
-    native.write(
-        folder,
-        Checkpoint(
-            name=CHECKPOINT_NAME,
-            source="made here",
-            format=native.FORMAT,
-            architecture="",
-            config=config,
-            preprocess=preprocess,
-            labels=LABELS,
-            tensors=model.state_dict(),
-        ),
-        dtype=torch.float32,
-    )
-    return folder
+    """The folder of a tiny checkpoint."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), CHECKPOINT_NAME, (SIZE, SIZE), LABELS, seed=7)
 
 
 @pytest.fixture(scope="session")

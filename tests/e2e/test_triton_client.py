@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.web.inference_protocol import EXTENSIONS
+from service.web.inference_protocol import EXTENSIONS, REPOSITORY_EXTENSION
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def server(serve_module: Serve) -> Served:
-    return serve_module()
+    return serve_module(admin_key="admin")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_it_sees_a_server_and_a_model_that_are_ready(client: Any) -> None:
     assert client.is_model_ready(CHECKPOINT_NAME)
     assert client.is_model_ready(CHECKPOINT_NAME, "1")
     assert not client.is_model_ready("another")
-    assert tuple(client.get_server_metadata()["extensions"]) == EXTENSIONS
+    assert tuple(client.get_server_metadata()["extensions"]) == (*EXTENSIONS, REPOSITORY_EXTENSION)
     metadata = client.get_model_metadata(CHECKPOINT_NAME)
     assert metadata["inputs"][1] == {"name": "pixels", "datatype": "UINT8", "shape": [-1, SIZE, SIZE, 3]}
     assert client.get_model_config(CHECKPOINT_NAME)["name"] == CHECKPOINT_NAME
@@ -100,3 +100,17 @@ def test_errors_are_told_with_the_position_of_the_picture(client: Any, pictures:
         client.infer(CHECKPOINT_NAME, [images(pictures.files[0], b"nothing")])
     with pytest.raises(utils.InferenceServerException, match="'another': no such model"):
         client.infer("another", [images(pictures.files[0])])
+
+
+def test_the_checkpoint_is_loaded_again_with_the_admin_key_and_never_unloaded(client: Any) -> None:
+    admin = {"Authorization": "Bearer admin"}
+    client.load_model(CHECKPOINT_NAME, headers=admin)
+    assert client.is_model_ready(CHECKPOINT_NAME)
+    [model] = client.get_model_repository_index()
+    assert (model["name"], model["state"]) == (CHECKPOINT_NAME, "READY")
+    with pytest.raises(utils.InferenceServerException, match="the admin key is needed"):
+        client.load_model(CHECKPOINT_NAME)
+    with pytest.raises(utils.InferenceServerException, match="'config'"):
+        client.load_model(CHECKPOINT_NAME, headers=admin, config="{}")
+    with pytest.raises(utils.InferenceServerException, match="never unloaded"):
+        client.unload_model(CHECKPOINT_NAME, headers=admin)

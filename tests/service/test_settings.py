@@ -50,6 +50,8 @@ DEFAULTS: dict[str, Any] = {
     "scaled_decode": True,
     "api_keys": (),
     "key_max_requests": 0,
+    "admin_key": None,
+    "checkpoint_folder": None,
     "page": True,
     "metrics_public": True,
     "recent_ttl": 600,
@@ -110,6 +112,8 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("scaled_decode", "false", False),
     ("api_keys", "one, two,", ("one", "two")),
     ("key_max_requests", "7", 7),
+    ("admin_key", "admin", "admin"),
+    ("checkpoint_folder", "/checkpoints", "/checkpoints"),
     ("page", "false", False),
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
@@ -192,6 +196,12 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     return vars(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize("key", ["two", ""])
+def test_the_admin_key_is_a_key_that_no_other_caller_has(key: str) -> None:
+    with pytest.raises(SettingsError, match=r"^VIT_ADMIN_KEY=\*\*\*: expected a key"):
+        load_settings({"api_keys": "one,name:two", "admin_key": key})
 
 
 def test_defaults_are_the_documented_ones() -> None:

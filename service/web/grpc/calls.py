@@ -134,7 +134,7 @@ class Calls:
             if not public:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
             with self._guard.request(key) if key is not None else nullcontext():
-                answer = await method(self._pipeline, call)
+                answer = await method(self._pipeline.pinned(), call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK
             return answer

@@ -67,7 +67,7 @@ def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") ->
 async def server_description(pipeline: Pipeline, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
-    return _encode(server_metadata(importlib.metadata.version("vitserve")), ServerMetadataResponse())
+    return _encode(server_metadata(importlib.metadata.version("vitserve"), swaps=False), ServerMetadataResponse())
 
 
 async def model_description(pipeline: Pipeline, call: Call) -> bytes:

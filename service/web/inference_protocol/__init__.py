@@ -8,6 +8,9 @@ from typing import Final
 EXTENSIONS: Final = ("binary_tensor_data", "classification", "model_configuration", "statistics")
 """https://github.com/triton-inference-server/server/tree/main/docs/protocol; what is not served is not named."""
 
+REPOSITORY_EXTENSION: Final = "model_repository"
+"""Named where the checkpoint can be swapped."""
+
 VERSION: Final = "1"
 """The one version that a model has here."""
 

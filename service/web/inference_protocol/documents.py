@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
-from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, VERSION
-from service.web.inference_protocol.inference import picture_shape
+from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
@@ -22,9 +21,18 @@ _REQUESTS: Final = (
 )
 
 
-def server_metadata(version: str) -> dict[str, Any]:
-    """Return the metadata of the server."""
-    return {"name": "vitserve", "version": version, "extensions": list(EXTENSIONS)}
+def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
+    """Return the metadata of a server that swaps its model on demand, or does not."""
+    extensions = [*EXTENSIONS, REPOSITORY_EXTENSION] if swaps else list(EXTENSIONS)
+    return {"name": "vitserve", "version": version, "extensions": extensions}
+
+
+def repository_index(info: ModelInfo) -> list[dict[str, str]]:
+    """Return the models of the repository, of which there is one.
+
+    https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+    """
+    return [{"name": info.name, "version": VERSION, "state": "READY", "reason": ""}]
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
     rows, columns = info.config.grid
-    inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *picture_shape(info)])}
+    inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
     outputs = {
         "label": ("BYTES", [-1, -1]),
         "index": ("INT64", [-1, -1]),

@@ -34,11 +34,6 @@ _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
 }
 
 
-def picture_shape(info: ModelInfo) -> tuple[int, int, int]:
-    """Return the rows, columns and channels of one element of the input `pixels`."""
-    return (*info.preprocess.size, len(info.preprocess.mean))
-
-
 @dataclass(frozen=True)
 class Inputs:
     """The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
@@ -89,7 +84,7 @@ def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info:
             raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
         return Inputs(bytes_elements(tensor, data), None)
     if tensor.name == "pixels":
-        shape = list(picture_shape(info))
+        shape = list(info.input_shape)
         if tensor.datatype != "UINT8" or tensor.shape[1:] != shape:
             raise InvalidParameter(f"input 'pixels' is UINT8 of shape [N, {', '.join(map(str, shape))}]")
         return Inputs(None, uint8_elements(tensor, data))

@@ -116,10 +116,11 @@ class KeptPictureQuery(AttentionQuery):
 @router.get("/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504))
 async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still kept."""
+    picture = await pipeline_of(request).pictures.get(query.id)
+    # Only now: while the picture came, another model may have taken over.
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    picture = await pipeline.pictures.get(query.id)
-    if picture is None:
+    if picture is None or picture.pixels.shape != pipeline.model().input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
         answer = _answer(pipeline, query, map_requests, picture, pipeline.deadline(request), image_id=query.id)

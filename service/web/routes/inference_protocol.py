@@ -57,7 +57,8 @@ def _model(request: Request) -> ModelInfo:
 @router.get("")
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
-    return _json(server_metadata(importlib.metadata.version("vitserve")))
+    swaps = pipeline_of(request).settings.admin_key is not None
+    return _json(server_metadata(importlib.metadata.version("vitserve"), swaps=swaps))
 
 
 @router.get("/health/live")

@@ -193,5 +193,6 @@ def test_a_service_is_a_supervisor_of_all_its_processes_and_leaves_nothing_behin
     monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     assert run.run_cluster(settings, lambda _: (FakePredictor(), model_info())) == 6
-    assert seen == [["worker 0", "worker 1"], ["engine cuda:0", "engine cuda:1"]]
+    first = ["engine cuda:0", "engine cuda:1"]
+    assert seen == [["worker 0", "worker 1"], [*first, *(f"{name} of the second group" for name in first)]]
     assert list(tmp_path.iterdir()) == []

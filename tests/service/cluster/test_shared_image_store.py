@@ -103,6 +103,20 @@ def test_an_expired_picture_is_overwritten(file: SharedFile) -> None:
     assert bytes([77] * 100) not in file.read(0, 10 * CELL)
 
 
+def test_a_picture_of_another_size_begins_the_ring_anew_and_frees_the_old_ones(kept: Kept, file: SharedFile) -> None:
+    old = [put(kept.one, picture(77)) for _ in range(4)]
+    large_one = picture(5, rows=200)
+    new = put(kept.two, large_one)
+    assert [kept.one.get(image_id) for image_id in old] == [None] * 4
+    found = kept.one.get(new)
+    assert found is not None
+    assert same(found, large_one)
+    assert kept.one.usage() == (1, 2 * CELL, 0)
+    assert bytes([77] * 100) not in file.read(0, 10 * CELL)
+    back = [put(kept.two, picture(6)) for _ in range(6)]
+    assert [kept.one.get(image_id) is not None for image_id in [new, *back]] == [False, False, *[True] * 5]
+
+
 class CountingFile(SharedFile):
     """Counts the bytes that change while the lock is held."""
 

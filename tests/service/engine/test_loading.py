@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from model.errors import CheckpointError, DeviceError
 from service.engine import loading
@@ -121,3 +122,18 @@ def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
     with pytest.raises(CheckpointError):
         load_predictor(load_settings({}))
     assert os.environ["OMP_WAIT_POLICY"] == used
+
+
+def test_a_model_that_is_loaded_later_has_as_many_threads_and_streams_as_the_first() -> None:
+    threads = torch.get_num_threads()
+    loading._torchs_threads.cache_clear()
+    settings = load_settings({"device": "cpu", "backend": "torch"})
+    try:
+        torch.set_num_threads(2)
+        load_predictor(settings)
+        torch.set_num_threads(1)  # what a batch is given that is computed beside another
+        later, _ = load_predictor(settings)
+    finally:
+        torch.set_num_threads(threads)
+        loading._torchs_threads.cache_clear()
+    assert later.streams == 2

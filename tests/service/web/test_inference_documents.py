@@ -29,11 +29,12 @@ INFO = model_info(
 
 
 def test_metadata() -> None:
-    assert server_metadata("1.2") == {
+    assert server_metadata("1.2", swaps=False) == {
         "name": "vitserve",
         "version": "1.2",
         "extensions": ["binary_tensor_data", "classification", "model_configuration", "statistics"],
     }
+    assert server_metadata("1.2", swaps=True)["extensions"][-1] == "model_repository"
     assert model_metadata(INFO) == {
         "name": "fake",
         "versions": ["1"],

@@ -110,12 +110,12 @@ PAIR = memoryview(elements(b"", b""))
 
 
 def test_a_request_has_at_most_so_many_pictures_and_not_none() -> None:
-    assert len(read_inputs(InferenceHeader([image(2, size=8)]), PAIR, model_info(), limit=2)) == 2
-    assert len(read_inputs(InferenceHeader([image(2, 1, size=8)]), PAIR, model_info(), limit=2)) == 2
+    assert len(read_inputs(InferenceHeader([image(2, size=8)]), {"image": PAIR}, model_info(), limit=2)) == 2
+    assert len(read_inputs(InferenceHeader([image(2, 1, size=8)]), {"image": PAIR}, model_info(), limit=2)) == 2
     with pytest.raises(InvalidParameter, match=r"shape \[N\]"):
-        read_inputs(InferenceHeader([image(1, 2, size=8)]), PAIR, model_info(), limit=2)
+        read_inputs(InferenceHeader([image(1, 2, size=8)]), {"image": PAIR}, model_info(), limit=2)
     with pytest.raises(TooManyImages, match="3 pictures: at most 2"):
-        read_inputs(InferenceHeader([image(3, size=8)]), PAIR, model_info(), limit=2)
+        read_inputs(InferenceHeader([image(3, size=8)]), {"image": PAIR}, model_info(), limit=2)
     check_count(Inputs([bytearray()] * 2, None), 2)
     check_count(Inputs([bytearray()], None), 1)
     with pytest.raises(TooManyImages):

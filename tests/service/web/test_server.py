@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -19,6 +20,7 @@ from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.server import Server, stop_signals
+from service.web.terminal import Terminal
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, Clock, app, until
 from tests.service.web.listening import GET
@@ -293,6 +295,40 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
     assert [message for message in caplog.messages if "again" in message] == [
         f"{signal.Signals(code - 128).name} again: ending at once" for code in codes
     ]
+
+
+@on_a_loop
+async def test_a_hang_up_that_is_taken_as_another_wish_does_not_drain(ended: list[int]) -> None:
+    service = app(port=0, drain_delay=600)
+    taken: list[bool] = []
+
+    def hung_up() -> bool:
+        taken.append(True)
+        return True
+
+    async with started(service) as server:
+        server._on_hang_up = hung_up
+        os.kill(os.getpid(), HUP)
+        await until(lambda: taken == [True])
+        assert not service.lifecycle.draining
+        os.kill(os.getpid(), TERM)
+        await until(lambda: service.lifecycle.draining)
+        os.kill(os.getpid(), HUP)
+        await asyncio.sleep(0.001)
+        assert server._drain is not None
+        server._drain.cancel()
+    assert (taken, ended) == ([True], [])
+
+
+def test_a_terminal_that_was_closed_is_told_from_none_and_from_one_that_is_open() -> None:
+    ours, its = os.openpty()
+    with Path(os.devnull).open() as nothing:
+        terminal = Terminal((its, nothing.fileno()))
+        assert not Terminal((nothing.fileno(),)).was_closed()
+    assert not terminal.was_closed()
+    os.close(ours)
+    assert terminal.was_closed()
+    os.close(its)
 
 
 def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:

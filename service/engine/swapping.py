@@ -1,0 +1,190 @@
+"""Swapping the model of a running service: the next one is loaded beside the old one, and takes over when it is warm.
+
+A request belongs to one generation from its head to its answer: the engine, and with it labels, input size and
+preprocessing. The old engine goes on for the requests that began with it, on batches of their own, and is closed when
+the last of them has ended.
+
+    load(checkpoint) --> next engine: read, check, warm up --> current = next --> requests of the old one end --> close
+                           fails: CheckpointRefused, and the old one goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from service.engine.base import Engine, replicas
+from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
+
+logger = logging.getLogger("vitserve")
+
+UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
+
+
+class Generation:
+    """One model that is served, and how many requests it answers.
+
+    Args:
+        engine: computes it.
+        on_count: called with the number of requests whenever it changes.
+    """
+
+    def __init__(self, engine: Engine, on_count: Callable[[int], None] = lambda count: None) -> None:
+        self.engine = engine
+        self.requests = 0
+        self._on_count = on_count
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Keep the engine until the context ends, whatever takes over meanwhile."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self.requests += change
+        self._on_count(self.requests)
+
+
+class Swappable(Engine, Protocol):
+    """An engine whose model can be swapped."""
+
+    current: Generation
+    """What requests that begin now belong to."""
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Load a checkpoint, None the configured one, and return when requests that begin are answered by it.
+
+        Raises:
+            CheckpointRefused: it cannot be served; the old one goes on.
+            SwapUnderWay: another one is being loaded.
+            EngineUnavailable: no model is ready yet.
+        """
+
+
+class CurrentEngine:
+    """The engine of the current generation, as an engine; see `service.engine.base.Engine`."""
+
+    current: Generation
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Return the engines that compute the current model."""
+        return replicas(self.current.engine)
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Return the description of the current model, or None before it is loaded."""
+        return self.current.engine.info
+
+    @property
+    def status(self) -> EngineStatus:
+        """Return the current engine's status."""
+        return self.current.engine.status
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the current engine takes images."""
+        return self.current.engine.ready
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        """Return the result of an image that was prepared for the current model; see `Engine.infer`."""
+        return await self.current.engine.infer(request, timeout=timeout)
+
+
+class LocalSwap(CurrentEngine):
+    """Swaps engines of this process.
+
+    Args:
+        make: returns an engine that is to load a checkpoint, None the configured one, and is not started yet.
+        on_retired: called when an old engine is closed and forgotten.
+    """
+
+    def __init__(self, make: Callable[[str | None], Engine], on_retired: Callable[[], None] = lambda: None) -> None:
+        self._make = make
+        self._on_retired = on_retired
+        self._on_change: Callable[[], None] = lambda: None
+        self._idle = asyncio.Event()
+        self._swap: asyncio.Task[None] | None = None
+        self._retirement: asyncio.Task[None] | None = None
+        self._engines: list[Engine] = []
+        self.current = self._generation(None)
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading the configured checkpoint; see `Engine.start`."""
+        self._on_change = on_change
+        self._start(self.current, lambda: None)
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Load a checkpoint and let it take over; see `Swappable.load`. A caller who leaves does not end it."""
+        await asyncio.shield(self._begin(checkpoint))
+
+    def reload(self) -> None:
+        """Begin to load the configured checkpoint as it is now; the log says what becomes of it."""
+        try:
+            self._begin(None)
+        except ServiceError as error:
+            logger.warning("not reloaded: %s", error)
+
+    def _begin(self, checkpoint: str | None) -> asyncio.Task[None]:
+        if self._swap is not None:
+            raise SwapUnderWay(UNDER_WAY)
+        if not self.ready:
+            raise EngineUnavailable(self.status.reason)
+        logger.info("loading %s beside the model that is served", checkpoint or "the configured checkpoint")
+        self._swap = asyncio.create_task(self._load(checkpoint))
+        self._swap.add_done_callback(self._loaded)
+        return self._swap
+
+    async def close(self) -> None:
+        """Close all engines."""
+        for task in (self._swap, self._retirement):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    def _generation(self, checkpoint: str | None) -> Generation:
+        engine = self._make(checkpoint)
+        self._engines.append(engine)
+        return Generation(engine, lambda count: None if count else self._idle.set())
+
+    def _start(self, generation: Generation, changed: Callable[[], None]) -> None:
+        def on_change() -> None:
+            changed()
+            if generation is self.current:
+                self._on_change()
+
+        generation.engine.start(on_change)
+
+    async def _load(self, checkpoint: str | None) -> None:
+        if self._retirement is not None:  # there are never three models in memory
+            await self._retirement
+        changed, following = asyncio.Event(), self._generation(checkpoint)
+        self._start(following, changed.set)
+        await changed.wait()
+        if not following.engine.ready:
+            self._engines.remove(following.engine)
+            raise CheckpointRefused(following.engine.status.reason)
+        previous, self.current = self.current, following
+        self._on_change()
+        self._retirement = asyncio.create_task(self._retire(previous))
+
+    def _loaded(self, swap: asyncio.Task[None]) -> None:
+        self._swap = None
+        if not swap.cancelled() and (error := swap.exception()) is not None:
+            logger.error("the next checkpoint is refused, and the old one goes on: %s", error)
+
+    async def _retire(self, generation: Generation) -> None:
+        while generation.requests:
+            self._idle.clear()
+            await self._idle.wait()
+        await generation.engine.close()
+        self._engines.remove(generation.engine)
+        self._on_retired()
+        logger.info("the old model is closed, and its memory is free")

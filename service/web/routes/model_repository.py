@@ -1,0 +1,143 @@
+"""The protocol's model repository under /v2/repository: the one model is listed, and its checkpoint is swapped.
+
+Loading takes the admin key, and no other: whoever has it decides what is served.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.engine.swapping import Swappable
+from service.errors import (
+    Forbidden,
+    InvalidParameter,
+    MalformedRequest,
+    NotFound,
+    RequestTimeout,
+    Unauthorized,
+)
+from service.settings import Settings
+from service.web.inference_protocol.documents import repository_index
+from service.web.keys import bearer_token
+from service.web.pipeline import Pipeline, pipeline_of
+from service.web.routes.endpoint import Endpoint
+from service.web.upload import read_whole
+
+# The protocol has an OpenAPI document of its own, so these routes are not in ours.
+router = APIRouter(prefix="/v2/repository", include_in_schema=False, route_class=Endpoint)
+
+_MAX_BODY: Final = 64 << 10
+_MAX_PATH: Final = 4000
+
+
+class _Body(msgspec.Struct):
+    """The body of a request; the protocol allows any parameters."""
+
+    ready: bool = False
+    parameters: dict[str, Any] = {}
+
+
+@router.post("/index")
+async def v2_repository_index(request: Request) -> Response:
+    """List the models, of which there is one; it is ready."""
+    await _read(request)
+    return _json(repository_index(pipeline_of(request).model()))
+
+
+@router.post("/models/{name:path}/load")
+async def v2_load(request: Request) -> Response:
+    """Load a checkpoint beside the one that is served, and answer when it has taken over."""
+    pipeline = pipeline_of(request)
+    _require_admin(request, pipeline.settings)
+    _require_name(request, pipeline)
+    checkpoint = _checkpoint(await _read(request), pipeline.settings)
+    pipeline.lifecycle.check()
+    await _swappable(request).load(checkpoint)
+    return _json(repository_index(pipeline_of(request).model())[0])
+
+
+@router.post("/models/{name:path}/unload")
+async def v2_unload(request: Request) -> Response:
+    """Refuse: raises `Forbidden`. A service without a model would answer nobody."""
+    pipeline = pipeline_of(request)
+    _require_admin(request, pipeline.settings)
+    _require_name(request, pipeline)
+    raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
+
+
+def _json(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _require_admin(request: Request, settings: Settings) -> None:
+    """Raise `Forbidden` if nobody may load, `Unauthorized` without the admin key."""
+    if settings.admin_key is None:
+        raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
+    expected = settings.admin_key.get_secret_value().encode()
+    if not hmac.compare_digest(bearer_token(request.headers.get("authorization", "")) or b"", expected):
+        raise Unauthorized("the admin key is needed: Authorization: Bearer KEY")
+
+
+def _require_name(request: Request, pipeline: Pipeline) -> None:
+    """Raise `NotFound` if the path names another model than the one that is served."""
+    name, info = request.path_params["name"], pipeline.model()
+    if name != info.name:
+        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
+
+
+def _swappable(request: Request) -> Swappable:
+    engine: Any = request.app.state.pipeline.engine
+    if not hasattr(engine, "load"):
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
+    swappable: Swappable = engine
+    return swappable
+
+
+async def _read(request: Request) -> _Body:
+    """Return the body, which may be empty.
+
+    Raises:
+        MalformedRequest: it is not JSON, or its fields are not what the protocol says.
+        RequestTimeout: it did not arrive in time.
+    """
+    try:
+        async with asyncio.timeout(pipeline_of(request).deadline(request).remaining()):
+            body = await read_whole(request.headers, request.receive, _MAX_BODY)
+        return msgspec.json.decode(body or b"{}", type=_Body)
+    except TimeoutError:
+        raise RequestTimeout("the body did not arrive in time") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRequest(f"the body is not what the protocol says: {error}") from None
+
+
+def _checkpoint(body: _Body, settings: Settings) -> str | None:
+    """Return the checkpoint that is asked for, None for the configured one.
+
+    Raises:
+        InvalidParameter: there is another parameter, or this one is no path.
+        Forbidden: it does not lie below the folder of the settings.
+    """
+    unknown = next((name for name in body.parameters if name != "checkpoint"), None)
+    if unknown is not None:
+        raise InvalidParameter(f"parameter {unknown!r:.50}: there is 'checkpoint' only")
+    given = body.parameters.get("checkpoint")
+    if given is None:
+        return None
+    if not isinstance(given, str) or not 0 < len(given.encode()) <= _MAX_PATH or not given.isprintable():
+        raise InvalidParameter("parameter 'checkpoint': expected a path")
+    if settings.checkpoint_folder is None:
+        raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
+    folder = Path(settings.checkpoint_folder).resolve()
+    path = (folder / given).resolve()
+    if not path.is_relative_to(folder):
+        raise Forbidden(f"checkpoint {given!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
+    return str(path)

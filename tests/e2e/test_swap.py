@@ -1,0 +1,172 @@
+"""The checkpoint is swapped under load: each answer is wholly of one model, and none is missing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from model.checkpoint import load_checkpoint
+from model.images.preprocess import preprocess
+from model.runtime.predictor import Predictor
+from tests.e2e.checkpoints import write_checkpoint
+from tests.e2e.processes import Processes
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client, problem
+from tests.launcher import PATIENCE, until
+
+pytestmark = pytest.mark.timeout(300)  # engines start many times
+
+OTHER_NAME, OTHER_LABELS, OTHER_SIZE = "other", tuple(f"another {i}" for i in range(7)), (SIZE + 8, SIZE)
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Path) -> Path:
+    """Two checkpoints of different labels and input sizes, and one that is broken."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(checkpoint, folder / CHECKPOINT_NAME)
+    (folder / OTHER_NAME).mkdir()
+    write_checkpoint(folder / OTHER_NAME, OTHER_NAME, OTHER_SIZE, OTHER_LABELS, seed=8)
+    shutil.copytree(checkpoint, folder / "broken")
+    (folder / "broken" / "model.safetensors").write_bytes(bytes(100))
+    return folder
+
+
+class Models:
+    """What each of the two models says of each picture."""
+
+    def __init__(self, pictures: Pictures, folder: Path) -> None:
+        predictor = Predictor(load_checkpoint(str(folder / OTHER_NAME)), device="cpu", backend="torch", dtype="float32")
+        scores = np.zeros((len(pictures), len(OTHER_LABELS)), np.float32)
+        for index, file in enumerate(pictures.files):
+            pixels = preprocess(file, predictor.checkpoint.preprocess)
+            prediction = predictor.predict(pixels[np.newaxis], top_k=len(OTHER_LABELS))
+            scores[index, prediction.indices[0]] = prediction.scores[0]
+        self._pictures = {CHECKPOINT_NAME: pictures, OTHER_NAME: Pictures(pictures.files, scores)}
+        self._labels = {CHECKPOINT_NAME: LABELS, OTHER_NAME: OTHER_LABELS}
+        self._grids = {CHECKPOINT_NAME: [4, 4], OTHER_NAME: [6, 4]}
+
+    def check(self, index: int, document: dict[str, Any]) -> str:
+        """The name of the model that an answer is wholly of."""
+        name: str = document["model"]
+        self._pictures[name].check(index, document)
+        labels = self._labels[name]
+        assert all(found["label"] == labels[found["index"]] for found in document["predictions"])
+        assert "attention" not in document or document["attention"]["grid"] == self._grids[name]
+        return name
+
+
+class Load:
+    """Callers that ask all the time."""
+
+    def __init__(self, server: Served, pictures: Pictures, models: Models, callers: int = 4) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[object] = []
+        self._server, self._pictures, self._models = server, pictures, models
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(callers)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        with client(self._server.url, verify=False) as own:
+            while not self._stop.wait(0.02):  # leave the next model some of the processor
+                try:
+                    self._ask(own, next(self._numbers))
+                except (AssertionError, httpx.HTTPError, KeyError) as error:
+                    self.wrong.append(error)
+                    return
+
+    def _ask(self, own: httpx.Client, number: int) -> None:
+        index = number % len(self._pictures)
+        answer = own.post(f"/classify?attention={str(number % 3 == 0).lower()}", content=self._pictures.files[index])
+        assert answer.status_code == 200, answer.text
+        document = answer.json()
+        self.outcomes[self._models.check(index, document)] += 1
+        if number % 10 == 0:
+            kept = own.get("/attention", params={"id": document["id"], "format": "json"})
+            assert kept.status_code == 200 or problem(kept) == (404, "not_found")
+
+    def more(self, name: str, answers: int = 30) -> None:
+        """Until so many more were answered by the model of this name."""
+        goal = self.outcomes[name] + answers
+        until(lambda: bool(self.wrong) or self.outcomes[name] >= goal)
+
+    def stop(self) -> Counter[str]:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert self.wrong == []
+        return self.outcomes
+
+
+def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
+    path, body = f"/v2/repository/models/{served}/load", {"parameters": {"checkpoint": checkpoint}}
+    return server.client.post(path, json=body, headers=ADMIN)
+
+
+def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Counter[str]:
+    """Swap under load, the last time for a checkpoint that is refused; which model answered how often."""
+    names = [CHECKPOINT_NAME, OTHER_NAME]
+    running = Load(server, pictures, Models(pictures, folder))
+    try:
+        running.more(CHECKPOINT_NAME)
+        for swap in range(swaps):
+            served, following = names[swap % 2], names[(swap + 1) % 2]
+            assert load(server, served, following).status_code == 200
+            # Whoever asks from now on is answered by it, by whichever worker.
+            assert {server.get("/model").json()["name"] for _ in range(3)} == {following}
+            running.more(following)
+        served = names[swaps % 2]
+        refused = load(server, served, "broken")
+        assert refused.status_code == 422
+        assert "broken" in refused.json()["error"]
+        running.more(served)
+    finally:
+        running._stop.set()
+    return running.stop()
+
+
+def reload(server: Served) -> None:
+    """Let it go back to the configured checkpoint."""
+    server.process.process.send_signal(signal.SIGHUP)
+    until(lambda: server.get("/model").json()["name"] == CHECKPOINT_NAME)
+    assert server.metric("vit_model_info", model=CHECKPOINT_NAME) == 1
+    assert server.metric("vit_model_info", model=OTHER_NAME) == 0
+
+
+def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
+    serve: Serve, pictures: Pictures, folder: Path
+) -> None:
+    server = serve(checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin")
+    outcomes = in_turns(server, pictures, folder, swaps=4)
+    assert outcomes.total() > 6 * 30
+    assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
+    reload(server)
+    assert server.process.terminate() == 0
+    assert "Traceback" not in server.log
+
+
+def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_back_with_what_is_served(
+    serve: Serve, pictures: Pictures, folder: Path
+) -> None:
+    server = serve(workers=2, checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin")
+    in_turns(server, pictures, folder, swaps=1)
+    until(lambda: len(Processes(server).all) == 3)  # the engines that do not serve have ended
+    os.kill(Processes(server).engine, signal.SIGKILL)
+    until(lambda: server.get("/readyz").status_code == 503)
+    until(lambda: server.get("/readyz").status_code == 200)
+    assert server.get("/model").json()["name"] == OTHER_NAME
+    reload(server)
+    assert server.process.terminate() == 0
+    assert "Traceback" not in server.log

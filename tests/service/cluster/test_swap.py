@@ -1,0 +1,250 @@
+"""The supervisor's part in a swap, without processes and without waiting."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from service.cluster.supervisor import TRY_AGAIN, Child, Supervisor
+from service.cluster.swap import Swap
+from service.cluster.swap_board import SwapBoard, Verdict
+from service.engine.swapping import UNDER_WAY
+from tests.service.cluster.fake_system import FakeSystem
+
+STOP = signal.SIGUSR1
+
+
+@dataclass
+class Service:
+    """Two devices and two workers under a supervisor; engines are ready when a test says so."""
+
+    system: FakeSystem = field(default_factory=FakeSystem)
+    board: SwapBoard = field(default_factory=lambda: SwapBoard("configured", workers=2))
+    running: set[str] = field(default_factory=lambda: {"worker 0", "worker 1", "a0", "a1"})
+    refusal: str = ""
+    begun: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    woken: int = 0
+
+    def __post_init__(self) -> None:
+        self.groups = [[self._child(f"{group}{device}", STOP) for device in (0, 1)] for group in "ab"]
+        for child in self.groups[1]:
+            child.spare, child.start_at = True, None
+
+    def _child(self, name: str, stop: signal.Signals) -> Child:
+        return Child(
+            name,
+            main=lambda: 0,
+            stop=stop,
+            is_running=lambda: name in self.running,
+            beats=lambda: self.system.beats_of(name),
+            on_death=lambda: self.running.discard(name),
+        )
+
+    def take_over(self) -> None:
+        self.woken += 1
+
+    def hung_up(self) -> bool:
+        self.swap.reload()
+        return True
+
+    def at(self, seconds: float, *events: Callable[[], object]) -> None:
+        def event() -> list[int]:
+            for each in events:
+                each()
+            return [STOP]
+
+        self.system.at(seconds, event)
+
+    def ready(self, *names: str) -> Callable[[], None]:
+        return lambda: self.running.update(names)
+
+    def asks(self, checkpoint: str, worker: int = 0) -> Callable[[], int]:
+        return lambda: self.board.ask(worker, checkpoint)
+
+    def adopts(self, generation: int = 1) -> Callable[[], None]:
+        def adopt() -> None:
+            for worker in (0, 1):
+                self.board.adopt(worker, generation)
+
+        return adopt
+
+    def answers(self, ticket: int = 1, worker: int = 0) -> tuple[Verdict, str] | None:
+        return self.board.answer(worker, ticket)
+
+    def run(self, until: float) -> int:
+        self.swap = Swap(
+            self.board,
+            self.groups,
+            self.system,
+            checkpoint="configured",
+            serving=lambda: np.array([True, True]),
+            refusal=lambda group: self.refusal,
+            on_begin=self.begun.append,
+            on_take_over=self.take_over,
+            on_end=self.ended.append,
+        )
+        self.system.signal_at(until, signal.SIGTERM)
+        code = Supervisor(
+            [self._child(f"worker {index}", signal.SIGTERM) for index in (0, 1)],
+            [child for group in self.groups for child in group],
+            self.system,
+            drain_timeout=20,
+            on_tick=self.swap.tick,
+            on_drain=self.swap.abandon,
+            on_hang_up=self.hung_up,
+        ).run()
+        assert self.system.alive == {}
+        return code
+
+    def started(self) -> list[tuple[int, str]]:
+        """Seconds and names of the engines that were started after the service."""
+        return [(round(seconds), name) for seconds, name in self.system.spawned if seconds]
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_ones_end(service: Service) -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        seen.append((service.board.generation, service.answers(), [name for _, name, _ in service.system.sent]))
+
+    service.at(10, service.asks("next"), lambda: service.board.count(1, 0, 3))
+    service.at(11, service.ready("b0"))
+    service.at(12, look)
+    service.at(13, service.ready("b1"))
+    service.at(14, look, service.adopts())
+    service.at(15, look, lambda: service.board.count(1, 0, 0))
+    service.at(17, look)
+    assert service.run(60) == 0
+    assert service.started() == [(10, "b0"), (10, "b1")]
+    assert service.board.checkpoints[1].read() == "next"
+    served = (Verdict.SERVED, "")
+    assert seen == [(0, None, []), (1, None, []), (1, served, []), (1, served, ["a0", "a1"])]
+    assert service.system.sent_to("a0")[0][1] == STOP
+    assert (service.begun, service.ended, service.woken) == ([1], [0], 1)
+
+
+def test_an_engine_that_cannot_serve_the_checkpoint_leaves_the_old_ones_serving(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.at(10, service.asks("bad"))
+    service.at(11, service.ready("b0"))
+    service.at(12, lambda: setattr(service, "refusal", "bad: weights are missing"))
+    service.at(13, lambda: setattr(service, "refusal", ""), service.asks("good"))
+    service.at(15, service.ready("b0", "b1"))
+    service.at(17, service.adopts())
+    assert service.run(60) == 0
+    assert service.answers(1) is None  # the second ticket is answered
+    assert service.answers(2) == (Verdict.SERVED, "")
+    assert service.started() == [(10, "b0"), (10, "b1"), (13, "b0"), (13, "b1")]
+    assert "the next checkpoint is refused, and the old one goes on: bad: weights are missing" in caplog.messages
+    assert (12, "b0", signal.SIGKILL) in [(round(seconds), name, sent) for seconds, name, sent in service.system.sent]
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_an_engine_that_ends_before_it_is_ready_is_a_refusal_and_not_the_services_end(
+    code: int, service: Service
+) -> None:
+    service.at(10, service.asks("bad"))
+    service.system.end_at(12, "b1", code)
+    assert service.run(60) == 0
+    assert service.answers() == (Verdict.REFUSED, "an engine ended before it was ready")
+    assert service.board.generation == 0
+    assert service.system.time >= 1060
+
+
+def test_an_engine_that_goes_about_it_otherwise_is_started_again_meanwhile(service: Service) -> None:
+    service.at(10, service.asks("next"))
+    service.system.end_at(12, "b1", TRY_AGAIN)
+    service.at(14, service.ready("b0", "b1"))
+    service.at(15, service.adopts())
+    assert service.run(60) == 0
+    assert service.started() == [(10, "b0"), (10, "b1"), (12, "b1")]
+    assert service.answers() == (Verdict.SERVED, "")
+
+
+def test_of_two_requests_at_once_the_second_is_told_so(service: Service) -> None:
+    service.at(10, service.asks("next"))
+    service.at(11, service.asks("another", worker=1))
+    service.at(13, service.ready("b0", "b1"))
+    service.at(14, service.adopts())
+    assert service.run(60) == 0
+    assert service.answers(worker=1) == (Verdict.UNDER_WAY, UNDER_WAY)
+    assert service.answers(worker=0) == (Verdict.SERVED, "")
+
+
+def test_a_request_while_old_engines_end_is_served_after_them(service: Service) -> None:
+    service.at(10, service.asks("second"), lambda: service.board.count(0, 0, 1))
+    service.at(11, service.ready("b0", "b1"))
+    service.at(12, service.adopts())
+    service.at(14, service.asks("third", worker=1))
+    service.at(20, lambda: service.board.count(0, 0, 0))
+    service.at(24, service.ready("a0", "a1"))
+    service.at(26, service.adopts(2))
+    assert service.run(60) == 0
+    assert [(round(seconds), name) for seconds, name in service.started()][2:] in (
+        [(20, "a0"), (20, "a1")],
+        [(21, "a0"), (21, "a1")],
+    )
+    assert service.board.checkpoints[0].read() == "third"
+    assert service.answers(worker=1) == (Verdict.SERVED, "")
+
+
+def test_a_hang_up_loads_the_configured_checkpoint_again(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service.board.checkpoints[1].write("")
+    service.system.signal_at(10, signal.SIGHUP)
+    service.at(12, service.ready("b0", "b1"))
+    service.at(13, service.adopts())
+    assert service.run(60) == 0
+    assert service.board.checkpoints[1].read() == "configured"
+    assert service.board.generation == 1
+    assert "SIGHUP: draining" not in caplog.messages
+
+
+def test_after_a_swap_the_engines_that_serve_are_started_again_and_the_others_are_not(service: Service) -> None:
+    service.at(10, service.asks("next"), lambda: service.board.count(0, 0, 1))
+    service.at(11, service.ready("b0", "b1"))
+    service.at(12, service.adopts())
+    service.system.end_at(14, "a1", -11)
+    service.system.end_at(16, "b1", -9)
+    assert service.run(60) == 0
+    assert service.started() == [(10, "b0"), (10, "b1"), (16, "b1")]
+
+
+def test_an_old_engine_that_does_not_end_is_killed(service: Service) -> None:
+    service.system.stubborn = {"a1"}
+    service.at(10, service.asks("next"))
+    service.at(11, service.ready("b0", "b1"))
+    service.at(12, service.adopts())
+    assert service.run(60) == 0
+    [(_, first), (killed, second)] = service.system.sent_to("a1")
+    assert (first, second) == (STOP, signal.SIGKILL)
+    assert 42 <= killed <= 45
+    assert service.ended == [0]
+
+
+def test_a_service_that_ends_while_it_loads_says_so_to_who_waits(service: Service) -> None:
+    service.at(10, service.asks("next"))
+    assert service.run(12) == 0
+    assert service.answers() == (Verdict.REFUSED, "the service is about to stop")
+
+
+def test_a_worker_that_ended_neither_holds_old_engines_nor_waits_for_a_checkpoint() -> None:
+    board = SwapBoard("configured", workers=2)
+    board.count(0, 0, 2)
+    board.count(1, 0, 3)
+    board.ask(1, "next")
+    board.forget_worker(1)
+    assert board.in_progress(0) == 2
+    assert board.requests() == []
