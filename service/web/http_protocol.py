@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
@@ -16,7 +17,7 @@ from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, Se
 from service.web.connections import Rank, make_room, watch_for_departure
 from service.web.early_refusal import EarlyRefusal
 from service.web.http_head import check_head, may_discard
-from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, answered_status, request_id_from
 from service.web.problems import problem_of
 from service.web.raw_answer import raw_answer
 from service.web.refusal_pace import RefusalPace
@@ -47,6 +48,8 @@ class HttpProtocol(HttpToolsProtocol):
     _offer = False
     """Whether this head asks to go on in another protocol."""
     _refused = False
+    _has_refused_early = False
+    """Whether a request of the bytes that are being parsed was."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -156,6 +159,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        self._has_refused_early = False
         rest = memoryview(data)
         try:
             while rest and not self._refused:
@@ -224,7 +228,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_refused_early(self) -> bool:
         """Answer a request that is refused whatever its body is; return whether it was."""
-        busy = self.cycle is not None and not self.cycle.response_complete
+        # Of requests that came at once only the first: thousands in one read would hold the event loop. The others
+        # wait for each other.
+        busy = self._has_refused_early or (self.cycle is not None and not self.cycle.response_complete)
         # A caller that does not read its answers is to wait for them.
         if self._refuse_early is None or busy or self.flow.write_paused:
             return False
@@ -233,6 +239,7 @@ class HttpProtocol(HttpToolsProtocol):
         if problem is None:
             return False
         self.transport.write(raw_answer(problem, request_id, self.server_state.default_headers))
+        self._has_refused_early = True
         self.server_state.total_requests += 1
         self._turn = next(_TURNS)
         self.cycle = RequestResponseCycle(
@@ -254,6 +261,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._turn = next(_TURNS)
+        self._unset_keepalive_if_required()  # set by one that was refused, and came together with this one
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -272,7 +280,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
             self.cycle.more_body = False
             self._stop_head_timer()
-            self._pace.refused(self, self.loop)
+            if answered_status(self.cycle.scope) in (None, HTTPStatus.SERVICE_UNAVAILABLE):
+                self._pace.refused(self, self.loop)
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
