@@ -34,6 +34,7 @@ from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
 from service.settings import Settings
 from service.web.documents import map_fields, region_document
+from service.web.inference_protocol.inference import picture_shape
 from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
@@ -117,9 +118,11 @@ class KeptPictureQuery(AttentionQuery):
 async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still kept."""
     pipeline = pipeline_of(request)
-    map_requests = _map_requests(query, pipeline.model())
+    info = pipeline.model()
+    map_requests = _map_requests(query, info)
     picture = await pipeline.pictures.get(query.id)
-    if picture is None:
+    # One that another replica keeps may be of another size: that of the model before an update.
+    if picture is None or picture.pixels.shape != picture_shape(info):
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
         answer = _answer(pipeline, query, map_requests, picture, pipeline.deadline(request), image_id=query.id)
