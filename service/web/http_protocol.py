@@ -24,6 +24,7 @@ from service.web.refusal_pace import RefusalPace
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
+_MAX_WAITING = 32  # requests that came before their answers; one read may hold thousands
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
@@ -38,9 +39,9 @@ class HttpProtocol(HttpToolsProtocol):
     ask and do not read.
 
     Broken framing of a body is reported to the request's handler, which answers it; anything else that is not HTTP is
-    answered here with a problem document, unless an earlier request still waits for its answer: that one goes
-    out, then the connection closes. A caller that offers another protocol is answered in this one; a tunnel
-    (CONNECT) is refused in the same way as what is not HTTP, with 405.
+    answered here with a problem document, unless earlier requests still wait for their answers: those go out, then the
+    connection closes, as it does when very many wait. A caller that offers another protocol is answered in this one; a
+    tunnel (CONNECT) is refused in the same way as what is not HTTP, with 405.
     """
 
     _overhead = 0
@@ -205,6 +206,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Stop the head's timer, unless the request asks for another protocol."""
         if self._refused:
             return
+        if len(self.pipeline) >= _MAX_WAITING:
+            self.send_400_response("too many requests before their answers")
+            raise httptools.HttpParserError("nothing more is parsed")
         self._offer = self.parser.should_upgrade()
         if self._offer:
             return
@@ -228,8 +232,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_refused_early(self) -> bool:
         """Answer a request that is refused whatever its body is; return whether it was."""
-        # Of requests that came at once only the first: thousands in one read would hold the event loop. The others
-        # wait for each other.
+        # Of requests that came at once only the first: thousands in one read would hold the event loop.
         busy = self._has_refused_early or (self.cycle is not None and not self.cycle.response_complete)
         # A caller that does not read its answers is to wait for them.
         if self._refuse_early is None or busy or self.flow.write_paused:
@@ -242,12 +245,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_refused_early = True
         self.server_state.total_requests += 1
         self._turn = next(_TURNS)
+        first = (self.scope, self.transport, self.flow, self.logger, self.access_logger)
         self.cycle = RequestResponseCycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
+            *first,
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
