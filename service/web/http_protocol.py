@@ -14,7 +14,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.web.connections import Rank, make_room, watch_for_departure
+from service.web.connections import Rank, make_room, rank_of, watch_for_departure
 from service.web.early_refusal import EarlyRefusal
 from service.web.http_head import check_head, may_discard
 from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, answered_status, request_id_from
@@ -86,14 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
     @property
     def rank(self) -> Rank | None:
         """See `service.web.connections.Connection`."""
-        cycle = self.cycle
-        if self.transport.is_closing():
-            return None
-        if cycle is None or cycle.response_complete:
-            return cycle is not None and not cycle.more_body, self._turn
-        # Refused, and reading on only so that the caller sees it.
-        refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
-        return (False, self._turn) if refused else None
+        return None if self.transport.is_closing() else rank_of(self.cycle, self._turn)
 
     def close(self) -> None:
         """Close the connection."""

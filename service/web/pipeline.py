@@ -37,6 +37,7 @@ from service.errors import (
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
+from service.web.connections import CRAWLS
 from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
@@ -180,6 +181,7 @@ class Pipeline:
     async def _receive(self, request: Request, upload: Upload, read: Callable[[Receive], Awaitable[T]]) -> T:
         """Return what `read` makes of the body, whose bytes and time are bounded."""
         started = self.clock()
+        request.scope[CRAWLS] = partial(self.receiving.crawls, upload.body)
 
         def give_way() -> None:
             if not time_limit.expired():

@@ -111,6 +111,10 @@ class Receiving:
         finally:
             self._arriving.pop(body, None)
 
+    def crawls(self, body: Body) -> bool:
+        """Return whether a body arrives more slowly than it must."""
+        return body in self._arriving and self._min_rate > 0 and body.paid_until < self._clock()
+
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive a moment ago, at most `most`."""
         since = self._clock() - PROMISE_SECONDS
@@ -140,8 +144,7 @@ class Receiving:
             self._give_way(min(crawling, key=lambda other: other.paid_until))
 
     def _crawling(self) -> list[Body]:
-        now = self._clock()
-        return [body for body in self._arriving if body.paid_until < now] if self._min_rate else []
+        return [body for body in self._arriving if self.crawls(body)]
 
     def _give_way(self, body: Body) -> None:
         body.gave_way = True
