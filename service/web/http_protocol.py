@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
@@ -273,7 +274,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
             self.cycle.more_body = False
             self._stop_head_timer()
-            if answered_status(self.cycle.scope) in (None, HTTPStatus.SERVICE_UNAVAILABLE):
+            # The application was not asked, or had no room either.
+            if answered_status(cast(Scope, self.cycle.scope)) in (None, int(HTTPStatus.SERVICE_UNAVAILABLE)):
                 self._pace.refused(self, self.loop)
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler

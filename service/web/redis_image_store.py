@@ -14,7 +14,7 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class RedisImageStore:
             return None
 
         async def find() -> ModelInput | None:
-            data = await self._redis.get(f"{self._prefix}picture:{image_id}")
+            data = cast(bytes | None, await self._redis.get(f"{self._prefix}picture:{image_id}"))
             if data is None:
                 return None
             rows, columns, channels, *region = _HEADER.unpack_from(data)
