@@ -73,22 +73,27 @@ async def read_files(
     if refusal is not None and declared:
         raise refusal
     reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
-    total = 0
-    async for chunk in _bounded(receive, limit):
-        total += len(chunk)
-        if refusal is None:
-            try:
-                reader.feed(chunk)
-            except MalformedRequest as error:
-                refusal = error
-        if refusal is not None and declared:
+    try:
+        total = 0
+        async for chunk in _bounded(receive, limit):
+            total += len(chunk)
+            if refusal is None:
+                try:
+                    reader.feed(chunk)
+                except MalformedRequest as error:
+                    refusal = error
+            if refusal is not None and declared:
+                raise refusal
+            # A body's size is checked before its form, and without a Content-Length only reading on shows it.
+        if not total:
+            raise MissingImage("the body is empty")
+        if refusal is not None:
             raise refusal
-        # A body's size is checked before its form, and without a Content-Length only reading on shows it.
-    if not total:
-        raise MissingImage("the body is empty")
-    if refusal is not None:
-        raise refusal
-    return reader.finish()
+        return reader.finish()
+    except BaseException:
+        # The error, and with it what its traceback holds, lives on while the rest of the body is read and thrown away.
+        reader.clear()
+        raise
 
 
 async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
@@ -105,10 +110,14 @@ async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearra
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the body as it is")
-    body = bytearray()
-    async for chunk in _bounded(receive, limit):
-        body += chunk
-    return body
+    reader = _RawBody()
+    try:
+        async for chunk in _bounded(receive, limit):
+            reader.feed(chunk)
+        return reader.body
+    except BaseException:
+        reader.clear()  # see `read_files`
+        raise
 
 
 def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
@@ -150,13 +159,16 @@ class _RawBody:
     """A body that is one file."""
 
     def __init__(self) -> None:
-        self._file = bytearray()
+        self.body = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        self._file += chunk
+        self.body += chunk
 
     def finish(self) -> list[UploadedFile]:
-        return [self._file]
+        return [self.body]
+
+    def clear(self) -> None:
+        self.body.clear()
 
 
 class _FormBody:
@@ -203,6 +215,11 @@ class _FormBody:
         if self._limits.files == 1 and isinstance(self._files[0], UploadTooLarge):
             raise self._files[0]
         return self._files
+
+    def clear(self) -> None:
+        for file in self._files:
+            if isinstance(file, bytearray):
+                file.clear()
 
     def _on_part_begin(self) -> None:
         self._field = None
