@@ -35,7 +35,7 @@ class Acceptor:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def accepted(self) -> None:
         """Look for more callers in the next turn: there was one."""

@@ -146,8 +146,9 @@ class RedisImageStore:
         except Exception as error:  # noqa: BLE001  what is no Redis, or keeps something else, fails in any way
             self._paused_until = self._clock() + _PAUSE_SECONDS
             self._failed()
-            # The error may quote what was answered, of any length and with line breaks.
-            logger.warning("kept pictures: Redis does not answer: %s", shortened(repr(error), _MAX_LOGGED))
+            # It may quote what was answered, of any length and with line breaks.
+            text = shortened(str(error) or type(error).__name__, _MAX_LOGGED).encode("unicode_escape").decode("ascii")
+            logger.warning("kept pictures: Redis does not answer: %s", text)
             return None
 
 
