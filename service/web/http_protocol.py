@@ -25,7 +25,7 @@ from service.web.refusal_pace import RefusalPace
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_MAX_WAITING = 32  # requests that came before their answers; one read may hold thousands
+_MAX_WAITING = 8  # requests that came before their answers; one read may hold thousands
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
