@@ -112,8 +112,13 @@ class Receiving:
             self._arriving.pop(body, None)
 
     def crawls(self, body: Body) -> bool:
-        """Return whether a body arrives more slowly than it must."""
-        return body in self._arriving and self._min_rate > 0 and body.paid_until < self._clock()
+        """Return whether a body that arrives has come more slowly than it must since it began, a moment aside.
+
+        For the room of its connection, which others need at once: there is no grace.
+        """
+        if body not in self._arriving or not self._min_rate:
+            return False
+        return body.began + body.size / self._min_rate + PROMISE_SECONDS < self._clock()
 
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive a moment ago, at most `most`."""
@@ -144,7 +149,8 @@ class Receiving:
             self._give_way(min(crawling, key=lambda other: other.paid_until))
 
     def _crawling(self) -> list[Body]:
-        return [body for body in self._arriving if self.crawls(body)]
+        now = self._clock()
+        return [body for body in self._arriving if body.paid_until < now] if self._min_rate else []
 
     def _give_way(self, body: Body) -> None:
         body.gave_way = True
