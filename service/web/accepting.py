@@ -30,11 +30,12 @@ class Acceptor:
         self._is_due = False
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def close(self) -> None:
-        """Accept no more."""
+    async def close(self) -> None:
+        """Accept no more, and wait until those who were accepted have their protocols."""
         for listener in self._listeners:
             listener.close()
         self._listeners = []
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def accepted(self) -> None:
         """Look for more callers in the next turn: there was one."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import socket
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _OTHER_FILES = 128
 """Descriptors that are left for everything that is no connection."""
@@ -22,15 +24,32 @@ Rank = tuple[bool, int]
 """Whether a connection ever brought a whole request, and the turn at which its last one began."""
 
 
+CRAWLS = "vit.crawls"
+"""Key of a request's scope under which a function says whether its body crawls; absent before its body is read."""
+
+
 class Connection(Protocol):
     """An open connection."""
 
     @property
     def rank(self) -> Rank | None:
-        """Return the rank of a connection that waits for a request; None if one is being received or answered."""
+        """Return the rank of a connection that may be closed, see `rank_of`."""
 
     def close(self) -> None:
         """Close it."""
+
+
+def rank_of(cycle: RequestResponseCycle | None, turn: int) -> Rank | None:
+    """Return the rank of a connection by its newest request, which began at `turn`.
+
+    None if this is being received, unless its body crawls, or is being answered.
+    """
+    if cycle is None or cycle.response_complete:
+        return cycle is not None and not cycle.more_body, turn
+    # Refused, and reading on only so that the caller sees it.
+    refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
+    crawls: Callable[[], bool] = cast(dict[str, Any], cycle.scope).get(CRAWLS, lambda: False)
+    return (False, turn) if refused or crawls() else None
 
 
 def make_room(connections: Iterable[Connection]) -> bool:

@@ -25,7 +25,7 @@ Key = tuple[str, bytes, tuple[bytes, ...]]
 """Everything that a head is judged by before the service's room: method, target and key."""
 
 _MOST_KEYS = 256
-_LONGEST_TARGET = 2048
+_LONGEST_HEAD = 2048
 
 
 class KnownHead(NamedTuple):
@@ -62,7 +62,11 @@ class RefusedHeads:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         key = _key(scope["method"], target, scope["headers"])
-        if key is None or len(target) > _LONGEST_TARGET or scope["path"].startswith(INFERENCE_PROTOCOL):
+        if (
+            key is None
+            or len(target) + sum(map(len, key[2])) > _LONGEST_HEAD
+            or scope["path"].startswith(INFERENCE_PROTOCOL)
+        ):
             return  # the protocol's errors are of another form
         if len(self._known) >= _MOST_KEYS:
             self._known.clear()

@@ -7,22 +7,25 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.web.connections import Rank, make_room, watch_for_departure
+from service.web.connections import Rank, make_room, rank_of, watch_for_departure
 from service.web.early_refusal import EarlyRefusal
 from service.web.http_head import check_head, may_discard
-from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, answered_status, request_id_from
 from service.web.problems import problem_of
 from service.web.raw_answer import raw_answer
 from service.web.refusal_pace import RefusalPace
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
+_MAX_WAITING = 8  # requests that came before their answers; one read may hold thousands
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
@@ -37,9 +40,9 @@ class HttpProtocol(HttpToolsProtocol):
     ask and do not read.
 
     Broken framing of a body is reported to the request's handler, which answers it; anything else that is not HTTP is
-    answered here with a problem document, unless an earlier request still waits for its answer: that one goes
-    out, then the connection closes. A caller that offers another protocol is answered in this one; a tunnel
-    (CONNECT) is refused in the same way as what is not HTTP, with 405.
+    answered here with a problem document, unless earlier requests still wait for their answers: those go out, then the
+    connection closes, as it does when very many wait. A caller that offers another protocol is answered in this one; a
+    tunnel (CONNECT) is refused in the same way as what is not HTTP, with 405.
     """
 
     _overhead = 0
@@ -47,6 +50,8 @@ class HttpProtocol(HttpToolsProtocol):
     _offer = False
     """Whether this head asks to go on in another protocol."""
     _refused = False
+    _has_refused_early = False
+    """Whether a request of the bytes that are being parsed was."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -82,14 +87,7 @@ class HttpProtocol(HttpToolsProtocol):
     @property
     def rank(self) -> Rank | None:
         """See `service.web.connections.Connection`."""
-        cycle = self.cycle
-        if self.transport.is_closing():
-            return None
-        if cycle is None or cycle.response_complete:
-            return cycle is not None and not cycle.more_body, self._turn
-        # Refused, and reading on only so that the caller sees it.
-        refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
-        return (False, self._turn) if refused else None
+        return None if self.transport.is_closing() else rank_of(self.cycle, self._turn)
 
     def close(self) -> None:
         """Close the connection."""
@@ -156,6 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        self._has_refused_early = False
         rest = memoryview(data)
         try:
             while rest and not self._refused:
@@ -201,6 +200,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Stop the head's timer, unless the request asks for another protocol."""
         if self._refused:
             return
+        if len(self.pipeline) >= _MAX_WAITING:
+            self.send_400_response("too many requests before their answers")
+            raise httptools.HttpParserError("nothing more is parsed")
         self._offer = self.parser.should_upgrade()
         if self._offer:
             return
@@ -224,7 +226,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_refused_early(self) -> bool:
         """Answer a request that is refused whatever its body is; return whether it was."""
-        busy = self.cycle is not None and not self.cycle.response_complete
+        # Of requests that came at once only the first: thousands in one read would hold the event loop.
+        busy = self._has_refused_early or (self.cycle is not None and not self.cycle.response_complete)
         # A caller that does not read its answers is to wait for them.
         if self._refuse_early is None or busy or self.flow.write_paused:
             return False
@@ -233,14 +236,12 @@ class HttpProtocol(HttpToolsProtocol):
         if problem is None:
             return False
         self.transport.write(raw_answer(problem, request_id, self.server_state.default_headers))
+        self._has_refused_early = True
         self.server_state.total_requests += 1
         self._turn = next(_TURNS)
+        first = (self.scope, self.transport, self.flow, self.logger, self.access_logger)
         self.cycle = RequestResponseCycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
+            *first,
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
@@ -254,6 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._turn = next(_TURNS)
+        self._unset_keepalive_if_required()  # set by one that was refused, and came together with this one
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -272,7 +274,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
             self.cycle.more_body = False
             self._stop_head_timer()
-            self._pace.refused(self, self.loop)
+            # The application was not asked, or had no room either.
+            if answered_status(cast(Scope, self.cycle.scope)) in (None, int(HTTPStatus.SERVICE_UNAVAILABLE)):
+                self._pace.refused(self, self.loop)
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )

@@ -85,6 +85,12 @@ def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_CONTEXT])
 
 
+def answered_status(scope: Scope) -> int | None:
+    """Return the status with which the application answers a request; None if it was not asked, or does not yet."""
+    context: RequestContext | None = scope.get(_CONTEXT)
+    return None if context is None else context.status
+
+
 class RequestContext:
     """The context of one request: its answer on the way out, and the unread rest of its body.
 

@@ -41,6 +41,7 @@ from service.errors import (
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
+from service.web.connections import CRAWLS
 from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
@@ -183,6 +184,7 @@ class Pipeline:
             self.refused_heads.remember(request.scope, request_context(request.scope).key_name)
             raise
         with self.upload() as upload:
+            request.scope[CRAWLS] = partial(self.receiving.crawls, upload.body)
             yield upload
 
     @contextmanager

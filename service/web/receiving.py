@@ -111,6 +111,15 @@ class Receiving:
         finally:
             self._arriving.pop(body, None)
 
+    def crawls(self, body: Body) -> bool:
+        """Return whether a body that arrives has come more slowly than it must since it began, a moment aside.
+
+        For the room of its connection, which others need at once: there is no grace.
+        """
+        if body not in self._arriving or not self._min_rate:
+            return False
+        return body.began + body.size / self._min_rate + PROMISE_SECONDS < self._clock()
+
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive a moment ago, at most `most`."""
         since = self._clock() - PROMISE_SECONDS

@@ -14,18 +14,21 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.web.image_store import StoreUsage
+from service.web.problems import shortened
 
 if TYPE_CHECKING:
     import redis.asyncio
 
 logger = logging.getLogger("vitserve")
+
+T = TypeVar("T")
 
 _HEADER: Final = struct.Struct("<3I4d")
 """What stands before the pixels: shape and region."""
@@ -37,6 +40,7 @@ _OVERHEAD_BYTES: Final = 512
 
 _TIMEOUT_SECONDS: Final = 0.25
 _PAUSE_SECONDS: Final = 1.0
+_MAX_LOGGED: Final = 200
 
 _PUT: Final = """
 local order, picture, evictions = KEYS[1], KEYS[2], KEYS[3]
@@ -100,23 +104,28 @@ class RedisImageStore:
             return None
         image_id = secrets.token_urlsafe(16)
         keys = [f"{self._prefix}{key}" for key in ("order", f"picture:{image_id}", "evictions")]
-        found = await self._ask(lambda: self._put(keys, [image_id, value, self._milliseconds, most]))
-        if found is None:
-            return None
-        pictures, evicted = found
-        self._usage = StoreUsage(pictures, pictures * cost, evicted)
-        return image_id
+
+        async def keep() -> str:
+            pictures, evicted = await self._put(keys, [image_id, value, self._milliseconds, most])
+            self._usage = StoreUsage(int(pictures), int(pictures) * cost, int(evicted))
+            return image_id
+
+        return await self._ask(keep)
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out, or Redis does not answer."""
         if not _ID.fullmatch(image_id):
             return None
-        data = await self._ask(lambda: self._redis.get(f"{self._prefix}picture:{image_id}"))
-        if data is None or len(data) < _HEADER.size:
-            return None
-        rows, columns, channels, *region = _HEADER.unpack_from(data)
-        pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
-        return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
+
+        async def find() -> ModelInput | None:
+            data = cast(bytes | None, await self._redis.get(f"{self._prefix}picture:{image_id}"))
+            if data is None:
+                return None
+            rows, columns, channels, *region = _HEADER.unpack_from(data)
+            pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
+            return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
+
+        return await self._ask(find)
 
     def usage(self) -> StoreUsage:
         """Return what was kept by all replicas when this process last kept a picture."""
@@ -126,20 +135,20 @@ class RedisImageStore:
         """Close the connections."""
         await self._redis.aclose()
 
-    async def _ask(self, question: Callable[[], Awaitable[Any]]) -> Any:
-        """Return Redis' answer, or None when there is none; it is then left alone for a moment."""
-        from redis.exceptions import RedisError  # noqa: PLC0415  an optional package
-
+    async def _ask(self, question: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Return Redis' answer, or None when there is none that makes sense; it is then left alone for a moment."""
         if self._clock() < self._paused_until:
             self._failed()
             return None
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS):
                 return await question()
-        except (RedisError, OSError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001  what is no Redis, or keeps something else, fails in any way
             self._paused_until = self._clock() + _PAUSE_SECONDS
             self._failed()
-            logger.warning("kept pictures: Redis does not answer: %s", str(error) or type(error).__name__)
+            # It may quote what was answered, of any length and with line breaks.
+            text = shortened(str(error) or type(error).__name__, _MAX_LOGGED).encode("unicode_escape").decode("ascii")
+            logger.warning("kept pictures: Redis does not answer: %s", text)
             return None
 
 

@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
                 break
             await asyncio.sleep(0)  # libuv accepts one caller in each turn of the loop
         if self._acceptor is not None:
-            self._acceptor.close()
+            await self._acceptor.close()
         await super().shutdown(sockets)
 
     def _listeners(self) -> list[socket.socket]:

@@ -90,6 +90,10 @@ async def read_files(
         if refusal is not None:
             raise refusal
         return reader.finish()
+    except BaseException:
+        # The error, and with it what its traceback holds, lives on while the rest of the body is read and thrown away.
+        reader.clear()
+        raise
     finally:
         reader.close()
 
@@ -108,10 +112,14 @@ async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearra
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the body as it is")
-    body = bytearray()
-    async for chunk in _bounded(receive, limit):
-        body += chunk
-    return body
+    reader = _RawBody()
+    try:
+        async for chunk in _bounded(receive, limit):
+            reader.feed(chunk)
+        return reader.body
+    except BaseException:
+        reader.clear()  # see `read_files`
+        raise
 
 
 def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
@@ -153,13 +161,16 @@ class _RawBody:
     """A body that is one file."""
 
     def __init__(self) -> None:
-        self._file = bytearray()
+        self.body = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        self._file += chunk
+        self.body += chunk
 
     def finish(self) -> list[UploadedFile]:
-        return [self._file]
+        return [self.body]
+
+    def clear(self) -> None:
+        self.body.clear()
 
     def close(self) -> None:
         """Do nothing."""
@@ -211,6 +222,11 @@ class _FormBody:
     def close(self) -> None:
         """Let go of the parser: its callbacks hold this object, and with it the files, in a circle."""
         del self._parser
+
+    def clear(self) -> None:
+        for file in self._files:
+            if isinstance(file, bytearray):
+                file.clear()
 
     def _on_part_begin(self) -> None:
         self._field = None

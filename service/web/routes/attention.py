@@ -120,6 +120,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
     # Only now: while the picture came, another model may have taken over.
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
+    # One that another replica keeps may be of another size: that of the model before an update.
     if picture is None or picture.pixels.shape != pipeline.model().input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():

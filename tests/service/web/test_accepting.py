@@ -44,7 +44,7 @@ async def turns_for(callers: int, *, with_acceptor: bool) -> int:
             await asyncio.sleep(0)
     if with_acceptor:
         acceptors[0].accepted()
-        acceptors[0].close()  # nothing is accepted after it
+        await acceptors[0].close()  # nothing is accepted after it
     await asyncio.sleep(0)
     server.close()
     for transport in heard:
@@ -82,7 +82,7 @@ def test_each_turn_accepts_sixteen_of_each_listener_though_another_has_none() ->
                 await asyncio.sleep(0)
             assert len(made) == expected
         assert not acceptor._tasks
-        acceptor.close()
+        await acceptor.close()
         acceptor.accepted()
         for each in (*listeners, *clients):
             each.close()
@@ -108,9 +108,29 @@ def test_one_that_left_before_it_was_accepted_harms_nobody() -> None:
                 async with asyncio.timeout(PATIENCE):
                     while not any(transport.get_extra_info("peername") == staying.getsockname() for transport in heard):
                         await asyncio.sleep(0)
-            acceptors[0].close()
+            await acceptors[0].close()
             listener.close()
             for transport in heard:
                 transport.abort()  # type: ignore[attr-defined]
+
+        runner.run(run())
+
+
+def test_who_was_accepted_last_has_a_protocol_when_nobody_more_is() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        async def run() -> None:
+            heard: list[asyncio.BaseTransport] = []
+            listener = socket.create_server(("127.0.0.1", 0))
+            listener.setblocking(False)
+            acceptor = Acceptor([listener], lambda: Accepted(heard, []))
+            with socket.create_connection(listener.getsockname()):
+                acceptor.accepted()
+                await asyncio.sleep(0)
+                assert not heard
+                await acceptor.close()
+                assert len(heard) == 1
+            listener.close()
+            heard[0].abort()  # type: ignore[attr-defined]
 
         runner.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 from service.web.connections import Rank, connection_limit, make_room
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
-from tests.service.web.listening import GET, listening, post
+from tests.service.web.listening import GET, Listening, listening, post
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
@@ -125,6 +126,24 @@ async def test_a_request_that_was_refused_from_its_head_counts_as_one() -> None:
             assert await second.is_closed()
             await first.send(GET)
             assert (await first.answer()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_whose_body_crawls_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(max_connections=1) as server, server.connect() as crawler:
+        await crawler.send(post(bytes(100))[:-50])
+        await until(lambda: bool(pipeline_of(server.app).receiving._arriving))
+        assert await refused_for_room(server)
+        with monkeypatch.context() as later:
+            later.setattr(pipeline_of(server.app).receiving, "_clock", lambda: time.monotonic() + 2)
+            assert (await server.ask(GET)).status == 200
+        assert await crawler.is_closed()
+    assert server.app.metric("vit_cancelled_total") == 1
+
+
+async def refused_for_room(server: Listening) -> bool:
+    async with server.connect() as caller:
+        return (await caller.answer()).code == "receiving_full"
 
 
 @on_a_loop

@@ -6,13 +6,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from service.web.early_refusal import RefusedHeads
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import pipeline_of
-from tests.service.web.listening import Answer, Connection, Listening, listening, post
+from tests.service.web.listening import GET, Answer, Connection, Listening, listening, post
+from tests.service.web.wire import Clock
 
 
 class Reached(BaseException):
@@ -132,11 +134,43 @@ async def test_a_caller_that_does_not_read_its_answers_waits_for_them() -> None:
         assert protocol._is_refused_early()
 
 
+@on_a_loop
+async def test_of_requests_that_come_at_once_only_the_first_is_refused_without_the_application() -> None:
+    async with full() as (server, connection):
+        [protocol] = server.protocols
+        with patch.object(protocol, "_refuse_early", wraps=protocol._refuse_early) as refuse_early:
+            protocol.data_received(post(png(1)) * 5)  # thousands would hold the event loop
+            assert [(await connection.answer()).code for _ in range(5)] == ["queue_full"] * 5
+            assert refuse_early.call_count == 1
+
+
+@on_a_loop
+async def test_a_connection_on_which_refusals_came_at_once_is_kept_from_the_last_of_them() -> None:
+    clock = Clock()
+    async with listening(clock, queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            await connection.send(post(png(1)))
+            assert (await connection.answer()).code == "queue_full"
+            [protocol] = server.protocols
+            protocol.data_received(post(png(1)) * 2)
+            assert [(await connection.answer()).code for _ in range(2)] == ["queue_full"] * 2
+            clock.advance(599)  # `listening` keeps idle connections for 600 s
+            for _ in range(2):
+                await connection.send(GET)
+                assert (await connection.answer()).status == 200
+                clock.advance(2)
+
+
 def test_heads_are_remembered_within_bounds() -> None:
     heads = RefusedHeads()
 
-    def scope(query: bytes) -> dict[str, Any]:
-        return {"method": "POST", "raw_path": b"/classify", "path": "/classify", "query_string": query, "headers": []}
+    def scope(query: bytes, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+        named = {"method": "POST", "raw_path": b"/classify", "path": "/classify"}
+        return {**named, "query_string": query, "headers": headers}
+
+    long = (b"authorization", b"Bearer" + b" " * 3000 + b"key")
+    heads.remember(scope(b"", long), "key")
+    assert not heads._known
 
     for number in range(257):
         heads.remember(scope(b"top_k=%d" % number), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -149,6 +150,18 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
 
 
 @on_a_loop
+async def test_of_very_many_pipelined_requests_the_first_are_answered_and_the_connection_closes() -> None:
+    async with listening() as server, server.connect() as connection:
+        [protocol] = server.protocols
+        protocol.data_received(GET * 1000)
+        assert len(protocol.pipeline) == 8
+        answers = [await connection.answer() for _ in range(9)]
+        assert {answer.status for answer in answers} == {200}
+        assert answers[-1].headers["connection"] == "close"
+        assert await connection.is_closed()
+
+
+@on_a_loop
 @pytest.mark.parametrize("target", [b"/classify", b"/classify?attention=0"])
 async def test_leaving_with_another_request_in_line_cancels_the_one_that_is_being_answered(target: bytes) -> None:
     async with listening() as server:
@@ -257,7 +270,10 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
 
     async with listening(clock) as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5_000))
+        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        [protocol] = server.protocols
+        protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 30))
         await until(lambda: any(protocol._stall_timer for protocol in server.protocols))
         await until(is_let_go)
         asking.cancel()

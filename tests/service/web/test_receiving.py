@@ -43,6 +43,27 @@ def test_a_body_may_be_a_second_behind_its_rate_before_it_crawls() -> None:
     assert bodies.ended == ["silent"]
 
 
+def test_for_the_room_of_its_connection_a_body_crawls_when_all_of_it_came_too_slowly() -> None:
+    bodies = Bodies()
+    silent, steady = bodies.arrive("silent"), bodies.arrive("steady")
+    for _ in range(3):
+        bodies.receiving.add(steady, RATE)
+    bodies.clock.now += 0.1
+    assert not bodies.receiving.crawls(silent)
+    bodies.clock.now += 0.01
+    assert bodies.receiving.crawls(silent)
+    bodies.clock.now += 2.9  # a pause after what came faster than it must
+    assert not bodies.receiving.crawls(steady)
+    bodies.clock.now += 0.1
+    assert bodies.receiving.crawls(steady)
+    bodies.stack.close()
+    assert not bodies.receiving.crawls(silent)
+    never = Bodies(rate=0)
+    body = never.arrive("silent")
+    never.clock.now += 100
+    assert not never.receiving.crawls(body)
+
+
 def test_the_slowest_gives_way_first_and_only_while_room_is_wanted() -> None:
     bodies = Bodies(spacious=3)
     slow, slower, fast = (bodies.arrive(name) for name in ("slow", "slower", "fast"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.web.redis_image_store import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
-from tests.service.web.apps import app, until
+from tests.service.web.apps import app, pipeline_of, until
 
 redis = pytest.importorskip("redis", reason="the package redis is not installed")
 
@@ -210,6 +211,79 @@ async def test_when_redis_is_gone_classification_goes_on_without_ids(
     clock.now += 0.1
     assert "id" in (await service.classify(png(3))).json
     server.stop()
+
+
+SIZES = struct.Struct("<3I4d")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"x",
+        SIZES.pack(8, 8, 3, 0, 0, 8, 8) + bytes(8 * 8 * 3 - 1),
+        SIZES.pack(1 << 31, 1 << 31, 1 << 31, 0, 0, 8, 8) + bytes(100),
+        SIZES.pack(0, 0, 0, 0, 0, 8, 8),
+        SIZES.pack(9, 9, 3, 0, 0, 9, 9) + bytes(9 * 9 * 3),
+        SIZES.pack(8, 8, 1, 0, 0, 8, 8) + bytes(8 * 8),
+    ],
+    ids=["empty", "short", "truncated", "huge", "of no size", "of another model", "of one channel"],
+)
+async def test_what_is_no_picture_of_this_model_is_not_found(server: Redis, value: bytes) -> None:
+    service = app(recent_url=server.url, recent_ttl=60)
+    image_id = (await service.classify(png(1))).json["id"]
+    client = redis.Redis.from_url(server.url)
+    [key] = client.keys("*picture:*")
+    client.set(key, value)
+    client.close()
+    for query in ("method=cls&format=json", "format=png"):
+        assert (await service.get("/attention", f"id={image_id}&{query}")).status == 404
+
+
+@on_a_loop
+async def test_other_values_under_its_keys_cost_the_id_only(server: Redis) -> None:
+    clock = Clock()
+    service = app(clock, recent_url=server.url, recent_ttl=60)
+    assert "id" in (await service.classify(png(1))).json
+    client = redis.Redis.from_url(server.url)
+    for suffix in ("evictions", "order"):
+        [order] = client.keys(f"*{suffix}") or client.keys("*order")
+        client.set(order.replace(b"order", suffix.encode()), "abc")
+        answer = await service.classify(png(2))
+        assert answer.status == 200
+        assert "id" not in answer.json
+        clock.now += 1
+    client.close()
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "said",
+    [b"+hello\r\n", b":x\r\n", b"$-2\r\n", b"*1\r\n" * 3000, b"-a" + b"b" * 100_000 + b"\r\n", b"GET / HTTP/1.1\r\n"],
+    ids=["a string", "no number", "nothing", "nested", "long", "HTTP"],
+)
+async def test_what_is_no_redis_costs_the_id_only(
+    said: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(said)
+        writer.close()
+
+    path = str(tmp_path / "socket")
+    clock = Clock()
+    service = app(clock, recent_url=f"unix://{path}", recent_ttl=60)
+    async with await asyncio.start_unix_server(answer, path):
+        classified = await service.classify(png(1))
+        assert classified.status == 200
+        assert "id" not in classified.json
+        clock.now += 1
+        assert (await service.get("/attention", f"id={'A' * 22}&method=cls")).status == 404
+        await pipeline_of(service).pictures.close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "vitserve"]
+    assert lines
+    assert all(len(line) < 300 and line.isprintable() for line in lines)
 
 
 class Clock:

@@ -111,6 +111,17 @@ async def test_a_caller_out_of_credit_is_not_read_until_somebody_is_answered(mon
 
 
 @on_a_loop
+async def test_only_callers_for_whom_there_is_no_room_wait() -> None:
+    async with listening() as server, server.connect() as connection:
+        [protocol] = server.protocols
+        for _ in range(4):
+            await connection.send(post(png(1), path="/nowhere")[:-1])
+            assert (await connection.answer()).status == 404
+            protocol.data_received(png(1)[-1:])
+            assert not protocol.flow.read_paused
+
+
+@on_a_loop
 async def test_a_caller_that_waits_is_heard_when_the_service_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal_pace, "LONGEST_PAUSE", 1e6)
     async with listening(queue_size=1) as server, server.connect() as connection:

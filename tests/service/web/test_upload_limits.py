@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import tracemalloc
+from collections.abc import Iterator
+
 import pytest
 from starlette.datastructures import Headers
+from starlette.types import Message
 
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
     QueueFull,
+    ReceivingFull,
     TooManyImages,
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.upload import UploadLimits, read_whole
+from service.web.upload import UploadLimits, read_files, read_whole
 from tests.service.web.uploads import MULTIPART, Channel, cut, finish, form, part, read
 
 
@@ -138,3 +144,38 @@ def test_a_length_that_is_no_number_is_malformed(length: str) -> None:
 def test_a_caller_that_goes_away_ends_the_reading(content_type: str) -> None:
     with pytest.raises(ClientDisconnected):
         read(Channel([form(part(b"x"))[:20]], disconnect=True), content_type)
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("form_of", ["raw", "multipart", "whole"])
+def test_what_was_received_is_let_go_before_its_refusal_is_answered(form_of: str) -> None:
+    """The error is alive while the rest of the body is read, for seconds, and its bytes are counted no more."""
+    chunks = iter([form(part(b"x" * 1000)).partition(b"xxx")[0] * (form_of == "multipart"), *[b"x" * 65536] * 100])
+
+    async def receive() -> Message:
+        chunk = next(chunks, None)
+        if chunk is None:
+            raise ReceivingFull("no room")
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    headers = Headers({"content-type": MULTIPART if form_of == "multipart" else "image/png"})
+    limits = UploadLimits(file_bytes=1 << 30, body_bytes=1 << 30, files=2)
+    reading = (
+        read_whole(headers, receive, 1 << 30)
+        if form_of == "whole"
+        else read_files(headers, receive, limits, lambda: None)
+    )
+    before, _ = tracemalloc.get_traced_memory()
+    try:
+        asyncio.run(reading)
+    except ReceivingFull:
+        held, most = (number - before for number in tracemalloc.get_traced_memory())
+    assert most > 100 * 65536
+    assert held < 1 << 20

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -313,3 +314,25 @@ async def test_elements_without_bytes_are_not_collected_by_the_million(
     response = await post(app(), document + data, **{"inference-header-content-length": str(len(document))})
     assert response.status == status
     assert len(made) <= 4
+
+
+@on_a_loop
+@pytest.mark.parametrize("nested", [False, True])
+async def test_strings_among_pixels_are_refused_before_an_array_is_as_wide_as_the_longest(nested: bool) -> None:
+    data = ["a" * 1_000_000, *["a"] * 200_000]  # as an array 800 GB
+    tensor = {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 3], "data": [data] if nested else data}
+    response = await post(app(), json.dumps({"inputs": [tensor]}).encode())
+    assert response.status == 400
+    assert "0 to 255" in response.json["error"]
+
+
+def test_floats_take_no_longer_for_being_large() -> None:
+    """The event loop reads them, and 400,000 of 1e308 took msgspec four seconds, 200 times as long as those of 1.5."""
+
+    def seconds(number: bytes) -> float:
+        body = bytearray(b'{"inputs":[],"parameters":{"a":[' + number + (b"," + number) * 20_000 + b"]}}")
+        start = time.thread_time()
+        tensors.split_body(body, None)
+        return time.thread_time() - start
+
+    assert seconds(b"1e308") < 20 * seconds(b"1.5")
