@@ -42,7 +42,7 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
     order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
     strongest = order[: min(32, math.ceil(len(found) / 8))]
     before = blocks(model)[: -1 if through else None]
-    for place in range(len(before) - 1, max(-1, len(before) - 4), -1):
+    for place in range(len(before) - 1, max(-1, len(before) - 3), -1):
         given = _contributions(before[place], entering[place], strongest, gradient[0])
         for taker, row in zip(strongest, given.tolist(), strict=True):
             for giver, share in enumerate(row):

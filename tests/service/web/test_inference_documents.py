@@ -47,6 +47,7 @@ def test_metadata() -> None:
             {"name": "label", "datatype": "BYTES", "shape": [-1, -1]},
             {"name": "index", "datatype": "INT64", "shape": [-1, -1]},
             {"name": "score", "datatype": "FP32", "shape": [-1, -1]},
+            {"name": "logits", "datatype": "FP32", "shape": [-1, 10]},
             {"name": "attention", "datatype": "FP32", "shape": [-1, 2, 2]},
         ],
     }
@@ -68,6 +69,7 @@ def test_configuration(device: str, kind: str) -> None:
             {"name": "label", "data_type": "TYPE_STRING", "dims": [-1, -1]},
             {"name": "index", "data_type": "TYPE_INT64", "dims": [-1, -1]},
             {"name": "score", "data_type": "TYPE_FP32", "dims": [-1, -1]},
+            {"name": "logits", "data_type": "TYPE_FP32", "dims": [-1, 10]},
             {"name": "attention", "data_type": "TYPE_FP32", "dims": [-1, 2, 2]},
         ],
         "dynamic_batching": {"preferred_batch_size": [4], "max_queue_delay_microseconds": 0},
