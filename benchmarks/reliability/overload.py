@@ -37,6 +37,9 @@ from benchmarks.reliability.service_process import ServiceProcess
 _FULL = {"VIT_QUEUE_SIZE": "1", "VIT_MAX_BATCH": "2", "VIT_MAX_DELAY_MS": "10000", "VIT_REQUEST_TIMEOUT": "60"}
 """One picture waits for another in its batch and takes the only place for ten seconds."""
 
+_REFUSED = 1000
+"""Connections that are refused: each only once a second, as nothing is answered meanwhile."""
+
 
 class Load:
     """Runs the generator on a core of its own."""
@@ -74,7 +77,7 @@ def refusal_cost(files: list[Path], settings: Mapping[str, str], seconds: float)
             holder.sendall(post(files[0].read_bytes()))
             time.sleep(0.5)  # until it has its place
             before = service.processor_seconds()
-            outcomes = Load(folder, service.port, files, cores[-1])(connections=16, seconds=seconds)
+            outcomes = Load(folder, service.port, files, cores[-1])(connections=_REFUSED, seconds=seconds)
             used = service.processor_seconds() - before
         refused = len(outcomes.refused)
         if outcomes.answered or outcomes.other or not refused:

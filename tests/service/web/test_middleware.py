@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import re
 from typing import Any
 
@@ -16,7 +17,13 @@ from starlette.types import Message
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
-from service.web.middleware import BROKEN_FRAMING, LingerLimits, RequestContext, RequestContextMiddleware
+from service.web.middleware import (
+    BROKEN_FRAMING,
+    LingerLimits,
+    RequestContext,
+    RequestContextMiddleware,
+    request_id_from,
+)
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 from tests.service.web.http_communicator import HttpCommunicator
@@ -347,3 +354,19 @@ def test_json_logs_carry_an_exception_in_their_line() -> None:
     line = JsonFormatter().format(record)
     assert "\n" not in line
     assert "ValueError: first" in json.loads(line)["exception"]
+
+
+def test_ids_of_requests_differ_also_after_a_fork_and_need_no_call_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, request_id_from("").encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    monkeypatch.setattr(os, "urandom", None)
+    ids = [request_id_from(given) for given in ("", "not fit", "")] + [os.read(reader, 100).decode()]
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
+    os.close(reader)
+    os.close(writer)
