@@ -9,11 +9,11 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation
 from service.errors import (
-    ClientDisconnected,
     DeadlineExceeded,
     EngineUnavailable,
     InferenceFailed,
@@ -347,44 +346,3 @@ class Pipeline:
 def pipeline_of(request: Request) -> Pipeline:
     """Return the pipeline of the application that the request came to, with the model that is current now."""
     return cast(Pipeline, request.app.state.pipeline).pinned()
-
-
-async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines side by side and return their results, in order.
-
-    When one fails the others are cancelled, and its error is raised only after they have ended: until then they hold
-    what they were given.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except ExceptionGroup as failed:
-        failed.__traceback__ = None  # a frame of it holds the group itself, and the tasks with all that they were given
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; if the caller goes away meanwhile, cancel it and raise `ClientDisconnected`.
-
-    The body that came through `receive` must have been read to its end.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        watcher.result()  # raises what else may become of a request's body
-        raise ClientDisconnected("the caller went away")
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            # Its permit is released only after it has let go of what it holds.
-            await asyncio.wait((task,))
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -17,7 +17,7 @@ from service.cluster import channel, engine_server, heartbeat, protocol, remote_
 from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
 from service.errors import ClientDisconnected
-from service.web import pipeline
+from service.web import awaiting, pipeline
 from tests.simulation import requests
 from tests.simulation.transport import SimulatedChannel
 
@@ -185,7 +185,7 @@ def caller_not_watched(patch: pytest.MonkeyPatch) -> None:
 
     async def until_one_is_done(receive: Any, work: Any) -> Any:
         task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(pipeline._disconnect(receive))
+        watcher = asyncio.ensure_future(awaiting._disconnect(receive))
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         watcher.cancel()
         if task.done():

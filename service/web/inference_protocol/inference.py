@@ -14,6 +14,7 @@ from model.errors import ImageError
 from model.prediction import MapRequest
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
+from service.web.awaiting import all_of
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
@@ -23,7 +24,7 @@ from service.web.inference_protocol.tensors import (
     uint8_elements,
 )
 from service.web.lanes import Deadline
-from service.web.pipeline import Pipeline, Upload, all_of
+from service.web.pipeline import Pipeline, Upload
 
 OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
 _BY_DEFAULT: Final = ("label", "index", "score")

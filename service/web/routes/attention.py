@@ -33,10 +33,11 @@ from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.schemas import AttentionDocument
 from service.settings import Settings
+from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, region_document
 from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
-from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
+from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.endpoint import Endpoint
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)

@@ -14,10 +14,11 @@ from model.prediction import AttentionMap, MapRequest
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
+from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.pipeline import Pipeline, all_of, pipeline_of, unless_disconnected
+from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
+from service.web.awaiting import unless_disconnected
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.documents import (
     model_configuration,
@@ -25,7 +26,7 @@ from service.web.inference_protocol.documents import (
 )
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.pipeline import pipeline_of, unless_disconnected
+from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.

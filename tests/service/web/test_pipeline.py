@@ -18,6 +18,7 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
+from service.web.awaiting import unless_disconnected
 from service.web.lanes import Control, Deadline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
@@ -283,7 +284,7 @@ async def test_an_error_while_waiting_for_the_caller_to_leave_is_raised_and_the_
         raise MalformedRequest("broken after its end")
 
     with pytest.raises(MalformedRequest):
-        await pipeline.unless_disconnected(receive, work)
+        await unless_disconnected(receive, work)
     assert work.cancelled()
 
 
@@ -295,7 +296,7 @@ async def test_cancelling_a_request_cancels_its_work_and_is_not_swallowed() -> N
         await asyncio.Event().wait()
         raise AssertionError
 
-    running = asyncio.create_task(pipeline.unless_disconnected(receive, work))
+    running = asyncio.create_task(unless_disconnected(receive, work))
     await settle()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
