@@ -131,10 +131,12 @@ def test_the_maps_under_way_are_cancelled(open_page: Open) -> None:
         page.route("**/attention?*", lambda route: None)  # never answered
         with page.expect_request("**/attention?*") as asked:
             page.locator(".method").select_option("gae")
-        page.locator("#cancel").click()
+        # The browser tells of a request's end in its own time, so it is waited for.
+        with page.expect_event("requestfailed", lambda request: request == asked.value) as ended:
+            page.locator("#cancel").click()
+        assert ended.value.failure == "net::ERR_ABORTED"
         expect(page.locator(".map-note")).to_have_text("Cancelled.")
         expect(page.locator("#cancel")).to_be_disabled()
-        assert asked.value.failure == "net::ERR_ABORTED"
         page.unroute("**/attention?*")
         page.get_by_role("button", name="Try again").click()
         map_shown(page)
