@@ -150,6 +150,7 @@ def create_app(
         await engine.close()
         lanes.close()
         await pictures.close()
+        outermost.log.end_second()
 
     app = _Application(
         title="vitserve",

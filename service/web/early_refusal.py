@@ -8,6 +8,7 @@ remembered; one that says the same is refused here, with the same answer, metric
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from starlette.types import Scope
@@ -47,6 +48,7 @@ class Count(Protocol):
         request_id: str,
         key_name: str | None,
         *,
+        refusal: str | None,
         trace: RequestTrace | None,
     ) -> None: ...
 
@@ -101,7 +103,7 @@ class EarlyRefusal:
         self._heads = heads
         self._check_room = check_room
         self._count = count
-        self._rejected = metrics.rejected
+        self._rejected = lru_cache(maxsize=8)(metrics.rejected.labels)  # which takes a lock
         self.pace = RefusalPace()
         self._tracer = tracer
 
@@ -114,12 +116,14 @@ class EarlyRefusal:
             self._check_room()
         except QueueFull as error:
             problem = problem_of(error)
-            self._rejected.labels(problem.code).inc()
+            self._rejected(problem.code).inc()
             trace = None
             if self._tracer is not None:
                 trace = self._tracer.begin(_scope(method, known.path, target, headers))
                 trace.error_type = problem.code
-            self._count(method, known.path, problem.status, 0.0, request_id, known.key_name, trace=trace)
+            self._count(
+                method, known.path, problem.status, 0.0, request_id, known.key_name, refusal=problem.code, trace=trace
+            )
             return problem
         except ServiceError:
             pass  # answered by the application, in its own time

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,8 +35,9 @@ from service.web.problems import (
     body,
     problem_of,
     protocol_body,
-    shortened,
+    refusal_of,
 )
+from service.web.request_log import RequestLog
 
 if TYPE_CHECKING:
     from service.tracing.request_spans import RequestTrace, RequestTracer
@@ -55,9 +56,6 @@ DISCARDS_BODY = "vit.discards_body"
 """Key of the scope under which the HTTP protocol says that it throws away what an answer leaves unread of a body."""
 
 _CONTEXT = "vit.context"
-
-_MAX_LOGGED_PATH = 200
-"""Characters of a request's path in its log line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,7 @@ class RequestContext:
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
+        refusal: code of the problem that it is refused with for want of room; None if it is not.
         trace: its span, None if there is none.
     """
 
@@ -112,6 +111,7 @@ class RequestContext:
         self.status: int | None = None
         self.endpoint: str | None = None
         self.key_name: str | None = None
+        self.refusal: str | None = None
         self.trace: RequestTrace | None = None
         self._scope = scope
         self._receive = receive
@@ -179,6 +179,7 @@ class RequestContextMiddleware:
 
     Attributes:
         refuse_early: for an HTTP protocol that refuses requests without calling the application.
+        log: of the requests.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class RequestContextMiddleware:
         self._clock = clock
         self._linger = linger or LingerLimits()
         self.refuse_early: EarlyRefusal | None = None
+        self.log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -229,7 +231,9 @@ class RequestContextMiddleware:
             seconds = self._clock() - context.started
             status = context.status or CLIENT_DISCONNECTED
             who = context.request_id, context.key_name, context.endpoint
-            self.count(scope["method"], scope["path"], status, seconds, *who, trace=context.trace)
+            self.count(
+                scope["method"], scope["path"], status, seconds, *who, refusal=context.refusal, trace=context.trace
+            )
             if counted and self.refuse_early is not None and status < 400:
                 self.refuse_early.pace.answered()
 
@@ -243,6 +247,7 @@ class RequestContextMiddleware:
         key_name: str | None = None,
         route: str | None = None,
         *,
+        refusal: str | None = None,
         trace: RequestTrace | None = None,
     ) -> None:
         """Count a request that was answered with a status after some seconds, and log it.
@@ -250,6 +255,7 @@ class RequestContextMiddleware:
         Args:
             key_name: of its API key, None without one.
             route: path of the route that answered, None if there is none.
+            refusal: code of the problem that says that there was no room for it, None if there was.
             trace: is ended, after the line is logged.
         """
         route = path if path in self._endpoints else route
@@ -260,26 +266,10 @@ class RequestContextMiddleware:
             self._key_requests(key_name, str(status)).inc()
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
-        level = logging.DEBUG if path in PROBES else logging.INFO
-        if logger.isEnabledFor(level):
-            fields: dict[str, Any] = {
-                "request_id": request_id,
-                "method": method,
-                "path": shortened(path, _MAX_LOGGED_PATH),
-                "status": status,
-                "duration_ms": round(1000 * seconds, 1),
-            }
-            line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
-            if key_name is not None:
-                fields["key"] = key_name
-                line += " %(key)s"
-            logger.log(
-                level,
-                line,
-                # Paths come from outside: no line break may start a log line of their own.
-                {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
-                extra={"fields": fields},
-            )
+        if path in PROBES:
+            self.log.answered(logging.DEBUG, method, path, status, seconds, request_id, key_name)
+        elif refusal is None or self.log.has_own_line(refusal):
+            self.log.answered(logging.INFO, method, path, status, seconds, request_id, key_name)
         if trace is not None:
             if trace.exemplar is not None:
                 self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
@@ -309,6 +299,7 @@ class ProblemMiddleware:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
             problem = problem_of(error)
+            request_context(scope).refusal = refusal_of(problem)
             if (trace := request_context(scope).trace) is not None:
                 trace.error_type = problem.code
             # A probe that is told to wait is no refusal; one without a key is.

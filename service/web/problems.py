@@ -94,6 +94,11 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
+def refusal_of(problem: Problem) -> str | None:
+    """Return the code of a problem that says nothing of the request but that there is no room for it now, else None."""
+    return problem.code if problem.status in (429, 503) else None
+
+
 def _headers(error: Exception) -> dict[str, str]:
     match error:
         case errors.Unavailable() | errors.TooManyRequests():
@@ -115,6 +120,8 @@ def shortened(text: str, limit: int) -> str:
 
 def _printable(text: str) -> str:
     """Return the text in one line: line breaks and what else does not print as escapes."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

@@ -18,7 +18,7 @@ from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
 from service.web.middleware import request_id_from
 from service.web.pipeline import Pipeline
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,16 @@ class Count(Protocol):
     """Counts and logs a request that was answered, see `RequestContextMiddleware.count`."""
 
     def __call__(
-        self, method: str, path: str, status: int, seconds: float, request_id: str, key_name: str | None, route: str
+        self,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        key_name: str | None,
+        route: str,
+        *,
+        refusal: str | None,
     ) -> None:
         """Count a request."""
 
@@ -128,7 +137,7 @@ class Calls:
         clock, metrics = self._pipeline.clock, self._pipeline.metrics
         call = Call(context, self._arrivals, clock(), self._pipeline.settings.request_timeout)
         trailers = [("x-request-id", call.request_id)]
-        status, key = CLIENT_DISCONNECTED, None
+        status, key, refusal = CLIENT_DISCONNECTED, None, None
         metrics.inflight.inc()
         try:
             if not public:
@@ -145,13 +154,13 @@ class Calls:
             metrics.rejected.labels(problem.code).inc()
             if isinstance(error, EngineUnavailable):
                 await asyncio.sleep(self._hold_seconds)
-            status = problem.status
+            status, refusal = problem.status, refusal_of(problem)
             return await self._refuse(context, problem, trailers)
         finally:
             metrics.inflight.dec()
             seconds = clock() - call.started
             name = None if key is None else self._guard.name(key)
-            self._count("gRPC", path, status, seconds, call.request_id, name, path)
+            self._count("gRPC", path, status, seconds, call.request_id, name, path, refusal=refusal)
 
     @staticmethod
     async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:
