@@ -31,6 +31,7 @@ from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
+from service.web.refusal_pace import LONGEST_PAUSE
 from service.web.routes import (
     attention,
     classify,
@@ -188,7 +189,15 @@ def create_app(
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
     outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, clock=clock, linger=linger)
     pipeline: Pipeline = app.state.pipeline
-    outermost.refuse_early = EarlyRefusal(pipeline.refused_heads, pipeline.check_room, outermost.count, metrics, tracer)
+    outermost.refuse_early = EarlyRefusal(
+        pipeline.refused_heads,
+        pipeline.check_room,
+        outermost.count,
+        metrics,
+        tracer,
+        # Such a pause counts as a part of a request's time.
+        longest_pause=min(LONGEST_PAUSE, settings.request_timeout / 4),
+    )
     return outermost
 
 

@@ -27,6 +27,9 @@ Rank = tuple[bool, int]
 CRAWLS = "vit.crawls"
 """Key of a request's scope under which a function says whether its body crawls; absent before its body is read."""
 
+GIVE_WAY = "vit.give_way"
+"""Key of a request's scope under which a function ends its body, so that it is answered; absent as `CRAWLS` is."""
+
 
 class Connection(Protocol):
     """An open connection."""

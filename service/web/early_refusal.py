@@ -16,7 +16,7 @@ from starlette.types import Scope
 from service.errors import QueueFull, ServiceError
 from service.metrics.metrics import Metrics
 from service.web.problems import INFERENCE_PROTOCOL, Problem, problem_of
-from service.web.refusal_pace import RefusalPace
+from service.web.refusal_pace import LONGEST_PAUSE, RefusalPace
 
 if TYPE_CHECKING:
     from service.tracing.request_spans import RequestTrace, RequestTracer
@@ -87,6 +87,7 @@ class EarlyRefusal:
         check_room: raises what the application would raise at a request that needs one place.
         count: see `RequestContextMiddleware.count`.
         tracer: makes the spans of requests; None if nobody asked for them.
+        longest_pause: seconds for which a caller that is refused again and again is not read.
 
     Attributes:
         pace: how often callers are refused.
@@ -99,12 +100,14 @@ class EarlyRefusal:
         count: Count,
         metrics: Metrics,
         tracer: RequestTracer | None = None,
+        *,
+        longest_pause: float = LONGEST_PAUSE,
     ) -> None:
         self._heads = heads
         self._check_room = check_room
         self._count = count
         self._rejected = lru_cache(maxsize=8)(metrics.rejected.labels)  # which takes a lock
-        self.pace = RefusalPace()
+        self.pace = RefusalPace(longest_pause)
         self._tracer = tracer
 
     def __call__(self, method: str, target: bytes, headers: Headers, request_id: str) -> Problem | None:

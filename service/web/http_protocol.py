@@ -15,20 +15,20 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.web.connections import Rank, make_room, rank_of, watch_for_departure
+from service.web.connections import GIVE_WAY, Rank, make_room, rank_of, watch_for_departure
 from service.web.early_refusal import EarlyRefusal
 from service.web.http_head import check_head, may_discard
-from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, answered_status, request_id_from
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, PROBES, answered_status, request_id_from
 from service.web.problems import problem_of
 from service.web.raw_answer import raw_answer
-from service.web.refusal_pace import RefusalPace
+from service.web.refusal_pace import WAITED, PacedFlow, RefusalPace
+from service.web.unread_answers import UnreadAnswers
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
 _MAX_WAITING = 8  # requests that came before their answers; one read may hold thousands
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
-STALL_SECONDS = 30.0
 HEARING_SECONDS = 0.5
 _HEARING_TURNS = 5
 
@@ -55,7 +55,6 @@ class HttpProtocol(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last."""
     _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
 
     def __init__(
         self,
@@ -63,6 +62,7 @@ class HttpProtocol(HttpToolsProtocol):
         max_connections: int = sys.maxsize,
         refuse_early: EarlyRefusal | None = None,
         on_connection: Callable[[], None] = lambda: None,
+        unread_answers: UnreadAnswers | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
@@ -70,11 +70,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._on_connection = on_connection
         self._pace = RefusalPace() if refuse_early is None else refuse_early.pace
         self._max_connections = max_connections
+        self._unread_answers = unread_answers or UnreadAnswers()
         self._turn = next(_TURNS)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock: a connection that never asks anything is closed; so are others, if there are too many."""
         super().connection_made(transport)
+        self.flow = self._flow = PacedFlow(transport)
         self._on_connection()
         if len(self.connections) > self._max_connections:
             others = (c for c in self.connections if isinstance(c, HttpProtocol) and c is not self)
@@ -90,21 +92,24 @@ class HttpProtocol(HttpToolsProtocol):
         return None if self.transport.is_closing() else rank_of(self.cycle, self._turn)
 
     def close(self) -> None:
-        """Close the connection."""
-        self.transport.close()
+        """Close the connection, but that of a request whose body crawls only after its answer."""
+        if self.cycle is None or self.cycle.response_started:
+            self.transport.close()
+        else:
+            cast(dict[str, Any], self.cycle.scope).get(GIVE_WAY, self.transport.close)()
 
     def pause(self) -> None:
         """Read nothing for a while."""
-        self.flow.pause_reading()
+        self._flow.hold(self.loop.time())
 
     def resume(self) -> None:
         """Read again."""
-        self.flow.resume_reading()
+        self._flow.let_go(self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell the request that is being answered."""
         self._stop_head_timer()
-        self._stop_stall_timer()
+        self._unread_answers.remove(self)
         self._pace.resume(self)
         super().connection_lost(exc)
         # uvicorn tells the newest request, which may be one that waits for its turn behind this one.
@@ -222,6 +227,8 @@ class HttpProtocol(HttpToolsProtocol):
             cast(dict[str, Any], self.scope)[DISCARDS_BODY] = True
             if self._is_refused_early():
                 return
+        if waited := self._flow.waited(self.loop.time()):
+            cast(dict[str, Any], self.scope)[WAITED] = waited
         super().on_headers_complete()
 
     def _is_refused_early(self) -> bool:
@@ -281,14 +288,23 @@ class HttpProtocol(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def on_response_complete(self) -> None:
+        """Count a refusal after a whole body for the pace, too, and go on with the next request."""
+        running = cast(RequestResponseCycle, self._running)
+        super().on_response_complete()
+        scope = cast(Scope, running.scope)
+        is_refused = answered_status(scope) == HTTPStatus.SERVICE_UNAVAILABLE and scope["path"] not in PROBES
+        if is_refused and not running.more_body:
+            self._pace.refused(self, self.loop)
+
     def pause_writing(self) -> None:
         """Start the clock of a caller that does not read its answers."""
         super().pause_writing()
-        self._watch_for_stall()
+        self._unread_answers.add(self, self.loop)
 
     def resume_writing(self) -> None:
         """Stop the clock of a caller that reads again."""
-        self._stop_stall_timer()
+        self._unread_answers.remove(self)
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -327,19 +343,3 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _watch_for_stall(self) -> None:
-        left = self.transport.get_write_buffer_size()
-
-        def check() -> None:
-            if self.transport.get_write_buffer_size() < left:
-                self._watch_for_stall()
-            else:
-                self.transport.abort()
-
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, check)
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None

@@ -37,6 +37,7 @@ from service.web.problems import (
     protocol_body,
     refusal_of,
 )
+from service.web.refusal_pace import WAITED
 from service.web.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class RequestContext:
     """The context of one request: its answer on the way out, and the unread rest of its body.
 
     Attributes:
-        started: monotonic seconds at which its head had been read.
+        started: monotonic seconds at which its head had been read, or had come while its connection was paused.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
@@ -212,7 +213,8 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
+        started = self._clock() - scope.get(WAITED, 0.0)
+        context = RequestContext(scope, receive, send, self._lifecycle, started, self._linger)
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:

@@ -40,7 +40,7 @@ from service.errors import (
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
-from service.web.connections import CRAWLS
+from service.web.connections import CRAWLS, GIVE_WAY
 from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
@@ -184,6 +184,7 @@ class Pipeline:
             raise
         with self.upload() as upload:
             request.scope[CRAWLS] = partial(self.receiving.crawls, upload.body)
+            request.scope[GIVE_WAY] = partial(self.receiving.end, upload.body)
             yield upload
 
     @contextmanager

@@ -120,6 +120,11 @@ class Receiving:
             return False
         return body.began + body.size / self._min_rate + PROMISE_SECONDS < self._clock()
 
+    def end(self, body: Body) -> None:
+        """Let a body give way, if it still arrives: the room of its connection is wanted."""
+        if body in self._arriving:
+            self._give_way(body)
+
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive a moment ago, at most `most`."""
         since = self._clock() - PROMISE_SECONDS

@@ -26,6 +26,7 @@ from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
+from service.web.unread_answers import UnreadAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Server(uvicorn.Server):
             max_connections=connection_limit(settings.max_connections),
             refuse_early=getattr(app, "refuse_early", None),
             on_connection=self._on_connection,
+            unread_answers=UnreadAnswers(settings.max_receiving_bytes // 4),
         )
         config = uvicorn.Config(
             app,

@@ -129,7 +129,7 @@ async def test_a_request_that_was_refused_from_its_head_counts_as_one() -> None:
 
 
 @on_a_loop
-async def test_a_caller_whose_body_crawls_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_whose_body_crawls_makes_room_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
         await crawler.send(post(bytes(100))[:-50])
         await until(lambda: bool(pipeline_of(server.app).receiving._arriving))
@@ -137,8 +137,29 @@ async def test_a_caller_whose_body_crawls_makes_room(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as later:
             later.setattr(pipeline_of(server.app).receiving, "_clock", lambda: time.monotonic() + 2)
             assert (await server.ask(GET)).status == 200
+        answer = await crawler.answer()
+        assert (answer.status, answer.code, answer.headers["connection"]) == (408, "request_timeout", "close")
         assert await crawler.is_closed()
-    assert server.app.metric("vit_cancelled_total") == 1
+    assert server.app.metric("vit_cancelled_total") == 0
+    assert server.app.metric("vit_requests_total", endpoint="/classify", code="408") == 1
+
+
+@on_a_loop
+async def test_one_that_crawls_on_after_it_was_told_so_is_closed_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(max_connections=1) as server, server.connect() as crawler:
+        monkeypatch.setattr(pipeline_of(server.app).receiving, "_clock", lambda: 0.0)
+        await crawler.send(post(bytes(100))[:-50])
+        await until(lambda: bool(pipeline_of(server.app).receiving._arriving))
+        monkeypatch.setattr(pipeline_of(server.app).receiving, "_clock", lambda: 2.0)
+        async with server.connect() as second:
+            assert (await crawler.answer()).status == 408
+            assert len(server.state.connections) == 2
+            async with server.connect() as third:
+                await until(lambda: len(server.state.connections) == 2)
+                assert await crawler.is_closed()
+                for one in (second, third):
+                    await one.send(GET)
+                    assert (await one.answer()).status == 200
 
 
 async def refused_for_room(server: Listening) -> bool:

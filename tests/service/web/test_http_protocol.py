@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from service.web.http_protocol import LINGER_SECONDS, STALL_SECONDS
+from service.web.http_protocol import LINGER_SECONDS
+from service.web.unread_answers import STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
 from tests.service.web.listening import GET, listening, post
@@ -274,7 +275,7 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         [protocol] = server.protocols
         protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         asking = asyncio.create_task(connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 30))
-        await until(lambda: any(protocol._stall_timer for protocol in server.protocols))
+        await until(lambda: any(protocol.flow.write_paused for protocol in server.protocols))
         await until(is_let_go)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 
 from service.web import refusal_pace
+from service.web.lanes import Deadline
+from service.web.pipeline import Pipeline
 from service.web.refusal_pace import LONGEST_PAUSE, REFUSALS_PER_ANSWER, RefusalPace
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
@@ -64,7 +67,7 @@ def test_a_pause_ends_by_itself_and_credit_does_not_pile_up() -> None:
     pace.resume(callers[3])  # no harm
 
 
-def test_after_a_quiet_time_a_thousand_are_refused_at_once_then_four_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_quiet_time_a_thousand_are_refused_at_once_then_five_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     clock = Clock()
     pace, callers = RefusalPace(), [Caller() for _ in range(1010)]
@@ -72,7 +75,7 @@ def test_after_a_quiet_time_a_thousand_are_refused_at_once_then_four_an_answer(m
         pace.refused(caller, loop_of(clock))
     assert [caller.paused for caller in callers] == [False] * 1000 + [True] * 10
     pace.answered()
-    assert [caller.paused for caller in callers] == [False] * 1004 + [True] * 6
+    assert [caller.paused for caller in callers] == [False] * 1005 + [True] * 5
     clock.advance(1)
     assert not any(caller.paused for caller in callers)
 
@@ -108,6 +111,72 @@ async def test_a_caller_out_of_credit_is_not_read_until_somebody_is_answered(mon
             assert protocol.flow.read_paused
         assert (await server.ask(GET.replace(b"/healthz", b"/model"))).status == 200
         assert (await connection.answer()).status == 200
+
+
+@on_a_loop
+async def test_the_answer_to_a_second_request_of_the_same_bytes_does_not_end_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusal_pace, "MOST_CREDIT", 0)
+    async with listening(Clock(), queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            await connection.send(post(png(1))[:-1])
+            assert (await connection.answer()).status == 503  # by the application
+            [protocol] = server.protocols
+            protocol.data_received(png(1)[-1:])
+            protocol._pace.resume(protocol)
+            protocol.data_received(post(png(1)) * 2)
+            assert [(await connection.answer()).code for _ in range(2)] == ["queue_full"] * 2
+            assert protocol.flow.read_paused
+
+
+@on_a_loop
+async def test_who_is_refused_after_a_whole_body_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "MOST_CREDIT", 0)
+    async with listening(Clock(), queue_size=1) as server, server.connect() as connection:
+        [protocol] = server.protocols
+        with pipeline_of(server.app).limiter.permit():
+            protocol.data_received(post(png(1), "Origin: https://a.example"))  # the application looks at such heads
+            assert (await connection.answer()).code == "queue_full"
+            assert protocol.flow.read_paused
+        server.app.engine.state = "failed"
+        protocol._pace.resume(protocol)
+        protocol.data_received(GET.replace(b"healthz", b"readyz"))
+        assert (await connection.answer()).status == 503
+        assert not protocol.flow.read_paused
+
+
+@on_a_loop
+async def test_the_time_of_a_request_counts_from_the_pause_that_it_lay_unread_in() -> None:
+    clock = Clock()
+    async with listening(clock, request_timeout=10) as server, server.connect() as connection:
+        [protocol] = server.protocols
+        started: list[float] = []
+        deadline_of = Pipeline.deadline_of
+
+        def spy(pipeline: Pipeline, at: float) -> Deadline:
+            started.append(at - pipeline.clock())
+            return deadline_of(pipeline, at)
+
+        with patch.object(Pipeline, "deadline_of", spy):
+            for seconds_later in (0.0, 0.19, 0.21, 60.0):
+                protocol.pause()
+                clock.advance(0.9)
+                protocol.resume()
+                clock.advance(seconds_later)
+                started.clear()
+                protocol.data_received(post(png(1)))
+                assert (await connection.answer()).status == 200
+                waited = 0.9 if seconds_later < 0.2 else 0.0
+                assert -waited - 0.1 < max(started) <= -waited
+
+
+@on_a_loop
+async def test_a_pause_is_no_longer_than_a_quarter_of_a_requests_time() -> None:
+    async with listening(request_timeout=2) as server:
+        refuse_early = server.app.asgi.refuse_early
+        assert refuse_early is not None
+        assert refuse_early.pace._longest == 0.5
 
 
 @on_a_loop

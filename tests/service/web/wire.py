@@ -40,6 +40,9 @@ class Clock:
     now: float = 0.0
     timers: list[Timer] = field(default_factory=list)
 
+    def time(self) -> float:
+        return self.now
+
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(self.now + delay, callback)
         self.timers.append(timer)

@@ -1,0 +1,66 @@
+"""Answers that their callers do not read: how long they may lie there, and how many bytes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Protocol
+
+STALL_SECONDS = 30.0
+
+
+class Connection(Protocol):
+    """A connection whose caller has not read all of its answer."""
+
+    transport: asyncio.Transport
+
+
+class UnreadAnswers:
+    """Cuts callers that read nothing for `STALL_SECONDS`, or whose answers take the room of others'.
+
+    Belongs to one event loop.
+
+    Args:
+        capacity: bytes that may wait for callers. Beyond it those are cut that have been reading for longest, but never
+            the one whose answer came last.
+    """
+
+    def __init__(self, capacity: int = sys.maxsize) -> None:
+        self._capacity = capacity
+        self._timers: dict[Connection, asyncio.TimerHandle] = {}
+
+    def add(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch a connection until it is removed."""
+        self._watch(connection, loop)
+        total = sum(_unread(one) for one in self._timers)
+        for one in list(self._timers):
+            if total <= self._capacity or one is connection:
+                return
+            total -= _unread(one)
+            self._cut(one)
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection whose answer is read, or that has ended."""
+        timer = self._timers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _watch(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        left = _unread(connection)
+
+        def check() -> None:
+            if _unread(connection) < left:
+                self._watch(connection, loop)
+            else:
+                self._cut(connection)
+
+        self._timers[connection] = loop.call_later(STALL_SECONDS, check)
+
+    def _cut(self, connection: Connection) -> None:
+        self.remove(connection)
+        connection.transport.abort()
+
+
+def _unread(connection: Connection) -> int:
+    """Return the bytes of an answer that the system has not taken yet."""
+    return connection.transport.get_write_buffer_size()
