@@ -21,6 +21,9 @@ from service.priority import lower_priority
 
 T = TypeVar("T")
 
+LARGE = 2000
+"""Values from which on a document is read or written by a thread: they would hold the event loop for 5 to 10 ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -144,6 +147,12 @@ class Lane:
             self.outstanding -= 1
             job.work = None
         return future.result()
+
+    async def run_large(self, work: Callable[[], T], deadline: Deadline, *, size: int) -> T:
+        """Run work on one of the threads if it handles many values, else here; raises what `run` raises."""
+        if size < LARGE:
+            return work()
+        return await self.run(lambda _: work(), deadline)
 
     def close(self) -> None:
         """Drop what waits and take nothing more, without waiting for the threads."""

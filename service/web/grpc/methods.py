@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 from typing import Any, Final
 
 from google.protobuf import json_format
@@ -98,8 +99,8 @@ async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
         message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
         info = find_model(pipeline, message.name, message.version)
         inputs = read_inputs(message.header, message.raw, info, limit=pipeline.settings.max_images_per_request)
-        outputs = await infer(pipeline, upload, message.header, inputs, info, deadline)
-    return encode_response(info.name, VERSION, message.header.id, outputs)
+        encode = partial(encode_response, info.name, VERSION, message.header.id)
+        return await infer(pipeline, upload, message.header, inputs, info, deadline, encode)
 
 
 async def _whole(receive: Receive) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from service.web.inference_protocol.tensors import (
 )
 from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload
+
+T = TypeVar("T")
 
 OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
 _BY_DEFAULT: Final = ("label", "index", "score")
@@ -134,6 +136,12 @@ class Wanted:
             bool(header.parameters.get("binary_data_output", binary)),
         )
 
+    def size(self, info: ModelInfo) -> int:
+        """Return the number of values in all outputs for one picture."""
+        rows, columns = info.config.grid
+        sizes = {"logits": info.config.num_classes, "attention": rows * columns}
+        return sum(sizes.get(output.name, self.top_k) for output in self.outputs)
+
 
 def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
     count = parameters.get(name)
@@ -151,12 +159,14 @@ async def infer(
     inputs: Inputs,
     info: ModelInfo,
     deadline: Deadline,
+    encode: Callable[[list[OutputTensor]], T],
     *,
     binary: bool = False,
-) -> list[OutputTensor]:
-    """Return the outputs that a request wants of its pictures, which take their places first.
+) -> T:
+    """Return what `encode` makes of the outputs that a request wants of its pictures, which take their places first.
 
     Args:
+        encode: is called on a thread where there are many values.
         binary: see `Wanted`.
 
     Raises:
@@ -165,7 +175,13 @@ async def infer(
     wanted = Wanted.of(header, info, binary=binary)
     check_count(inputs, pipeline.settings.max_images_per_request)
     upload.permit.extend(len(inputs))
-    return make_outputs(await compute(pipeline, inputs, wanted, deadline), wanted, info.labels)
+    results = await compute(pipeline, inputs, wanted, deadline)
+
+    def answer() -> T:
+        return encode(make_outputs(results, wanted, info.labels))
+
+    size = len(inputs) * wanted.size(info)
+    return await pipeline.lanes.big.run_large(answer, deadline, size=size)
 
 
 async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
@@ -220,7 +236,7 @@ def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Seq
     top_k = wanted.top_k
     index = np.stack([result.indices[:top_k] for result in results])
     score = np.stack([result.scores[:top_k] for result in results])
-    label = np.array([[labels[each] for each in row] for row in index.tolist()], np.str_)
+    label = np.array([[labels[each] for each in row] for row in index.tolist()], object)
     found: list[OutputTensor] = []
     for output in wanted.outputs:
         binary = bool(output.parameters.get("binary_data", wanted.binary))
@@ -238,12 +254,14 @@ def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Seq
     return found
 
 
-def _classification(score: NDArray[np.float32], index: NDArray[np.int64], label: NDArray[np.str_]) -> NDArray[np.str_]:
+def _classification(
+    score: NDArray[np.float32], index: NDArray[np.int64], label: NDArray[np.object_]
+) -> NDArray[np.object_]:
     """Return `value:index:label` [N, K].
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md
     """
     rows = zip(score.tolist(), index.tolist(), label.tolist(), strict=True)
     return np.array(
-        [[f"{value:f}:{number}:{name}" for value, number, name in zip(*row, strict=True)] for row in rows], np.str_
+        [[f"{value:f}:{number}:{name}" for value, number, name in zip(*row, strict=True)] for row in rows], object
     )

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
+from starlette.responses import Response
 
 from model.errors import ImageError
 from model.images.region import Region
 from model.prediction import AttentionMap, MapRequest
-from service.engine.messages import ModelInfo
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.pipeline import Pipeline, pipeline_of
+from service.web.pipeline import Decoded, Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile
@@ -48,13 +50,14 @@ class ClassifyQuery(BaseModel, frozen=True):
     openapi_extra=ONE_PICTURE,
     responses=problems(400, 408, 413, 415, 422, 500, 503, 504),
 )
-async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Classification:
+async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify one picture: a multipart field `file`, or the raw body."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
     with pipeline.admit_upload(request) as upload:
         file = await pipeline.read_one(request, upload)
-        return await unless_disconnected(request.receive, classifier.classify(file))
+        content = await unless_disconnected(request.receive, classifier.classify(file))
+    return Response(content, media_type="application/json")
 
 
 @router.post(
@@ -64,14 +67,15 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     openapi_extra=SEVERAL_PICTURES,
     responses=problems(400, 408, 413, 415, 422, 503),
 )
-async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> BatchClassification:
+async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
     pipeline = pipeline_of(request)
     classifier = _Classifier(pipeline, request, query)
     with pipeline.admit_upload(request) as upload:
         files = await pipeline.read(request, upload, files=pipeline.settings.max_images_per_request)
         items = all_of(classifier.classify_item(file) for file in files)
-        return BatchClassification(results=await unless_disconnected(request.receive, items))
+        results = b",".join(await unless_disconnected(request.receive, items))
+    return Response(b'{"results":[%b]}' % results, media_type="application/json")
 
 
 class _Classifier:
@@ -91,8 +95,8 @@ class _Classifier:
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
-    async def classify(self, file: UploadedFile) -> Classification:
-        """Decode, compute and keep a picture, and return its answer; raises `ImageError` or `ServiceError`."""
+    async def classify(self, file: UploadedFile) -> bytes:
+        """Decode, compute and keep a picture, and return its answer as JSON; raises `ImageError` or `ServiceError`."""
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline
@@ -100,35 +104,46 @@ class _Classifier:
         picture = decoded.picture
         result = await pipeline.infer(picture.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
         image_id = await pipeline.pictures.put(picture)
-        predictions = ranked_predictions(self._info.labels, result.indices, result.scores)
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(predictions[0].score)
-        return Classification(
-            id=image_id,
-            model=self._info.name,
-            predictions=predictions,
-            attention=None if result.map is None else self._attention(result.map, image_id, picture.region),
-            timings_ms=Timings(
-                decode=_milliseconds(decoded.seconds),
-                queue=_milliseconds(result.queue_seconds),
-                inference=_milliseconds(result.inference_seconds),
-                total=_milliseconds(pipeline.clock() - self._context.started),
-            ),
-            batch_size=result.batch_size,
+        pipeline.metrics.top1_score.observe(float(result.scores[0]))
+        # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
+        render = partial(self._render, decoded, result, image_id)
+        return await pipeline.lanes.big.run_large(render, self._deadline, size=self._top_k)
+
+    def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
+        found, region = result.map, decoded.picture.region
+        return _json(
+            Classification(
+                id=image_id,
+                model=self._info.name,
+                predictions=ranked_predictions(self._info.labels, result.indices, result.scores),
+                attention=None if found is None else self._attention(found, image_id, region),
+                timings_ms=Timings(
+                    decode=_milliseconds(decoded.seconds),
+                    queue=_milliseconds(result.queue_seconds),
+                    inference=_milliseconds(result.inference_seconds),
+                    total=_milliseconds(self._pipeline.clock() - self._context.started),
+                ),
+                batch_size=result.batch_size,
+            )
         )
 
     def _attention(self, found: AttentionMap, image_id: str | None, region: Region) -> Attention:
         url = _url(image_id, found.method)
         return Attention(url=url, region=region_document(region), **map_fields(found, self._info.labels))
 
-    async def classify_item(self, file: UploadedFile) -> Classification | FailedItem:
-        """Return the answer to one picture of a batch, or its error."""
+    async def classify_item(self, file: UploadedFile) -> bytes:
+        """Return the answer to one picture of a batch, or its error, as JSON."""
         try:
             return await self.classify(file)
         except (ImageError, ServiceError) as error:
             problem = problem_of(error)
             self._pipeline.metrics.rejected.labels(problem.code).inc()
-            return FailedItem(error=problem.document(self._context.request_id))
+            return _json(FailedItem(error=problem.document(self._context.request_id)))
+
+
+def _json(document: BaseModel) -> bytes:
+    return document.model_dump_json(exclude_none=True, by_alias=True).encode()
 
 
 def _url(image_id: str | None, method: str) -> str | None:

@@ -7,6 +7,7 @@ lowest is the first.
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +27,8 @@ from service.web.inference_protocol.documents import (
 )
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.pipeline import pipeline_of
+from service.web.lanes import Deadline
+from service.web.pipeline import Pipeline, Upload, pipeline_of
 from service.web.routes.endpoint import Endpoint
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -34,6 +36,9 @@ router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
 
 PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 """Paths that are open even when keys are set."""
+
+_BYTES_A_VALUE: Final = 256
+"""Bytes of base64 that are read in the time of one number."""
 
 _HEADER_LENGTH: Final = "inference-header-content-length"
 _MODEL: Final = "/models/{name:path}"
@@ -115,19 +120,30 @@ async def v2_infer(request: Request) -> Response:
     info = _model(request)
     with pipeline.admit_upload(request) as upload:
         body = await pipeline.read_body(request, upload)
-        length = _header_length(request)
-        if length == 0:  # the body is one picture and nothing else
-            header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
-        else:
-            header, rest = split_body(body, length)
-            limit, tensors = pipeline.settings.max_images_per_request, take_binary(header.inputs, rest)
-            inputs, binary = read_inputs(header, tensors, info, limit=limit), False
-        work = infer(pipeline, upload, header, inputs, info, pipeline.deadline(request), binary=binary)
-        outputs = await unless_disconnected(request.receive, work)
-    content, header_length = encode_answer(info.name, VERSION, header.id, outputs)
+        work = _infer(pipeline, upload, body, _header_length(request), info, pipeline.deadline(request))
+        content, header_length = await unless_disconnected(request.receive, work)
     if header_length is None:
         return Response(content, media_type="application/json")
     return Response(content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream")
+
+
+async def _infer(
+    pipeline: Pipeline, upload: Upload, body: bytearray, length: int | None, info: ModelInfo, deadline: Deadline
+) -> tuple[bytes, int | None]:
+    """Return the answer to a body whose JSON has `length` bytes; None: all. See `encode_answer`."""
+    if length == 0:  # the body is one picture and nothing else
+        header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
+    else:
+        read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
+        header, inputs = await pipeline.lanes.big.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
+        binary = False
+    encode = partial(encode_answer, info.name, VERSION, header.id)
+    return await infer(pipeline, upload, header, inputs, info, deadline, encode, binary=binary)
+
+
+def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> tuple[InferenceHeader, Inputs]:
+    header, rest = split_body(body, length)
+    return header, read_inputs(header, take_binary(header.inputs, rest), info, limit=limit)
 
 
 def _header_length(request: Request) -> int | None:
