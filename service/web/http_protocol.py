@@ -294,7 +294,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         scope = cast(Scope, running.scope)
         is_refused = answered_status(scope) == HTTPStatus.SERVICE_UNAVAILABLE and scope["path"] not in PROBES
-        if is_refused and not running.more_body:
+        if is_refused and not (running.more_body or self.transport.is_closing()):
             self._pace.refused(self, self.loop)
 
     def pause_writing(self) -> None:
