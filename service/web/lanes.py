@@ -152,7 +152,11 @@ class Lane:
         """Run work on one of the threads if it handles many values, else here; raises what `run` raises."""
         if size < LARGE:
             return work()
-        return await self.run(lambda _: work(), deadline)
+        found: list[
+            T
+        ] = []  # a future is in a circle with its callbacks, and keeps its result until the collector comes by
+        await self.run(lambda _: found.append(work()), deadline)
+        return found.pop()
 
     def close(self) -> None:
         """Drop what waits and take nothing more, without waiting for the threads."""
