@@ -41,3 +41,19 @@ def test_a_dependency_group_lists_what_the_extra_of_its_name_lists(name):
 
 def test_no_index_takes_an_upload():
     assert "Private :: Do Not Upload" in PYPROJECT["project"]["classifiers"]
+
+
+def test_each_package_that_is_asked_for_is_tested_in_one_version():
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()[1:]
+    pinned = [_canonical(line.partition("==")[0]) for line in lines]
+    asked = [_canonical(line) for lines in (PYPROJECT["project"]["dependencies"], *EXTRAS.values()) for line in lines]
+
+    assert {"vitserve", "redis", "grpcio"} < set(asked)
+    assert set(asked) - {"vitserve"} <= set(pinned)
+    assert len(pinned) == len(set(pinned))
+
+
+def _canonical(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
