@@ -52,6 +52,7 @@ def test_variables_and_intervals_are_filled_in_as_grafana_does() -> None:
     assert "$" not in "".join(
         resolved(target["expr"], VARIABLES, WINDOW) for panel in PANELS for target in panel.get("targets", [])
     )
+    assert resolved("$__interval", {}, Window.before(60, 6, 0.5)) == "500ms"
     with pytest.raises(ValueError, match=r"\$other"):
         resolved("a[$other]", VARIABLES, WINDOW)
 

@@ -128,7 +128,7 @@ def resolved(expression: str, variables: Mapping[str, str], window: Window) -> s
     """
     # https://grafana.com/docs/grafana/latest/datasources/prometheus/template-variables/
     rate = max(window.step + window.scrape_interval, 4 * window.scrape_interval)
-    values = {**variables, "__rate_interval": f"{rate:.0f}s", "__interval": f"{window.step:.0f}s"}
+    values = {**variables, "__rate_interval": _duration(rate), "__interval": _duration(window.step)}
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
@@ -143,6 +143,11 @@ def _legend(template: str, labels: Mapping[str, str]) -> str:
     if template == "__auto":
         return ""
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), template)
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds in Prometheus' form, which has no fractions."""
+    return f"{seconds:.0f}s" if seconds == round(seconds) else f"{1000 * seconds:.0f}ms"
 
 
 def _seconds(duration: str) -> float:
