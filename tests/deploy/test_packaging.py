@@ -53,7 +53,8 @@ def test_each_package_that_is_asked_for_is_tested_in_one_version():
 
 
 def test_what_torch_brings_is_not_pinned_as_the_index_of_its_builds_has_few_versions():
-    found, waiting = set(), ["torch"]
+    found: set[str] = set()
+    waiting = ["torch"]
     while waiting:
         requirements = importlib.metadata.requires(waiting.pop()) or []
         names = {_canonical(line) for line in requirements if "extra ==" not in line and ";" not in line}
