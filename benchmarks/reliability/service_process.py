@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import httpx
@@ -49,10 +49,7 @@ class ServiceProcess:
 
     def processor_seconds(self) -> float:
         """Return the processor time, user's and system's, that its processes have used."""
-        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids()]
-        return sum(int(user) + int(system) for user, system in (one[11:13] for one in fields)) / os.sysconf(
-            "SC_CLK_TCK"
-        )
+        return processor_seconds(self.pids())
 
     def pids(self) -> list[int]:
         """Return the process and its children."""
@@ -124,6 +121,13 @@ class ServiceProcess:
             return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
         except OSError:
             return []
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time, user's and system's, that some processes have used."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    ticks = sum(int(user) + int(system) for user, system in (one[11:13] for one in fields))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _has_torch(pid: int) -> bool:

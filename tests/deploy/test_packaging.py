@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
@@ -41,3 +42,35 @@ def test_a_dependency_group_lists_what_the_extra_of_its_name_lists(name):
 
 def test_no_index_takes_an_upload():
     assert "Private :: Do Not Upload" in PYPROJECT["project"]["classifiers"]
+
+
+def test_each_package_that_is_asked_for_is_tested_in_one_version():
+    asked = {_canonical(line) for lines in (PYPROJECT["project"]["dependencies"], *EXTRAS.values()) for line in lines}
+
+    assert {"redis", "grpcio", "torch"} < asked
+    assert asked - {"vitserve"} <= set(PINNED)
+    assert len(PINNED) == len(set(PINNED))
+
+
+def test_what_torch_brings_is_not_pinned_as_the_index_of_its_builds_has_few_versions():
+    found: set[str] = set()
+    waiting = ["torch"]
+    while waiting:
+        requirements = importlib.metadata.requires(waiting.pop()) or []
+        names = {_canonical(line) for line in requirements if "extra ==" not in line and ";" not in line}
+        waiting += names - found
+        found |= names
+
+    assert {"filelock", "mpmath", "markupsafe"} <= found
+    assert not found & set(PINNED)
+
+
+def _canonical(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+PINNED = [
+    _canonical(line) for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+]

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -180,6 +181,22 @@ def test_no_alert_fires_on_a_service_that_is_well(prometheus: Prometheus) -> Non
     assert len(states) == 12
     assert "firing" not in states.values()
     assert all(rule["health"] == "ok" for group in rules for rule in group["rules"])
+
+
+def test_the_picture_is_drawn_from_what_prometheus_answers(prometheus: Prometheus) -> None:
+    from deploy.grafana.picture.series import Prometheus as Source
+    from deploy.grafana.picture.series import Window, all_values, series_of
+
+    source = Source(prometheus.url)
+    window = Window.before(time.time(), 30, source.scrape_interval())
+    assert window.scrape_interval == 0.5
+    found = {
+        panel["title"]: series_of(panel, all_values(DASHBOARD), window, source.query)
+        for panel in DASHBOARD["panels"]
+        if panel["title"] in {"Requests by endpoint", "Batch size"}
+    }
+    assert {"/attention", "/classify"} <= {one.name for one in found["Requests by endpoint"]}
+    assert "+Inf" in {one.labels["le"] for one in found["Batch size"]}
 
 
 def test_the_dashboard_is_made_from_its_source() -> None:
