@@ -139,6 +139,11 @@ class ServerProcess(VitserveProcess):
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def resident_bytes(self) -> int:
         """Memory of the process right now."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
