@@ -24,6 +24,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _SHOWN = 10_000
 
 _started: list[VitserveProcess] = []
+_reserved: list[socket.socket] = []
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -39,11 +40,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nobody listens on, and that the kernel gives to nobody else while these tests run."""
+    reserved = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # so that a server that names the port may have it
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _reserved.append(reserved)
+    port: int = reserved.getsockname()[1]
+    return port
 
 
 def run_vitserve(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -134,6 +138,11 @@ class ServerProcess(VitserveProcess):
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
         """Memory of the process right now."""

@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     to_a_folder = output is not None and (len(files) > 1 or arguments.paths[0].is_dir() or output.is_dir())
     if output is not None and not to_a_folder:
         numbers = numbers or output.suffix == ".npy"
-        _require_place(output)
+        _require_place(output, ".npy" if numbers else ".png")
     if arguments.sheet is not None:
-        _require_place(arguments.sheet)
+        _require_place(arguments.sheet, ".png")
     choice = MapChoice(
         method=arguments.method,
         classes=arguments.classes,
@@ -138,9 +138,11 @@ def _of_server(files: Sequence[Path], choice: MapChoice, arguments: argparse.Nam
         yield from maps_of_server(files, choice, client)
 
 
-def _require_place(file: Path) -> None:
+def _require_place(file: Path, suffix: str) -> None:
     if file.is_dir() or not file.parent.is_dir():
         raise InputError("output", f"{file}: not a file in a folder that exists")
+    if file.suffix.lower() not in ("", suffix):
+        raise InputError("output", f"{file}: what is written is {suffix}")
 
 
 def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:

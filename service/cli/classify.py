@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking
+from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.client import Client
 from service.schemas import Prediction
@@ -97,7 +97,8 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
         Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
     ):
         top_k = _top_k(arguments.top_k, client.model().classes)
-        for file, found in client.stream(files, partial(client.classify, top_k=top_k)):
+        answers = client.stream(files, partial(client.classify, top_k=top_k))
+        for file, found in while_reachable(answers, len(files)):
             if isinstance(found, Exception):
                 yield ClassifiedFile(file, [], str(found))
             else:

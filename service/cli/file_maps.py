@@ -31,6 +31,7 @@ from model.prediction import (
     parse_rollout,
 )
 from service.cli.image_files import read_input, read_photo
+from service.cli.server_flags import while_reachable
 from service.client import Client, ClientError
 from service.engine.messages import ModelInfo
 
@@ -114,7 +115,7 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
         drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
         return FileMaps(file, best.label, best.score, facts, drawing, values)
 
-    for file, found in client.stream(files, ask, concurrency=4):
+    for file, found in while_reachable(client.stream(files, ask, concurrency=4), len(files)):
         yield FileMaps(file, error=str(found)) if isinstance(found, ClientError | OSError) else found
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final, TypeVar
 
 import httpx
 
 from model.errors import InputError
 from service.client import ClientError, Unauthorized, Unreachable
 from service.settings import Settings
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+_LOST_IN_A_ROW: Final = 8
+"""Files without an answer, one after another, after which the server is taken for gone."""
 
 
 def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +41,8 @@ def api_key_for(url: str, given: str | None) -> str | None:
 @contextmanager
 def asking(url: str) -> Iterator[None]:
     """Turn the errors of asking a server into an InputError, one line that says what to do about it."""
+    if "://" not in url:
+        raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
         yield
     except (httpx.InvalidURL, httpx.TransportError, ClientError) as error:
@@ -43,6 +52,23 @@ def asking(url: str) -> Iterator[None]:
         elif isinstance(error, Unreachable | httpx.NetworkError | httpx.TimeoutException):
             hint = ": is the server running?"
         raise InputError("url", f"{url}: {error}{hint}") from None
+
+
+def while_reachable(answers: Iterable[tuple[_Item, _Answer]], count: int) -> Iterator[tuple[_Item, _Answer]]:
+    """Yield files with their answers or errors, as long as the server is there.
+
+    Args:
+        count: of all files.
+
+    Raises:
+        ClientError: so many files in a row found no server that the others would only wait for it, too.
+    """
+    lost = 0
+    for number, (item, answer) in enumerate(answers, start=1):
+        lost = lost + 1 if isinstance(answer, Unreachable) else 0
+        yield item, answer
+        if lost == _LOST_IN_A_ROW and number < count:
+            raise ClientError(f"no answer any more, {count - number} of {count} files were not asked about")
 
 
 def local_url(environment: Mapping[str, str] = os.environ) -> str:

@@ -1,8 +1,7 @@
 """The threads of an engine: each stream takes the next batch from the queue that all share, and launches it.
 
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
-launched only while no other image waits, or when a map has waited for long. The thread has no lower priority: under
-load it would be stopped while it holds the interpreter's lock, and everything else with it.
+launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from service.engine.batching import BatchQueue, Poll
 from service.engine.launch import Outcome, Waiting, launch
 from service.engine.messages import BatchReport, InferenceRequest
 from service.errors import EngineUnavailable, ServiceError
-from service.priority import lower_priority
+from service.priority import lower_priority, seconds_without_core
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ class Streams:
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
+        without_core: returns for how many seconds of its life the thread of a native id has waited for a core.
     """
 
     def __init__(
@@ -49,16 +49,19 @@ class Streams:
         deliver: Deliver,
         on_queue: Callable[[int], None],
         clock: Callable[[], float],
+        without_core: Callable[[int], float] = seconds_without_core,
     ) -> None:
         self._queue: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock)
         self._explanations: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock)
         self._deliver = deliver
         self._on_queue = on_queue
         self._clock = clock
+        self._without_core = without_core
         self._wake = threading.Condition()
         self._stopping = False
         self._streams = 1
         self._launched_at: dict[int, float] = {}
+        self._waited_before: dict[tuple[int, float], float] = {}
         self._failures: list[BaseException] = []
 
     def __len__(self) -> int:
@@ -90,9 +93,16 @@ class Streams:
         return self._explanations if request.map is not None and request.map.needs_pass else self._queue
 
     def computing_seconds(self) -> float:
-        """Return how long the oldest batch that is computed has been; 0 when there is none."""
+        """Return how long the longest batch that is computed has been; 0 when there is none.
+
+        From the first look at a batch on, time for which its thread waits for a core does not count: on a machine that
+        others keep busy, a thread of low priority may wait for longer than any batch computes.
+        """
         with self._wake:
-            return self._clock() - min(self._launched_at.values()) if self._launched_at else 0.0
+            now, batches = self._clock(), list(self._launched_at.items())
+        waited = {batch: self._without_core(batch[0]) for batch in batches}
+        self._waited_before = {batch: self._waited_before.get(batch, waited[batch]) for batch in batches}
+        return max((now - batch[1] - (waited[batch] - self._waited_before[batch]) for batch in batches), default=0.0)
 
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`, on this thread, one more for each further stream, and one for explanations.
@@ -150,7 +160,7 @@ class Streams:
 
     def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
         """Return the next batch of a queue as soon as there is one, or None when the stream is to end."""
-        stream = threading.get_ident()
+        stream = threading.get_native_id()
         with self._wake:
             self._launched_at.pop(stream, None)
             while not self._stopping:

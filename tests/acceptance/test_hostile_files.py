@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,8 @@ SIDE = 32
 """Pixels at which pictures are compared: no more than any model here sees."""
 
 MAX_SECONDS = 2.0
+"""Of processor time, for one file."""
+
 MAX_BYTES = 500 << 20
 
 OK, TOO_LARGE, UNSUPPORTED, INVALID = 200, 413, 415, 422
@@ -100,12 +101,12 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
     assert len(rows) > 300
 
     def ask(data: bytes) -> tuple[int, float]:
-        started = time.monotonic()
+        started = server.cpu_seconds()  # which other programs on the machine do not change
         response = client.post("/classify", files={"file": ("picture", data)})
         assert response.headers["content-type"] == (
             "application/json" if response.status_code == 200 else "application/problem+json"
         )
-        return response.status_code, time.monotonic() - started
+        return response.status_code, server.cpu_seconds() - started
 
     good = (shared / "data" / "torture" / rows[0]["file"]).read_bytes()
     ask(good)
@@ -115,7 +116,7 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
     for row in rows:
         data = (folder / row["file"]).read_bytes()
         status, seconds = ask(data)
-        for _ in range(2):  # a busy machine is not the file's fault
+        for _ in range(2):  # what the process does beside it, after its start, is not the file's fault
             if seconds > MAX_SECONDS:
                 seconds = min(seconds, ask(data)[1])
         if status not in ALLOWED[row["expect"]]:

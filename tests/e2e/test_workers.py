@@ -184,8 +184,10 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(servi
     before, engine = read(), Processes(service).engine
     with ExitStack() as stack:
         callers = [stack.enter_context(service.raw()) for _ in range(PLACES)]
-        os.kill(engine, signal.SIGSTOP)
-        stack.callback(os.kill, engine, signal.SIGCONT)
+        # The supervisor too: it would take the engine for frozen, and replace it, before all of this is done.
+        for pid in (service.process.process.pid, engine):
+            os.kill(pid, signal.SIGSTOP)
+            stack.callback(os.kill, pid, signal.SIGCONT)
         for caller in callers:
             caller.post(pictures.files[0])
         until(lambda: read() == before + PLACES)

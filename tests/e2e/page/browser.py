@@ -14,12 +14,14 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright  # noqa: E402
 
+from tests.launcher import PATIENCE  # noqa: E402
+
 __all__ = ["Browser", "Page", "Tab", "chromium", "expect", "tab"]
 
-PATIENCE = 20_000
+BROWSER_PATIENCE = 1000 * PATIENCE
 """Milliseconds after which the browser gives up on what a test waits for."""
 
-expect.set_options(timeout=PATIENCE)
+expect.set_options(timeout=BROWSER_PATIENCE)
 
 _WATCH = """
 window.violations = []; window.shifts = [];
@@ -60,7 +62,7 @@ class Tab:
 
     def __post_init__(self) -> None:
         self.page.add_init_script(_WATCH)
-        self.page.set_default_timeout(PATIENCE)
+        self.page.set_default_timeout(BROWSER_PATIENCE)
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", self._on_request)

@@ -42,6 +42,8 @@ def open_page(browser: Browser, server: Served) -> Open:
 
 
 def _serving(folders: pytest.TempPathFactory, **settings: Any) -> Iterator[Served]:
-    served = Served(folders.mktemp("page") / "server.log", device="cpu", backend="torch", threads=1, **settings)
+    # A minute for each request, so that a busy machine refuses no map: their thread has little priority.
+    settings |= {"device": "cpu", "backend": "torch", "threads": 1, "max_batch": 4, "request_timeout": 60}
+    served = Served(folders.mktemp("page") / "server.log", **settings)
     yield served
     served.kill()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from tests.e2e.page.browser import Browser, chromium, expect, tab
+from tests.e2e.page.steps import DOG, HARBOUR, choose, map_shown
 from tests.launcher import ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -32,13 +32,13 @@ def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.
     """Return what the page shows of the dog, and of the maps of two classes beside each other if `compare`."""
     with tab(browser, url, **options) as found:
         page = found.page
-        page.get_by_role("button", name="Example: a building site by the water").click()
-        page.get_by_role("button", name="Example: a dog with a party hat").click()
+        choose(page, HARBOUR, DOG)
+        page.get_by_role("button", name="dog.jpg").click()
         if compare:
             page.get_by_label("Compare two maps").check()
-        for readout in page.locator(".map .readout").all():
-            expect(readout).to_contain_text("Strongest")
-        expect(page.locator("#progress-text")).to_have_text(re.compile(r"^(\d) of \1 done$"))
+        for index in range(1 + compare):
+            map_shown(page, index)
+        expect(page.locator("#progress-text")).to_have_text("2 of 2 done")
         expect(page.locator("#live-p50")).not_to_have_text("\u2013")
         return Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
 

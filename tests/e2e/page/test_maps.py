@@ -17,6 +17,7 @@ from PIL import Image
 from tests.e2e.page.browser import expect
 from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, pixels
 from tests.e2e.serving import Served
+from tests.launcher import PATIENCE
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -129,7 +130,7 @@ def test_the_curl_calls_give_what_is_on_screen(open_page: Open, tmp_path: Path) 
         map_shown(page)
         page.get_by_text("The same with curl").click()
         classify, attention = page.locator("#curl-text").inner_text().splitlines()
-        run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=20)
+        run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=PATIENCE)
         answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
         assert [found["label"] for found in answer["predictions"]] == labels
         run([*shlex.split(attention), "--silent", "--fail", "--noproxy", "*"])

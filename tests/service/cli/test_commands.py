@@ -86,6 +86,8 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
         (["attention", "README.md", "examples", "-o", "README.md"], "README.md: File exists"),
         (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: No such file"),
+        (["attention", "README.md", "-o", "x.jpg"], "x.jpg: what is written is .png"),
+        (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: what is written is .npy"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),

@@ -12,7 +12,7 @@ import pytest
 
 from model.errors import InputError
 from service.cli import bench, classify, evaluate, server_flags
-from service.client import ClientError
+from service.client import ClientError, Unreachable
 from tests.service.cli.command_line import run
 
 UNAUTHORIZED = (
@@ -57,17 +57,34 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
     [
         (
             httpx.ConnectError("[Errno 111] Connection refused"),
-            "u: [Errno 111] Connection refused: is the server running?",
+            "http://u: [Errno 111] Connection refused: is the server running?",
         ),
-        (httpx.UnsupportedProtocol("no 'http://'"), "u: no 'http://'"),
-        (httpx.InvalidURL("Invalid port: 'abc'"), "u: Invalid port: 'abc'"),
-        (ClientError("not as vitserve does"), "u: not as vitserve does"),
+        (httpx.UnsupportedProtocol("no 'http://'"), "http://u: no 'http://'"),
+        (httpx.InvalidURL("Invalid port: 'abc'"), "http://u: Invalid port: 'abc'"),
+        (ClientError("not as vitserve does"), "http://u: not as vitserve does"),
     ],
 )
 def test_why_a_server_could_not_be_asked_is_one_line(error: Exception, message: str) -> None:
-    with pytest.raises(InputError) as caught, server_flags.asking("u"):
+    with pytest.raises(InputError) as caught, server_flags.asking("http://u"):
         raise error
     assert str(caught.value) == message
+
+
+def test_an_address_without_its_scheme_is_told_with_one() -> None:
+    with pytest.raises(InputError) as caught, server_flags.asking("there:8000"):
+        pytest.fail("it cannot be asked")
+    assert str(caught.value) == "there:8000: expected an address such as http://there:8000"
+
+
+def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> None:
+    gone = Unreachable(httpx.ConnectError("refused"))
+    answers = enumerate([gone] * 7 + ["an answer"] + [gone] * 992)
+    seen = []
+    with pytest.raises(ClientError, match="no answer any more, 984 of 1000 files were not asked about"):
+        for number, _ in server_flags.while_reachable(answers, 1000):
+            seen.append(number)
+    assert seen == list(range(16))
+    assert len(list(server_flags.while_reachable(enumerate([gone] * 8), 8))) == 8  # these were all
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from service.engine.messages import InferenceRequest
 from service.engine.streams import Streams
 from service.errors import EngineUnavailable
+from service.priority import seconds_without_core
 from tests.launcher import until
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, on_a_loop, pixels, running
@@ -112,3 +117,48 @@ def test_the_oldest_batch_under_way_is_timed_until_it_ends() -> None:
     until(lambda: streams.computing_seconds() == 0)
     streams.stop()
     thread.join(PATIENCE)
+
+
+def test_time_for_which_a_batch_waits_for_a_core_does_not_count() -> None:
+    """The thread of maps has little priority: beside other programs that keep all cores busy it may stand still."""
+    now, waited = 50.0, {"seconds": 7.0}
+    streams = Streams(
+        queue_size=9,
+        max_delay=0,
+        deliver=lambda *_: None,
+        on_queue=lambda _: None,
+        clock=lambda: now,
+        without_core=lambda thread: waited["seconds"] if thread in natives else pytest.fail("of another process"),
+    )
+    predictor = FakePredictor()
+    predictor.gate.clear()
+    thread = threading.Thread(target=streams.run, args=(predictor,))
+    thread.start()
+    streams.put(InferenceRequest(pixels(1), 3), timeout=3600)
+    assert predictor.entered.acquire(timeout=PATIENCE)
+    natives = {each.native_id for each in threading.enumerate()}
+    assert streams.computing_seconds() == 0  # what it waited before is of other batches
+    now += 100
+    waited["seconds"] += 98
+    assert streams.computing_seconds() == 2
+    predictor.gate.set()
+    until(lambda: streams.computing_seconds() == 0)
+    streams.stop()
+    thread.join(PATIENCE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell how long threads wait")
+def test_the_system_tells_how_long_a_thread_had_to_wait_for_a_core() -> None:
+    thread = threading.get_native_id()
+    one = os.sched_getaffinity(0).pop()
+    allowed = os.sched_getaffinity(thread)
+    before = seconds_without_core(thread)
+    os.sched_setaffinity(thread, {one})
+    rival = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same core, as it is inherited
+    try:
+        until(lambda: sum(range(100_000)) > 0 and seconds_without_core(thread) > before + 0.02)
+    finally:
+        rival.kill()
+        rival.wait()
+        os.sched_setaffinity(thread, allowed)
+    assert seconds_without_core(2**22) == 0  # no such thread

@@ -31,6 +31,13 @@ def test_nothing_comes_from_another_host_and_nothing_is_inline() -> None:
             assert not re.search(r'(src|href)="/', text), path.name
 
 
+def test_nothing_is_painted_before_the_whole_document_is_there() -> None:
+    """On a slow machine or line its parts would appear one by one, and move those before them."""
+    text = (FOLDER / "index.html").read_text()
+    [last] = re.findall(r'<link rel="expect" href="#([a-z-]+)" blocking="render">', text)
+    assert last == re.findall(r'\bid="([^"]+)"', text)[-1]
+
+
 def test_every_module_that_is_imported_is_served() -> None:
     for path in FOLDER.glob("*.js"):
         for name in re.findall(r'from "\./(.+?)"', path.read_text()):
