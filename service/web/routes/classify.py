@@ -15,6 +15,7 @@ from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
 from service.web.awaiting import all_of, unless_disconnected
+from service.web.classification import classify_upload
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
@@ -96,9 +97,10 @@ class _Classifier:
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline
-        decoded = await pipeline.decode(file, self._deadline)
-        picture = decoded.picture
-        result = await pipeline.infer(picture.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
+        classified = await classify_upload(
+            pipeline, file, self._deadline, top_k=self._top_k, map_request=self._map_request
+        )
+        picture, result = classified.picture, classified.result
         image_id = await pipeline.pictures.put(picture)
         predictions = ranked_predictions(self._info.labels, result.indices, result.scores)
         pipeline.metrics.images.inc()
@@ -109,7 +111,7 @@ class _Classifier:
             predictions=predictions,
             attention=None if result.map is None else self._attention(result.map, image_id, picture.region),
             timings_ms=Timings(
-                decode=_milliseconds(decoded.seconds),
+                decode=_milliseconds(classified.decode_seconds),
                 queue=_milliseconds(result.queue_seconds),
                 inference=_milliseconds(result.inference_seconds),
                 total=_milliseconds(pipeline.clock() - self._context.started),
