@@ -7,6 +7,7 @@ how this file is tested; its part for CUDA has not run yet.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from model.errors import DeviceError
+
+logger = logging.getLogger(__name__)
 
 _THREADS: Final = 4
 """Of the CPU, which nvJPEG needs for the Huffman codes of pictures that the GPU's own decoders do not take."""
@@ -66,6 +69,7 @@ class NvImageCodec:
             self.difference = self._try()
         except RuntimeError as error:
             raise DeviceError(f"decode 'device': {self.name} does not decode on {device}: {error}") from error
+        logger.info("%s decodes JPEGs on %s, %.2f levels from Pillow's on average", self.name, device, self.difference)
 
     def decode(self, files: Sequence[bytes]) -> list[Tensor | None]:
         """See `PictureDecoder.decode`."""

@@ -129,7 +129,6 @@ class Predictor:
             if on_cpu and ops is None:
                 raise DeviceError(f"decode 'device': it needs a CUDA device, not {torch_device}")
             preprocess = DevicePreprocess(decoder(torch_device), checkpoint.preprocess)
-            logger.info("%s decodes JPEGs", preprocess.decoder.name)
         self._decodes = preprocess is not None
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:

@@ -170,6 +170,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.request_duration.labels("/classify")
         metrics.stage_duration.labels("decode")
         metrics.rejected.labels("queue_full").inc(0)
+        metrics.device_decodes.labels("decoded").inc(0)
         metrics.key_requests.labels("key1", "200").inc(0)
         metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
