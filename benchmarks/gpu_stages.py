@@ -181,7 +181,7 @@ def decode(bench: Bench) -> None:
     from model.errors import DeviceError  # noqa: PLC0415
 
     variant, batch = bench.best_of_ours()
-    ours = bench.ours(variant, [batch])
+    ours = bench.ours(variant)  # that of `mixed`, which is there
     section = bench.record.section("decode")
     device, config = torch.device(bench.arguments.device), ours.checkpoint.preprocess
     try:

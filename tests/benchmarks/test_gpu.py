@@ -68,7 +68,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_step_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "engine,htpp"])
-    steps = "versions, tests, sweep, profile, engine, start, latency, http, mixed, float8, decode, faults"
+    steps = "versions, tests, sweep, profile, engine, start, latency, http, mixed, decode, float8, faults"
     assert f"htpp: steps are {steps}" in capsys.readouterr().err
 
 
