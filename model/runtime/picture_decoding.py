@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,6 +51,9 @@ class PictureDecoder(Protocol):
 
         A tensor is complete when the current stream has come that far, and its memory may be used again on that stream
         only, once nobody holds it.
+
+        Raises:
+            RuntimeError, ValueError, MemoryError: none of them decodes.
         """
 
 
@@ -84,7 +86,7 @@ class DevicePreprocess:
         """Yield each picture and let go of it, so that its memory is free once it is resized."""
         try:
             found = list(self.decoder.decode(files))
-        except RuntimeError as error:  # if it is the device's, computing the batch fails, too
+        except (RuntimeError, ValueError, MemoryError) as error:  # if it is the device's, computing fails, too
             logger.warning("%d pictures were not decoded by the device: %s", len(files), first_line(error))
             found = [None] * len(files)
         found.reverse()
@@ -129,8 +131,8 @@ class DevicePreprocess:
         )
         seen = small[max(0, top) : max(0, top) + config.size[0], max(0, left) : max(0, left) + config.size[1]]
         if seen.shape != out.shape:  # a border
-            fill = torch.tensor([round(255 * mean) for mean in config.mean], dtype=torch.uint8)
-            out.copy_(fill.expand_as(out))
+            for channel, mean in enumerate(config.mean):
+                out[..., channel].fill_(round(255 * mean))
             out = out[max(0, -top) :, max(0, -left) :][: seen.shape[0], : seen.shape[1]]
         out.copy_(seen)
 

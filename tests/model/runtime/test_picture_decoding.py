@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from model.runtime.picture_decoding import DevicePreprocess
 from model.runtime.predictor import Predictor
 from tests.model.runtime.decoder_stand_in import PillowDecoder
 from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.fake_cuda import CUDA, captured, fake_cuda, require_fake_cuda
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 
@@ -87,6 +89,18 @@ def test_pixels_are_at_most_a_level_from_those_of_the_cpu(wanted: PreprocessConf
         assert difference.mean() < 0.1  # a half here may be a little less there
 
 
+@pytest.mark.parametrize("wanted", [config(), config(resize="border", resize_size=(32, 48))], ids=["crop", "border"])
+def test_everything_is_done_on_the_device_without_waiting_for_it(wanted: PreprocessConfig) -> None:
+    require_fake_cuda()
+    picture = encoded(photograph((150, 101), 6), wanted)
+    with fake_cuda():
+        decoded = torch.empty((101, 150, 3), dtype=torch.uint8, device=CUDA)
+        out = torch.empty((1, *wanted.size, 3), dtype=torch.uint8, device=CUDA)
+        subject = DevicePreprocess(SimpleNamespace(name="", decode=lambda files: [decoded]), wanted)
+        with captured(torch.float32):
+            assert subject.fill({0: picture}, out) == set()
+
+
 def test_a_picture_that_fails_fails_alone() -> None:
     files = [photograph((100, 80), seed=seed) for seed in range(3)]
     decoder = PillowDecoder()
@@ -101,8 +115,9 @@ def test_a_picture_that_fails_fails_alone() -> None:
 
 def test_a_decoder_that_raises_fails_those_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = PillowDecoder()
-    decoder.error = RuntimeError("nvJPEG: out of memory")
-    assert filled(config(), [photograph((100, 80))] * 2, decoder)[1] == {0, 1}
+    for error in (RuntimeError("nvJPEG: out of memory"), ValueError("a parameter"), MemoryError()):
+        decoder.error = error
+        assert filled(config(), [photograph((100, 80))] * 2, decoder)[1] == {0, 1}
 
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
