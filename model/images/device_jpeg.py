@@ -39,7 +39,7 @@ _JFIF, _ADOBE = 0xE0, 0xEE
 _SUBSAMPLING = {0x11, 0x21, 0x12, 0x22}
 """Horizontal and vertical sampling factors of the luminance: 4:4:4, 4:2:2, 4:4:0 and 4:2:0."""
 
-_AFTER_SCAN = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")
+_AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 """The first marker that is not part of a scan's data: neither a stuffed byte nor a restart."""
 
 
