@@ -38,7 +38,7 @@ swapped."""
 
 
 class PictureDecoder(Protocol):
-    """A device's decoder of JPEGs; one thread at a time asks it.
+    """A device's decoder of JPEGs; several threads may ask it at once.
 
     Attributes:
         name: the library, with its version.
