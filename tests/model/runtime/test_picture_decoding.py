@@ -18,6 +18,7 @@ from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
 from model.prediction import EncodedPicture, MapRequest
 from model.runtime import picture_decoding
+from model.runtime.batch_launcher import BatchLauncher, Computed
 from model.runtime.picture_decoding import DevicePreprocess
 from model.runtime.predictor import Predictor
 from tests.model.runtime.decoder_stand_in import PillowDecoder
@@ -182,6 +183,35 @@ def test_a_predictor_answers_encoded_pictures_as_their_pixels_beside_plain_ones(
         assert (one is None) == (other is None) == (row == 4)
         if one is not None and other is not None:
             np.testing.assert_allclose(one.values, other.values, atol=1e-6)
+
+
+def test_the_computation_waits_for_the_decoder_and_not_for_the_pixels_way_back() -> None:
+    ops, wanted = StandInOps(strict=False), config()
+    subject = BatchLauncher(
+        ops,
+        lambda pixels, layers, top_k: Computed(pixels[:, 0, 0, :1].int(), pixels[:, 0, 0, :1].float()),
+        shape=(*wanted.size, 3),
+        max_batch=2,
+        slots=1,
+        preprocess=DevicePreprocess(PillowDecoder(), wanted),
+    )
+    ops.log.clear()
+    plain = np.full((*wanted.size, 3), 7, np.uint8)
+    found = subject.run([encoded(photograph((100, 80)), wanted), plain], size=2, layers=(), top_k=1)
+    decoded = found.decoded[0]
+    assert decoded is not None
+    assert found.packed[:, 0].tolist() == [decoded[0, 0, 0], 7]
+    copies = ops.log[0][1]
+    computing = ops.log[-2][1]
+    assert copies != computing
+    assert ops.log == [
+        ("record", copies),  # the batch is there
+        ("record", copies),  # its pixels are back
+        (f"wait for {copies}", computing),
+        ("record", computing),
+        ("synchronize", computing),
+        ("synchronize", copies),
+    ]
 
 
 def test_a_batch_of_nothing_but_failures_ends() -> None:
