@@ -39,6 +39,9 @@ _JFIF, _ADOBE = 0xE0, 0xEE
 _SUBSAMPLING = {0x11, 0x21, 0x12, 0x22}
 """Horizontal and vertical sampling factors of the luminance: 4:4:4, 4:2:2, 4:4:0 and 4:2:0."""
 
+_MAX_TABLES = 4
+"""Tables of a kind, of which a hostile file could have a hundred thousand."""
+
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 """The first marker that is not part of a scan's data: neither a stuffed byte nor a restart."""
 
@@ -86,9 +89,9 @@ def _check(data: bytes) -> tuple[tuple[int, int], int]:
     huffman: set[int] = set()
     for marker, payload, position in _segments(data):
         if marker == _DQT:
-            quantisation |= _quantisation_tables(payload)
+            _add(_quantisation_tables(payload), quantisation)
         elif marker == _DHT:
-            huffman |= _huffman_tables(payload)
+            _add(_huffman_tables(payload), huffman)
         elif marker == _SOF0 and not frame:
             frame = payload
         elif marker == _ADOBE:
@@ -111,6 +114,12 @@ def _require(condition: bool) -> None:
         raise _Unsuited
 
 
+def _add(tables: list[int], known: set[int]) -> None:
+    """Add tables to those that are known, none of them a second time."""
+    _require(len(known | {*tables}) == len(known) + len(tables))
+    known.update(tables)
+
+
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Yield marker, content and end of each segment up to the first scan's header."""
     _require(data[:2] == bytes((0xFF, _SOI)))
@@ -124,19 +133,20 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
         position = end
 
 
-def _quantisation_tables(payload: bytes) -> set[int]:
+def _quantisation_tables(payload: bytes) -> list[int]:
     """Return the numbers of the tables, of 8 bits a value, in a DQT segment."""
-    _require(len(payload) > 0 and len(payload) % 65 == 0)
+    _require(0 < len(payload) <= 65 * _MAX_TABLES and len(payload) % 65 == 0)
     tables = [payload[start : start + 65] for start in range(0, len(payload), 65)]
     _require(all(table[0] < 4 and 0 not in table[1:] for table in tables))
-    return {table[0] for table in tables}
+    return [table[0] for table in tables]
 
 
-def _huffman_tables(payload: bytes) -> set[int]:
+def _huffman_tables(payload: bytes) -> list[int]:
     """Return the class and number, as one byte, of each table in a DHT segment whose codes can be made."""
-    found = set()
+    found: list[int] = []
     position = 0
     while position < len(payload):
+        _require(len(found) < _MAX_TABLES)
         name, counts = payload[position], payload[position + 1 : position + 17]
         symbols = payload[position + 17 : position + 17 + sum(counts)]
         _require(name & 0xEF < 2 and len(counts) == 16 and 0 < sum(counts) == len(symbols) <= 256)
@@ -148,7 +158,7 @@ def _huffman_tables(payload: bytes) -> set[int]:
             # The code of all ones is not used (ITU-T T.81, C.2).
             _require(code < 1 << bits)
             code <<= 1
-        found.add(name)
+        found.append(name)
         position += 17 + len(symbols)
     _require(position == len(payload))
     return found

@@ -77,6 +77,9 @@ def test_a_plain_baseline_picture_goes_to_the_device_without_its_metadata(data: 
     assert found.encoded.data.endswith(b"\xff\xd9")
 
 
+TABLE = b"\xff\xc4\x00\x14\x00\x01" + bytes(15) + b"\x05"
+"""One Huffman table, of one symbol."""
+
 PNG = io.BytesIO()
 picture().save(PNG, "PNG")
 
@@ -99,6 +102,8 @@ picture().save(PNG, "PNG")
         replaced(jpeg(subsampling="4:4:4"), b"\x01\x11\x00\x02\x11\x01", b"\x01\x11\x03\x02\x11\x01"),
         replaced(jpeg(optimize=True), b"\xff\xda\x00\x0c\x03\x01\x00", b"\xff\xda\x00\x0c\x03\x01\x22"),
         jpeg(size=(2000, 2)),
+        TABLE.join([jpeg()[:2], jpeg()[2:]]),
+        jpeg()[:2] + (TABLE * 5_000) + jpeg()[2:],
     ],
     ids=[
         "empty",
@@ -116,6 +121,8 @@ picture().save(PNG, "PNG")
         "no quantisation table",
         "no Huffman table",
         "a strip that would be enlarged",
+        "a table twice",
+        "very many tables",
     ],
 )
 def test_whatever_is_in_doubt_is_left_to_the_cpu(data: bytes) -> None:
