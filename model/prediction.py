@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal, cast
 
@@ -195,6 +195,25 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    """A picture that the device decodes and resizes.
+
+    Attributes:
+        data: a JPEG that `model.images.device_jpeg.device_picture` took for one that a device decodes.
+        size: (width, height) in pixels, as it is stored.
+        orientation: Exif orientation, 1...8, by which it is turned upright.
+    """
+
+    data: bytes
+    size: tuple[int, int]
+    orientation: int
+
+
+Picture = NDArray[np.uint8] | EncodedPicture
+"""An image of a batch: uint8 [H, W, C], the model's input size, or one that the device decodes to that."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPrediction:
     """The top-k classes and attention maps of one batch, in the order of the images.
 
@@ -204,6 +223,8 @@ class BatchPrediction:
         finite: bool [B]; False where a score is not finite, so that the image has no prediction.
         maps: B entries, None where no map was requested.
         logits: float32 [B, classes], before the temperature; None where they were not asked for.
+        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
+            device could not decode, whose other values mean nothing.
     """
 
     scores: NDArray[np.float32]
@@ -211,3 +232,4 @@ class BatchPrediction:
     finite: NDArray[np.bool_]
     maps: list[AttentionMap | None]
     logits: NDArray[np.float32] | None = None
+    decoded: Mapping[int, NDArray[np.uint8] | None] = field(default_factory=dict)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.prediction import Picture
 from model.runtime.compilation import Compilation
 from model.runtime.postprocess import TopKOutput
 
-Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
-"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
+Images = NDArray[np.uint8] | Sequence[Picture]
+"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere, some perhaps still encoded."""
 
 
 class Backend(Protocol):
@@ -74,8 +75,8 @@ class Backend(Protocol):
 
 
 def stacked(images: Images) -> NDArray[np.uint8]:
-    """Return a batch as one array, uint8 [B, H, W, C]."""
-    return images if isinstance(images, np.ndarray) else np.stack(images)
+    """Return a batch as one array, uint8 [B, H, W, C]; no picture of it is encoded."""
+    return images if isinstance(images, np.ndarray) else np.stack(cast(Sequence[NDArray[np.uint8]], images))
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

@@ -4,6 +4,8 @@
     thread B                    pinned <- images  | upload (while A computes) ...
     device                       copy stream A    | graph A | graph B      |
 
+Encoded pictures are decoded and resized on the copy stream, and what the model sees of them comes back to the host.
+
 Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
 them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
@@ -15,15 +17,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from model.prediction import EncodedPicture
 from model.runtime.backend import Images, first_line
+from model.runtime.picture_decoding import DevicePreprocess
 
 CAPTURED_TOP_K: Final = 32
 """Most classes that a captured graph returns; a request for more is computed without one."""
@@ -89,12 +94,33 @@ class CaptureFailed(RuntimeError):
     """The capture of a graph broke off, which leaves torch's allocator in a state that asserts later."""
 
 
+Decoded = Mapping[int, NDArray[np.uint8] | None]
+"""Pixels of the encoded pictures of a batch by their places: uint8 [H, W, C], or None where the device has failed."""
+
+
 class _Slot(NamedTuple):
     pinned: Tensor
     pixels: Tensor
     copies: Any
     uploaded: Any
     finished: Any
+    returned: Any
+
+
+class Launched(NamedTuple):
+    """The output of one batch on the host.
+
+    Attributes:
+        packed: int32 [B, width], see `model.runtime.postprocess.pack`.
+        top_k: classes in it, as many as were wanted or more.
+        logits: [B, classes], if they were wanted.
+        decoded: what the model has seen of encoded pictures.
+    """
+
+    packed: Tensor
+    top_k: int
+    logits: Tensor | None
+    decoded: Decoded
 
 
 class _Graph(NamedTuple):
@@ -112,13 +138,24 @@ class BatchLauncher:
         compute: called on the launcher's stream, by one thread at a time, for batches without a graph.
         shape: (H, W, C) of an image.
         slots: callers served at the same time; further ones wait.
+        preprocess: makes images of encoded pictures; None where there are none.
 
     Raises:
         RuntimeError: as torch raises it (out of memory).
     """
 
-    def __init__(self, ops: DeviceOps, compute: Compute, *, shape: tuple[int, ...], max_batch: int, slots: int) -> None:
+    def __init__(
+        self,
+        ops: DeviceOps,
+        compute: Compute,
+        *,
+        shape: tuple[int, ...],
+        max_batch: int,
+        slots: int,
+        preprocess: DevicePreprocess | None = None,
+    ) -> None:
         self._ops = ops
+        self._preprocess = preprocess
         self._compute = compute
         self._stream = ops.stream()
         self._lock = threading.Lock()
@@ -131,7 +168,7 @@ class BatchLauncher:
         for _ in range(slots):
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
-            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
+            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event(), ops.event()))
         # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
         # wants one stream for them.
@@ -213,20 +250,14 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(
-        self, images: Images, *, size: int, layers: Layers, top_k: int, logits: bool = False
-    ) -> tuple[Tensor, int, Tensor | None]:
+    def run(self, images: Images, *, size: int, layers: Layers, top_k: int, logits: bool = False) -> Launched:
         """Compute one batch; callable by several threads at once.
 
         Args:
-            images: B images, each uint8 [H, W, C].
+            images: B images, each uint8 [H, W, C], or encoded if there is a `preprocess`.
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
             layers, top_k: attention layers and classes wanted.
             logits: whether they are wanted.
-
-        Returns:
-            int32 [B, width] on the host, see `model.runtime.postprocess.pack`; its k, which is `top_k` or more; and the
-            logits there, if they are wanted.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -235,7 +266,7 @@ class BatchLauncher:
         graph = graphs.get((size, layers)) if top_k <= captured_k else None
         slot = self._slots.get()
         try:
-            packed, found = self._run(slot, graph, images, size, layers, top_k, logits)
+            return self._run(slot, graph, images, size, layers, captured_k if graph else top_k, logits)
         except BaseException:
             # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
             # waited for while a graph is captured.
@@ -244,7 +275,6 @@ class BatchLauncher:
             raise
         finally:
             self._slots.put(slot)
-        return packed, captured_k if graph else top_k, found
 
     def _run(
         self,
@@ -255,12 +285,14 @@ class BatchLauncher:
         layers: Layers,
         top_k: int,
         logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Launched:
         ops, count = self._ops, len(images)
-        np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
         with ops.on(slot.copies):
-            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
+            encoded, failed = self._upload(slot, images)
             slot.uploaded.record(slot.copies)
+            seen = ops.download(slot.pixels[:count]) if encoded else None
+            if encoded:
+                slot.returned.record(slot.copies)
         with self._lock, ops.on(self._stream):
             slot.uploaded.wait(self._stream)
             self._input[:count].copy_(slot.pixels[:count])
@@ -273,4 +305,25 @@ class BatchLauncher:
             found = ops.download(computed.logits[:count]) if logits else None
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        return host, found
+        decoded: Decoded = {}
+        if seen is not None:
+            slot.returned.synchronize()
+            # Copies: the memory of the whole batch is not to live as long as one picture of it.
+            decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
+        return Launched(host, top_k, found, decoded)
+
+    def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
+        """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""
+        count, preprocess = len(images), self._preprocess
+        encoded: dict[int, EncodedPicture] = {}
+        if preprocess is not None:
+            encoded = {row: image for row, image in enumerate(images) if isinstance(image, EncodedPicture)}
+        if not encoded:
+            pixels = cast(Sequence[NDArray[np.uint8]], images)
+            np.stack(list(pixels), out=slot.pinned[:count].numpy())  # the images' only copy on the host
+        for row, image in enumerate(images) if encoded else ():
+            if row not in encoded:
+                slot.pinned[row].numpy()[...] = image
+        if len(encoded) < count:
+            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
+        return encoded, set() if preprocess is None else preprocess.fill(encoded, slot.pixels)

@@ -57,7 +57,9 @@ class Cuda(TorchBackend):
         self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
-            self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
+            self._launcher = BatchLauncher(
+                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=options.preprocess
+            )
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
@@ -70,12 +72,13 @@ class Cuda(TorchBackend):
         if self._failure is not None:
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
-        packed, packed_k, found = self._launcher.run(images, size=size, layers=layers, top_k=top_k, logits=logits)
-        output = self._unpack(packed, layers, packed_k)
+        launched = self._launcher.run(images, size=size, layers=layers, top_k=top_k, logits=logits)
+        output = self._unpack(launched.packed, layers, launched.top_k)
         return output._replace(
             scores=output.scores[:, :top_k],
             indices=output.indices[:, :top_k],
-            logits=None if found is None else found.float(),
+            logits=None if launched.logits is None else launched.logits.float(),
+            decoded=launched.decoded,
         )
 
     def exercise(self, sizes: Sequence[int]) -> None:

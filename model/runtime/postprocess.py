@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
@@ -53,6 +57,7 @@ class TopKOutput(NamedTuple):
         finite: bool [B], whether all scores of the image are finite.
         attention, relevance: see `NetworkOutput`.
         logits: float32 [B, num_classes], before the temperature; None if they were not asked for.
+        decoded: see `model.prediction.BatchPrediction`.
     """
 
     scores: Tensor
@@ -61,6 +66,7 @@ class TopKOutput(NamedTuple):
     attention: Tensor | None
     relevance: Tensor | None = None
     logits: Tensor | None = None
+    decoded: Mapping[int, NDArray[np.uint8] | None] = MappingProxyType({})
 
 
 class Postprocess:

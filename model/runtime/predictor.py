@@ -7,10 +7,10 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -22,13 +22,14 @@ from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
 from model.explanation.methods import METHODS, relevance_maps
 from model.network.vit import VisionTransformer, count_parameters
-from model.prediction import AttentionMap, BatchPrediction, MapRequest
-from model.runtime.backend import Backend, Images, first_line, launch_size
+from model.prediction import AttentionMap, BatchPrediction, EncodedPicture, MapRequest, Picture
+from model.runtime.backend import Backend, Images, first_line, launch_size, stacked
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.choose_backend import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
+from model.runtime.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.pieces import sizes_in_use
 from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
@@ -76,6 +77,7 @@ class Predictor:
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
+        decoder: makes what decodes encoded pictures on the device; None where all come as pixels.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
@@ -106,6 +108,7 @@ class Predictor:
         graphs: bool = True,
         behind: bool = False,
         ops: DeviceOps | None = None,
+        decoder: Callable[[torch.device], PictureDecoder] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -121,11 +124,26 @@ class Predictor:
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
 
         self.agreement: str | None = None
+        preprocess = None
+        if decoder is not None:
+            if on_cpu and ops is None:
+                raise DeviceError(f"decode 'device': it needs a CUDA device, not {torch_device}")
+            preprocess = DevicePreprocess(decoder(torch_device), checkpoint.preprocess)
+        self._decodes = preprocess is not None
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.build()
             options = TorchOptions(
-                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, behind, dtype == "float8"
+                model,
+                checkpoint,
+                torch_device,
+                torch_dtype,
+                compile_mode,
+                sizes,
+                graphs,
+                behind,
+                dtype == "float8",
+                preprocess,
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
             found = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
@@ -227,7 +245,7 @@ class Predictor:
 
         Args:
             images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
-                less; 1 <= B <= max_batch.
+                less, and some of which may be encoded if there is a decoder; 1 <= B <= max_batch.
             top_k: how many classes to return, 1 ... num_classes.
             maps: empty, or one entry an image.
             logits: whether those of all classes are wanted, too.
@@ -239,9 +257,12 @@ class Predictor:
         """
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
-        kinds = {(str(image.dtype), image.shape) for image in images}
-        if kinds != {("uint8", expected)} or count > self.max_batch:
+        pixels = [image for image in images if not isinstance(image, EncodedPicture)]
+        kinds = {(str(image.dtype), image.shape) for image in pixels}
+        if kinds - {("uint8", expected)} or not 1 <= count <= self.max_batch:
             raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
+        if len(pixels) < count and not self._decodes:
+            raise ValueError(f"{count - len(pixels)} encoded pictures: there is no decoder")
         if maps and len(maps) != count:
             raise ValueError(f"{len(maps)} map requests for {count} images")
         layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
@@ -257,18 +278,23 @@ class Predictor:
                 output.finite.numpy(),
                 found,
                 None if output.logits is None else output.logits.numpy(),
+                output.decoded,
             )
             if output.relevance is not None:
                 members = [place for place, wanted in enumerate(maps) if wanted is not None and wanted.of_best_class]
                 made = relevance_maps(output.relevance[members], self.config)
                 _put(prediction, "relevance", members, prediction.indices[members, 0], *made)
+        seen: Images | Sequence[Picture | None] = images
+        if maps and prediction.decoded:
+            seen = [prediction.decoded.get(place, image) for place, image in enumerate(images)]
+            maps = [None if image is None else wanted for image, wanted in zip(seen, maps, strict=True)]
         for method in sorted({wanted.method for wanted in maps if wanted is not None and wanted.needs_pass}):
-            self._explain(images, method, maps, prediction)
+            self._explain(seen, method, maps, prediction)
         return prediction
 
     def _explain(
         self,
-        images: Images,
+        images: Images | Sequence[Picture | None],
         method: str,
         requests: Sequence[MapRequest | None],
         prediction: BatchPrediction,
@@ -289,7 +315,7 @@ class Predictor:
             method,
             members,
             classes,
-            *self._backend.explain(np.stack([images[member] for member in members]), classes, method),
+            *self._backend.explain(stacked([cast(Picture, images[member]) for member in members]), classes, method),
         )
 
     @torch.inference_mode()

@@ -30,6 +30,7 @@ from model.runtime.compilation import (
     plan_compilation,
 )
 from model.runtime.float8 import use_float8
+from model.runtime.picture_decoding import DevicePreprocess
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, run_network
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class TorchOptions:
         graphs: whether they become CUDA graphs on CUDA.
         behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
+        preprocess: what decodes pictures on CUDA; None where they come as pixels.
     """
 
     model: VisionTransformer
@@ -56,6 +58,7 @@ class TorchOptions:
     graphs: bool = True
     behind: bool = False
     float8: bool = False
+    preprocess: DevicePreprocess | None = None
 
     @property
     def dtype_name(self) -> str:

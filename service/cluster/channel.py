@@ -3,7 +3,7 @@
     web worker                                     engine process
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
-      slot <- pixels                                 Submit -> Engine.infer(pixels in the slot)
+      slot <- pixels, or a JPEG                      Submit -> Engine.infer(pixels in the slot)
       Submit          --- Unix socket, frames -->      (LocalEngine: the same queue for all workers)
       future  <-- Completed or Failed, ------------- answers of a batch leave in one write,
                   one wake-up a batch                so a worker wakes up once
@@ -41,15 +41,17 @@ class EngineChannel:
             workers that connect while there is none wait for the next. Other users are not listened to.
         key: what tells this service's workers from any other process of this user that finds the address.
         device: what the settings name.
+        slot_bytes: how long an encoded picture may be.
         pixels: memory for images, sized by the engine when it knows their size.
         failure: why the engine failed; empty as long as it did not.
     """
 
-    def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int) -> None:
+    def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int, slot_bytes: int = 0) -> None:
         self.index = index
         self.device = device
         self.counters = counters
         self.slots = slots
+        self.slot_bytes = slot_bytes
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
         self.failure = SharedText()
@@ -86,11 +88,11 @@ class EngineChannel:
 
     def grow_pixels(self, workers: int, info: ModelInfo) -> None:
         """Make room for the images of all workers; only the engine's process may."""
-        self.pixels.grow(workers * ImageSlots.size(self.slots, info.input_shape))
+        self.pixels.grow(workers * ImageSlots.size(self.slots, info.input_shape, self.slot_bytes))
 
     def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
         """Return a worker's slots, once there is room for them."""
-        return ImageSlots(self.pixels, worker, self.slots, info.input_shape)
+        return ImageSlots(self.pixels, worker, self.slots, info.input_shape, self.slot_bytes)
 
     def close(self) -> None:
         """Close the socket and the memory."""

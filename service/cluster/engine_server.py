@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from model.prediction import EncodedPicture, Picture
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol, peer_user
 from service.cluster.shared_memory import ImageSlots
@@ -134,8 +135,16 @@ class _WorkerConnection(FrameProtocol):
     async def _infer(self, frame: protocol.Submit) -> InferenceResult:
         if self._slots is None:
             raise EngineUnavailable(self._server.engine.status.reason)
-        request = InferenceRequest(self._slots[frame.slot], frame.top_k, frame.map, frame.traceparent, frame.logits)
-        return await self._server.engine.infer(request, timeout=frame.timeout)
+        picture: Picture = self._slots[frame.slot]
+        if frame.encoded is not None:
+            length, *size, orientation = frame.encoded
+            picture = EncodedPicture(self._slots.read(frame.slot, length), (size[0], size[1]), orientation)
+        request = InferenceRequest(picture, frame.top_k, frame.map, frame.traceparent, frame.logits)
+        result = await self._server.engine.infer(request, timeout=frame.timeout)
+        if result.decoded is None:
+            return result
+        self._slots[frame.slot][...] = result.decoded
+        return dataclasses.replace(result, decoded=None)
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
         """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""

@@ -8,7 +8,9 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
+from model.prediction import EncodedPicture
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol
 from service.cluster.shared_memory import ImageSlots
@@ -110,6 +112,14 @@ class RemoteEngine:
             self._on_change()
 
 
+class _Pending(NamedTuple):
+    """A request without an outcome: its slot is in use though its caller may have gone."""
+
+    slot: int
+    future: asyncio.Future[InferenceResult]
+    encoded: bool
+
+
 class _EngineConnection(FrameProtocol):
     """This worker's requests in one engine process, from its start to its end."""
 
@@ -126,8 +136,7 @@ class _EngineConnection(FrameProtocol):
         self._on_status = on_status
         self._slots: ImageSlots | None = None
         self._free: list[int] = []
-        # Slot and future of each request without an outcome: the slot is in use though its caller may have gone.
-        self._pending: dict[int, tuple[int, asyncio.Future[InferenceResult]]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -140,9 +149,9 @@ class _EngineConnection(FrameProtocol):
         super().connection_lost(exc)
         pending, self._pending = self._pending, {}
         self._count()
-        for _, future in pending.values():
-            if not future.done():
-                future.set_exception(EngineUnavailable(_CONNECTION_LOST))
+        for request in pending.values():
+            if not request.future.done():
+                request.future.set_exception(EngineUnavailable(_CONNECTION_LOST))
         self.lost.set()
 
     def frame_received(self, frame: protocol.Frame) -> None:
@@ -166,14 +175,18 @@ class _EngineConnection(FrameProtocol):
             raise EngineUnavailable(_CONNECTION_LOST)
         if not self._free:  # all in use, or cancelled a moment ago and not given back yet
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
-        slot = self._free.pop()
-        self._slots[slot][...] = request.pixels
+        slot, picture, encoded = self._free.pop(), request.pixels, None
+        if isinstance(picture, EncodedPicture):
+            self._slots.write(slot, picture.data)
+            encoded = len(picture.data), *picture.size, picture.orientation
+        else:
+            self._slots[slot][...] = picture
         id_ = next(self._ids)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._pending[id_] = slot, future
+        self._pending[id_] = _Pending(slot, future, encoded is not None)
         self._count()
         wanted = request.top_k, request.map, timeout, request.traceparent, request.logits
-        self.send(protocol.Submit(id_, slot, *wanted))
+        self.send(protocol.Submit(id_, slot, *wanted, encoded))
         try:
             return await future
         except asyncio.CancelledError:
@@ -183,7 +196,10 @@ class _EngineConnection(FrameProtocol):
     def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
         if id_ not in self._pending:
             raise protocol.FrameError(f"an answer to {id_}, which waits for none")
-        slot, future = self._pending.pop(id_)
+        slot, future, encoded = self._pending.pop(id_)
+        if encoded and isinstance(outcome, InferenceResult) and not future.done():
+            assert self._slots is not None
+            outcome = replace(outcome, decoded=self._slots[slot].copy())  # the slot is another's in a moment
         self._free.append(slot)
         self._count()
         if future.done():  # its caller went away

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from model.prediction import BatchPrediction, MapRequest
+from model.prediction import BatchPrediction, MapRequest, Picture
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 
@@ -43,7 +40,7 @@ class ModelRunner(Protocol):
 
     def predict(
         self,
-        images: Sequence[NDArray[np.uint8]],
+        images: Sequence[Picture],
         *,
         top_k: int,
         maps: Sequence[MapRequest | None] = (),
@@ -78,6 +75,7 @@ class Engine(Protocol):
         Raises:
             DeadlineExceeded: it was not launched in time.
             InferenceFailed: the model gave no answer for this image.
+            NotDecoded: the picture is encoded, and the device could not decode it.
             EngineUnavailable: no model is ready.
             QueueFull: too many images wait.
         """

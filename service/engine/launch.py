@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from model.errors import VitError
+from model.prediction import BatchPrediction
 from service.engine.base import ModelRunner
 from service.engine.batching import Entry
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
-from service.errors import EngineUnavailable, InferenceFailed, ServiceError
+from service.errors import EngineUnavailable, InferenceFailed, NotDecoded, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -81,22 +82,27 @@ def _predict(
         maps=maps if any(maps) else (),
         logits=any(request.logits for request in requests),
     )
-    logits = prediction.logits
     seconds = clock() - launched
-    return [
-        InferenceResult(
-            scores=prediction.scores[row, : entry.item.top_k],
-            indices=prediction.indices[row, : entry.item.top_k],
-            map=prediction.maps[row],
-            batch_size=len(batch),
-            queue_seconds=launched - entry.arrived,
-            inference_seconds=seconds,
-            logits=logits[row] if logits is not None and entry.item.logits else None,
-        )
-        if prediction.finite[row]
-        else InferenceFailed("the model gave no finite score for this image")
-        for row, entry in enumerate(batch)
-    ]
+    return [_outcome(prediction, row, entry, launched, seconds) for row, entry in enumerate(batch)]
+
+
+def _outcome(prediction: BatchPrediction, row: int, entry: Waiting, launched: float, seconds: float) -> Outcome:
+    decoded = prediction.decoded.get(row)
+    if decoded is None and row in prediction.decoded:
+        return NotDecoded("the device does not decode this picture")
+    if not prediction.finite[row]:
+        return InferenceFailed("the model gave no finite score for this image")
+    logits = prediction.logits
+    return InferenceResult(
+        scores=prediction.scores[row, : entry.item.top_k],
+        indices=prediction.indices[row, : entry.item.top_k],
+        map=prediction.maps[row],
+        batch_size=len(prediction.scores),
+        queue_seconds=launched - entry.arrived,
+        inference_seconds=seconds,
+        logits=logits[row] if logits is not None and entry.item.logits else None,
+        decoded=decoded,
+    )
 
 
 def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:

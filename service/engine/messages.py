@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
-from model.prediction import AttentionMap, MapRequest
+from model.prediction import AttentionMap, MapRequest, Picture
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
@@ -28,13 +28,13 @@ class InferenceRequest:
     """One image to be computed.
 
     Attributes:
-        pixels: uint8 [H, W, C], the model's input size.
+        pixels: uint8 [H, W, C], the model's input size; or a picture that the engine's device is to make that of.
         map: the attention map wanted beside the classes, if any.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
         logits: whether the logits of all classes are wanted, too.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: Picture
     top_k: int
     map: MapRequest | None = None
     traceparent: str | None = None
@@ -54,6 +54,7 @@ class InferenceResult:
         inference_seconds: from launch to result, of the whole batch.
         batch_traceparent: of the batch's span, if it has one: see `BatchReport`.
         logits: float32 [classes], before the temperature; present when they were asked for.
+        decoded: uint8 [H, W, C] that the device made of an encoded picture.
     """
 
     scores: NDArray[np.float32]
@@ -64,6 +65,7 @@ class InferenceResult:
     inference_seconds: float
     batch_traceparent: str | None = None
     logits: NDArray[np.float32] | None = None
+    decoded: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)

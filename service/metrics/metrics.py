@@ -105,6 +105,11 @@ class Metrics(Collector):
         )
         # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
+        self.device_decodes = counter(
+            "vit_device_decodes_total",
+            "Pictures where JPEGs are decoded on the device, by outcome: decoded, unsuited, failed",
+            ["outcome"],
+        )
         self.images = counter("vit_images_total", "Images classified")
         self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
         self.batch_size = histogram(

@@ -15,15 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.images.preprocess import ModelInput, model_input
-from model.prediction import MapRequest
+from model.prediction import MapRequest, Picture
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation
@@ -32,6 +30,7 @@ from service.errors import (
     EngineUnavailable,
     InferenceFailed,
     MissingImage,
+    NotDecoded,
     QueueFull,
     RequestTimeout,
     ServiceError,
@@ -235,9 +234,9 @@ class Pipeline:
         try:
             found = await self._receive_bounded(source, upload, deadline, read)
         except ServiceError as error:
-            self._stage_failed("read", self.clock() - started, error)
+            self.stage_failed("read", self.clock() - started, error)
             raise
-        self._stage_ended("read", self.clock() - started)
+        self.stage_ended("read", self.clock() - started)
         return found
 
     async def _receive_bounded(
@@ -286,9 +285,9 @@ class Pipeline:
             except PictureTooBig:
                 decoded = await self.lanes.big.run(work, deadline)
         except (ImageError, ServiceError) as error:
-            self._stage_failed("decode", remaining - deadline.remaining(), error)
+            self.stage_failed("decode", remaining - deadline.remaining(), error)
             raise
-        self._stage_ended("decode", decoded.seconds)
+        self.stage_ended("decode", decoded.seconds)
         return decoded
 
     def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
@@ -301,14 +300,14 @@ class Pipeline:
 
     async def infer(
         self,
-        pixels: NDArray[np.uint8],
+        pixels: Picture,
         deadline: Deadline,
         *,
         top_k: int,
         map_request: MapRequest | None,
         logits: bool = False,
     ) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
+        """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
@@ -318,8 +317,8 @@ class Pipeline:
         try:
             result = await self._infer(request, remaining)
         except ServiceError as error:
-            stage = "inference" if isinstance(error, InferenceFailed) else "queue"
-            self._stage_failed(stage, remaining - deadline.remaining(), error)
+            stage = "inference" if isinstance(error, InferenceFailed | NotDecoded) else "queue"
+            self.stage_failed(stage, remaining - deadline.remaining(), error)
             raise
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
@@ -334,12 +333,14 @@ class Pipeline:
         except TimeoutError:
             raise DeadlineExceeded("the model did not answer in time") from None
 
-    def _stage_ended(self, stage: str, seconds: float) -> None:
+    def stage_ended(self, stage: str, seconds: float) -> None:
+        """Count the seconds of a stage that an image has behind it."""
         self.metrics.stages[stage].observe(seconds)
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
-    def _stage_failed(self, stage: str, seconds: float, error: Exception) -> None:
+    def stage_failed(self, stage: str, seconds: float, error: Exception) -> None:
+        """Tell the tracer of a stage that ended in an error."""
         if self.tracer is not None:
             self.tracer.failed(stage, seconds, error)
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from model.prediction import AttentionMap, BatchPrediction, MapRequest, Picture
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
@@ -144,13 +144,13 @@ class FakePredictor:
 
     def predict(
         self,
-        images: Sequence[NDArray[np.uint8]],
+        images: Sequence[Picture],
         *,
         top_k: int,
         maps: Sequence[MapRequest | None] = (),
         logits: bool = False,
     ) -> BatchPrediction:
-        reds = [int(image[0, 0, 0]) for image in images]
+        reds = [int(np.asarray(image)[0, 0, 0]) for image in images]
         self.launched.append(reds)
         self.entered.release()
         assert self.gate.wait(PATIENCE)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from model.prediction import AttentionMap, BatchPrediction, MapRequest, Picture
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.threads import Threads
@@ -47,8 +47,9 @@ def image(number: int, kind: int) -> NDArray[np.uint8]:
     return pixels.reshape(2, 2, 3)
 
 
-def number_of(pixels: NDArray[np.uint8]) -> int:
+def number_of(pixels: Picture) -> int:
     """Return the number that an image carries."""
+    assert isinstance(pixels, np.ndarray), "no picture of the simulation is encoded"
     return int.from_bytes(pixels.tobytes()[:4], "little")
 
 
@@ -126,7 +127,7 @@ class Device:
 
     def predict(
         self,
-        images: Sequence[NDArray[np.uint8]],
+        images: Sequence[Picture],
         *,
         top_k: int,
         maps: Sequence[MapRequest | None] = (),
@@ -137,7 +138,7 @@ class Device:
         if any(wanted is not None and wanted.needs_pass for wanted in maps) != self._explains():
             self._scheduler.violate(f"{self.device}: explanations and classification are not apart")
         numbers = [number_of(pixels) for pixels in images]
-        kinds = [int(pixels.flat[4]) for pixels in images]
+        kinds = [int(np.asarray(pixels).flat[4]) for pixels in images]
         self._scheduler.note(f"{self.device} computes", numbers)
         self._compute()
         if self.defect:

@@ -15,6 +15,7 @@ from model.prediction import MapRequest
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.awaiting import all_of
+from service.web.classification import classify_upload
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
@@ -198,12 +199,17 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
                 limit = pipeline.settings.max_upload_bytes
                 if len(data) > limit:
                     raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
-                pixels = (await pipeline.decode(data, deadline)).picture.pixels
-            else:
-                assert inputs.pixels is not None
-                pixels = inputs.pixels[position]
+                classified = await classify_upload(
+                    pipeline, data, deadline, top_k=wanted.top_k, map_request=wanted.map_request, logits=wanted.logits
+                )
+                return classified.result
+            assert inputs.pixels is not None
             return await pipeline.infer(
-                pixels, deadline, top_k=wanted.top_k, map_request=wanted.map_request, logits=wanted.logits
+                inputs.pixels[position],
+                deadline,
+                top_k=wanted.top_k,
+                map_request=wanted.map_request,
+                logits=wanted.logits,
             )
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:

@@ -13,14 +13,15 @@ from starlette.responses import Response
 from model.errors import ImageError
 from model.images.region import Region
 from model.prediction import AttentionMap, MapRequest
-from service.engine.messages import InferenceResult, ModelInfo
+from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
 from service.web.awaiting import all_of, unless_disconnected
+from service.web.classification import Classified, classify_upload
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.pipeline import Decoded, Pipeline, pipeline_of
+from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile
@@ -100,18 +101,19 @@ class _Classifier:
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline
-        decoded = await pipeline.decode(file, self._deadline)
-        picture = decoded.picture
-        result = await pipeline.infer(picture.pixels, self._deadline, top_k=self._top_k, map_request=self._map_request)
-        image_id = await pipeline.pictures.put(picture)
+        classified = await classify_upload(
+            pipeline, file, self._deadline, top_k=self._top_k, map_request=self._map_request
+        )
+        image_id = await pipeline.pictures.put(classified.picture)
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(result.scores[0]))
+        pipeline.metrics.top1_score.observe(float(classified.result.scores[0]))
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
-        render = partial(self._render, decoded, result, image_id)
+        render = partial(self._render, classified, image_id)
         return await pipeline.lanes.big.run_large(render, self._deadline, size=self._top_k)
 
-    def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
-        found, region = result.map, decoded.picture.region
+    def _render(self, classified: Classified, image_id: str | None) -> bytes:
+        result = classified.result
+        found, region = result.map, classified.picture.region
         return _json(
             Classification(
                 id=image_id,
@@ -119,7 +121,7 @@ class _Classifier:
                 predictions=ranked_predictions(self._info.labels, result.indices, result.scores),
                 attention=None if found is None else self._attention(found, image_id, region),
                 timings_ms=Timings(
-                    decode=_milliseconds(decoded.seconds),
+                    decode=_milliseconds(classified.decode_seconds),
                     queue=_milliseconds(result.queue_seconds),
                     inference=_milliseconds(result.inference_seconds),
                     total=_milliseconds(self._pipeline.clock() - self._context.started),

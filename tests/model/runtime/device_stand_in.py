@@ -47,7 +47,7 @@ class StandInEvent:
     def record(self, stream: StandInStream) -> None:
         self._ops.need_life()
         self._recorded = stream
-        self._downloads, self._ops.downloads = self._ops.downloads, []
+        self._downloads = self._ops.take_downloads()
         self._ops.log.append(("record", stream.number))
 
     def wait(self, stream: StandInStream) -> None:
@@ -79,7 +79,6 @@ class StandInOps:
         lasting_captures: how many captures were made while they might be.
         dead: why every operation fails; None while the device lives.
         before_synchronize: called by who waits for an event.
-        downloads: host memory and what it will hold, since the last event.
         strict: whether operators are watched, which torch.compile does not bear.
     """
 
@@ -96,7 +95,6 @@ class StandInOps:
         self.lasting_captures = 0
         self.dead: str | None = None
         self.before_synchronize: Callable[[], object] = lambda: None
-        self.downloads: list[tuple[Tensor, Tensor]] = []
         self.strict = strict
         self.workspace_is_older = False
         self.capturing = False
@@ -142,8 +140,15 @@ class StandInOps:
         self._downloaded_on.add(self._current.stream)
         host = torch.empty_like(tensor)
         host.view(torch.uint8).fill_(POISON)
-        self.downloads.append((host, tensor.clone()))
+        # A thread's own: on which stream it was is of no account, as a thread is on one after another.
+        self._current.downloads = [*self.take_downloads(), (host, tensor.clone())]
         return host
+
+    def take_downloads(self) -> list[tuple[Tensor, Tensor]]:
+        """Host memory and what it will hold, since this thread's last event."""
+        downloads: list[tuple[Tensor, Tensor]] = getattr(self._current, "downloads", [])
+        self._current.downloads = []
+        return downloads
 
     @contextmanager
     def lasting_kernels(self) -> Iterator[None]:

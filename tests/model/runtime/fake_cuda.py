@@ -1,9 +1,9 @@
 """A CUDA device that computes nothing: torch's build for the CPU knows every kernel's shapes, dtypes and devices there.
 
 `FakeTensorMode` runs a model on tensors without memory whose device is `cuda:0`. Four things of that build need help:
-tensors are indexed in Python, as its own indexing asks for a CUDA driver; attention is one of CUDA's fused kernels, as
-without them torch spells it out in float32; modules are moved by hand, as `Module.to` swaps tensors that have weak
-references; and gradients are off, as their engine asks for a driver too.
+tensors are indexed and copied in Python, as its own ways ask for a CUDA driver; attention is one of CUDA's fused
+kernels, as without them torch spells it out in float32; modules are moved by hand, as `Module.to` swaps tensors that
+have weak references; and gradients are off, as their engine asks for a driver too.
 
 `captured` holds what a CUDA graph must hold to: tensors of the device alone, no answer that the host waits for, no
 float64, and matrix products in the model's own dtype.
@@ -123,13 +123,15 @@ def _words(found: set[Any]) -> str:
 
 
 class _CudaOnly(TorchFunctionMode):
-    """Computes `tensor[...]` by the operators that C++ would call, and attention by a fused kernel with a mask."""
+    """Computes `tensor[...]` and `copy_` by the operators that C++ would call, and attention by a fused kernel."""
 
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is Tensor.__getitem__ and args[0].device.type == "cuda":
             return _index(args[0], args[1])
+        if function is Tensor.copy_ and args[0].device.type == "cuda":
+            return torch.ops.aten.copy_.default(args[0], args[1])
         if function is F.scaled_dot_product_attention and args[0].device.type == "cuda":
             return _attention(*args, **(kwargs or {}))
         if function in (Tensor.nonzero, torch.nonzero):

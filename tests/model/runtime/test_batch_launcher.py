@@ -71,7 +71,7 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), size=4, layers=(), top_k=1)
-    found, top_k, _ = subject.run(images(1, 2), size=4, layers=(), top_k=1)
+    found, top_k, *_ = subject.run(images(1, 2), size=4, layers=(), top_k=1)
     assert (found[:, 0].tolist(), top_k) == ([6, 12], 1)
     assert compute.sizes == [4, 4]
 
@@ -90,8 +90,8 @@ def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_cla
     subject.capture(compute, (1, 2, 4), ((), (7,)), top_k=3)
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, top_k, logits = subject.run(images(1, 2), size=2, layers=(), top_k=2, logits=True)
-    mapped, _, none = subject.run(images(3), size=4, layers=(7,), top_k=3)
+    plain, top_k, logits, _ = subject.run(images(1, 2), size=2, layers=(), top_k=2, logits=True)
+    mapped, _, none, _ = subject.run(images(3), size=4, layers=(7,), top_k=3)
     assert ops.replays == before + 2
     assert (plain[:, 0].tolist(), plain.shape, top_k) == ([6, 12], (2, 7), 3)
     assert mapped[:, 0].tolist() == [1018]
@@ -108,7 +108,7 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     before = ops.replays
     assert subject.run(images(1), size=2, layers=(), top_k=1)[0][:, 0].tolist() == [6]  # another size
     assert subject.run(images(1), size=4, layers=(0, 7), top_k=1)[0][:, 0].tolist() == [2006]  # other layers
-    wide, top_k, logits = subject.run(images(1), size=4, layers=(), top_k=4, logits=True)  # more classes
+    wide, top_k, logits, _ = subject.run(images(1), size=4, layers=(), top_k=4, logits=True)  # more classes
     assert logits is not None
     assert (wide.shape, top_k, logits.tolist()) == ((1, 9), 4, [[3, 4]])
     assert ops.replays == before
@@ -207,7 +207,7 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 
     monkeypatch.setattr(np, "stack", watched)
     apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found, _, _ = subject.run(apart, size=2, layers=(), top_k=1)
+    found, *_ = subject.run(apart, size=2, layers=(), top_k=1)
     assert found[:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from model.prediction import METHODS, AttentionMap, Head, MapRequest, Rollout
 from service.cluster.protocol import (
+    FAILURES,
     REPLY_LIMIT,
     REQUEST_LIMIT,
     Cancel,
@@ -30,7 +31,7 @@ from service.cluster.protocol import (
     encode,
 )
 from service.engine.messages import EngineStatus, InferenceResult
-from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, NotDecoded, QueueFull
 from tests.service.fakes import model_info
 
 IDS = st.integers(0, 2**64 - 1)
@@ -38,6 +39,8 @@ SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
 TRACEPARENTS = st.none() | st.text(max_size=55)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
+
+ENCODED = st.tuples(SMALL, SMALL, SMALL, st.integers(1, 8))
 
 
 def floats(shape: Any) -> st.SearchStrategy[Any]:
@@ -64,7 +67,7 @@ MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Hello, SMALL, st.binary(max_size=64)),
-    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS, st.booleans()),
+    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS, st.booleans(), st.none() | ENCODED),
     st.builds(Cancel, IDS),
     st.builds(
         StatusChanged,
@@ -86,7 +89,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         IDS,
         st.builds(
             lambda kind, text: kind(text),
-            st.sampled_from([InferenceFailed, EngineUnavailable, QueueFull, DeadlineExceeded, Cancelled]),
+            st.sampled_from([InferenceFailed, EngineUnavailable, QueueFull, DeadlineExceeded, NotDecoded, Cancelled]),
             st.text(),
         ),
     ),
@@ -153,7 +156,7 @@ def test_a_frame_with_wrong_bytes_is_a_frame_or_an_error(frame: Frame, data: st.
         msgspec.msgpack.encode([3, "one"]),
         msgspec.msgpack.encode([3, 1, 1]),
         msgspec.msgpack.encode([1, -1, bytes(32)]),
-        msgspec.msgpack.encode([7, 1, 5, "no such error"]),
+        msgspec.msgpack.encode([7, 1, len(FAILURES), "no such error"]),
         msgspec.msgpack.encode([7, 1, 0, "text"]).replace(b"text", b"\xff\xff\xff\xff"),
     ],
     ids=["empty", "no array", "no tag", "kind", "too short", "type", "too long", "negative", "error", "utf-8"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from model.prediction import MapRequest
@@ -73,7 +74,7 @@ class Turns:
     def _reds(self, max_batch: int, *, explained: bool) -> list[int] | None:
         streams = self.streams
         poll = streams._next(streams._explanations if explained else streams._queue, max_batch)
-        return None if poll is None else [int(entry.item.pixels[0, 0, 0]) for entry in poll.batch]
+        return None if poll is None else [int(np.asarray(entry.item.pixels)[0, 0, 0]) for entry in poll.batch]
 
 
 def test_an_explanation_that_is_alone_is_launched_at_once_whatever_the_delay() -> None:
@@ -193,7 +194,7 @@ def test_those_that_wait_are_counted_whichever_queue_they_are_in() -> None:
     assert turns.classified() == [1, 3]
     assert turns.depths[-1] == 1
     turns.put(4)
-    assert {int(entry.item.pixels[0, 0, 0]) for entry in turns.streams.close()} == {2, 4}
+    assert {int(np.asarray(entry.item.pixels)[0, 0, 0]) for entry in turns.streams.close()} == {2, 4}
     assert turns.depths[-1] == 0
 
 

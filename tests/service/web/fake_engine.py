@@ -49,7 +49,7 @@ class FakeEngine:
             self.waiting -= 1
         if self.error is not None:
             raise self.error
-        red = int(request.pixels[0, 0, 0])
+        red = int(np.asarray(request.pixels)[0, 0, 0])
         scores, indices = answer(red, request.top_k)
         found = None
         if request.map is not None:
