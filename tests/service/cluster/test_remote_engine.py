@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -102,6 +103,33 @@ async def test_an_engine_that_vanishes_fails_what_it_had_and_the_next_one_is_fou
         await running.start_engine()
         await until(lambda: worker.ready)
         assert (await ask(worker, 7)).indices.tolist() == expected_indices(7, 3)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [(ConnectionRefusedError("nobody listens"), ["engine cuda: nobody listens"]), (BlockingIOError("many wait"), [])],
+)
+async def test_an_engine_that_is_not_reached_is_tried_again_and_who_only_waits_says_nothing(
+    error: OSError, logged: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as running:
+        await running.start_engine()
+        channel, errors = running.channels[0], [error]
+        connect = channel.connect
+
+        def refuse_once() -> socket.socket:
+            if errors:
+                raise errors.pop()
+            return connect()
+
+        monkeypatch.setattr(channel, "connect", refuse_once)
+        worker = await running.worker(retry_seconds=0)
+        await until(lambda: worker.ready)
+        await worker.close()
+        assert worker._connection is not None
+        assert worker._connection.lost.is_set()
+    assert [record.message for record in caplog.records if record.name.endswith("remote_engine")] == logged
 
 
 @on_a_loop
