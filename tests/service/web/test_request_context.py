@@ -14,6 +14,7 @@ from service.errors import EngineUnavailable, QueueFull, Unauthorized
 from service.metrics.metrics import Metrics
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware, request_context
+from service.web.problems import problem_of
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import Clock
 
@@ -151,7 +152,7 @@ async def test_a_refusal_is_counted_and_only_a_missing_engine_is_waited_for(
         patch.setattr(asyncio, "sleep", sleep)
         await layers.ask(path)
     assert (slept, layers.sent[0]["status"], layers.answered) == (held, status, 0)
-    code = {QueueFull: "queue_full", EngineUnavailable: "engine_unavailable", Unauthorized: "unauthorized"}[type(error)]
+    code = problem_of(error).code
     assert layers.metric("vit_rejected_total", reason=code) == rejected
     assert layers.trace.error_type == (code if layers.begun else None)
     assert layers.trace.crashes == []
