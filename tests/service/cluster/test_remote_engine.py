@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from model.prediction import MapRequest
+from service.cluster.engine_server import EngineServer
 from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels
+from tests.service.web.fake_engine import FakeEngine
 
 
 def reds(predictor: FakePredictor) -> list[int]:
@@ -130,6 +132,30 @@ async def test_an_engine_that_is_not_reached_is_tried_again_and_who_only_waits_s
         assert worker._connection is not None
         assert worker._connection.lost.is_set()
     assert [record.message for record in caplog.records if record.name.endswith("remote_engine")] == logged
+
+
+@on_a_loop
+async def test_workers_hear_of_an_engines_changes_at_once_and_of_its_end_before_the_connection_ends() -> None:
+    class Changing(FakeEngine):
+        def start(self, on_change: Callable[[], None]) -> None:
+            self.changed = on_change
+            on_change()
+
+    async with service() as running:
+        engine, heard = Changing(), list[str]()
+        server = EngineServer(engine, running._channel_of_its_own(0), workers=2, refresh_seconds=1e6)
+        await server.start()
+        worker = await running.worker()
+        worker._on_change = lambda: heard.append(worker.status.state)
+        await until(lambda: worker.ready)
+        engine.state = "failed"
+        engine.changed()
+        await until(lambda: not worker.ready)
+        connection = worker._connection
+        assert connection is not None
+        await server.close()
+        await connection.lost.wait()
+        assert heard == ["ready", "failed", "closed"]
 
 
 @on_a_loop
