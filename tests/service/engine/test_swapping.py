@@ -254,4 +254,5 @@ async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: py
         models.gate.set()
         await closing
         assert swap._swap is None
+        assert swap.current.engine is models.engines[0]
         assert "refused" not in caplog.text

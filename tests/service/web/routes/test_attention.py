@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from model.images.control import WorkControl
+from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
 from service.web.routes import attention as routes_attention
 from tests.model.images.pictures import encode
@@ -55,6 +56,20 @@ async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
     ):
         assert response.headers["cache-control"] == "private"
         assert response.headers["x-content-type-options"] == "nosniff"
+
+
+@on_a_loop
+async def test_no_more_than_the_best_class_is_asked_for_beside_a_map() -> None:
+    service, asked = app(), list[int]()
+    infer = service.engine.infer
+
+    async def counting(request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        asked.append(request.top_k)
+        return await infer(request, timeout=timeout)
+
+    service.engine.infer = counting  # type: ignore[method-assign]
+    assert (await service.request("POST", "/attention", **form(png(9)))).status == 200
+    assert asked == [1]
 
 
 @on_a_loop
