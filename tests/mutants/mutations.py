@@ -202,6 +202,8 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":  # what annotations need
+            return
         self._negate(node.test)
         self.generic_visit(node)
 

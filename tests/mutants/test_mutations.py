@@ -66,6 +66,11 @@ def test_a_mutant_is_the_module_but_for_its_change(made):
         assert [line.strip() for line in changed if line not in lines] == [mutant.after]
 
 
+def test_imports_for_annotations_alone_are_left_alone(tmp_path: Path):
+    (tmp_path / "box.py").write_text("if TYPE_CHECKING:\n    import lid\n")
+    assert mutants(tmp_path / "box.py", tmp_path) == []
+
+
 def test_what_is_generated_has_no_mutants(tmp_path: Path):
     for name in ("box.py", "box_pb2.py"):
         (tmp_path / name).write_text(MODULE)

@@ -73,7 +73,7 @@ def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: b
 
 def test_a_million_is_the_most_that_a_message_may_cost() -> None:
     def packed(count: int) -> bytes:
-        return ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * count}}]).SerializeToString()
+        return bytes(ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * count}}]).SerializeToString())
 
     assert len(parts(packed(1_000_000 - 3 * 100))[0]) > 999_700
     with pytest.raises(UploadTooLarge):

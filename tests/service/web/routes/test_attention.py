@@ -232,7 +232,9 @@ async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
     service = app()
     image_id = await kept(service)
     queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis", "smooth=false", "colorbar=true"]
-    drawings = [(await service.get("/attention", f"id={image_id}&{query}")).content for query in queries]
+    answers = [await service.get("/attention", f"id={image_id}&{query}") for query in queries]
+    assert [answer.status for answer in answers] == [200] * len(queries)
+    drawings = [answer.content for answer in answers]
     assert len(set(drawings)) == len(queries)
     untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
     assert (untouched == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
