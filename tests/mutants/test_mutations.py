@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -135,7 +136,7 @@ def test_calls_are_watched_again_after_a_test_in_which_python_gave_it_up():
     before = sys.gettrace()
     sys.settrace(None)
     try:
-        next(recorder.pytest_runtest_protocol(SimpleNamespace(nodeid="a test")))
+        next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="a test"))))
         assert sys.gettrace() == recorder._enter
     finally:
         sys.settrace(before)
