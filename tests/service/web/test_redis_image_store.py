@@ -166,8 +166,9 @@ async def test_nobody_waits_longer_than_a_quarter_of_a_second(
 
 def test_a_time_is_rounded_up_to_a_millisecond() -> None:
     """To Redis no time at all is an error."""
-    store = RedisImageStore("redis://localhost:1", name="cats", ttl=0.0004, max_bytes=1, failed=lambda: None)
-    assert store._milliseconds == 1
+    for ttl, milliseconds in ((0.0004, 1), (60, 60_000)):
+        store = RedisImageStore("redis://localhost:1", name="cats", ttl=ttl, max_bytes=1, failed=lambda: None)
+        assert store._milliseconds == milliseconds
 
 
 @on_a_loop

@@ -80,7 +80,7 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     image_id = response.json["id"]
     again = await service.get("/attention", f"id={image_id}&format=json")
     assert again.json == response.json
-    assert service.metric("vit_images_total") == 1
+    assert (service.metric("vit_images_total"), service.metric("vit_top1_score_count")) == (1, 1)
 
 
 @on_a_loop
