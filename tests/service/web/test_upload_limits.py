@@ -141,6 +141,17 @@ def test_a_body_may_say_that_it_has_as_many_bytes_as_are_allowed() -> None:
     assert channel.received == 0
 
 
+def test_a_message_without_bytes_adds_none() -> None:
+    messages: Iterator[Message] = iter(
+        [{"type": "http.request", "more_body": True}, {"type": "http.request", "body": b"abc"}]
+    )
+
+    async def receive() -> Message:
+        return next(messages)
+
+    assert finish(read_whole(Headers(), receive, 3)) == b"abc"
+
+
 @pytest.mark.parametrize("length", ["x", "", "1e3"])
 def test_a_length_that_is_no_number_is_malformed(length: str) -> None:
     with pytest.raises(MalformedRequest, match="Content-Length"):
