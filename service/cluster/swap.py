@@ -158,7 +158,6 @@ class Swap:
     def _answer(self, verdict: Verdict, reason: str = "") -> None:
         if self._request is not None:
             self._board.reply(self._request, verdict, reason)
-        self._request = None
 
     def _end_others(self, number: signal.Signals | None = None) -> None:
         """Let the engines end that do not serve, with their own signal or another one."""

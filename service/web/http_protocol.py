@@ -206,8 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         if len(self.pipeline) >= _MAX_WAITING:
-            self.send_400_response("too many requests before their answers")
-            raise httptools.HttpParserError("nothing more is parsed")
+            raise httptools.HttpParserError("too many requests before their answers: nothing more is parsed")
         self._offer = self.parser.should_upgrade()
         if self._offer:
             return

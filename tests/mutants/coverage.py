@@ -67,6 +67,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Credit the calls to this test."""
         self._current = self.tests.setdefault(item.nodeid, Entered())
+        sys.settrace(self._enter)  # Python drops it when it cannot be called, as in a test of too deep a recursion
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

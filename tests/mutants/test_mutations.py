@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -65,6 +67,17 @@ def test_a_mutant_is_the_module_but_for_its_change(made):
         assert [line.strip() for line in changed if line not in lines] == [mutant.after]
 
 
+def test_imports_for_annotations_alone_are_left_alone(tmp_path: Path):
+    (tmp_path / "box.py").write_text("if TYPE_CHECKING:\n    import lid\n")
+    assert mutants(tmp_path / "box.py", tmp_path) == []
+
+
+def test_what_is_generated_has_no_mutants(tmp_path: Path):
+    for name in ("box.py", "box_pb2.py"):
+        (tmp_path / name).write_text(MODULE)
+    assert {mutant.path for mutant in iterate([tmp_path], tmp_path)} == {"box.py"}
+
+
 def test_tests_mirror_the_packages():
     assert mirrored_tests("service/engine/batching.py", ROOT) == Path("tests/service/engine")
     assert mirrored_tests("model/images/formats/gif.py", ROOT) == Path("tests/model/images")
@@ -116,6 +129,17 @@ def test_the_body_of_a_class_is_credited_to_no_test():
     assert not entered.functions
     recorder._enter(function(), "call", None)
     assert {name.rpartition(".")[2] for _, name in entered.functions} == {"function"}
+
+
+def test_calls_are_watched_again_after_a_test_in_which_python_gave_it_up():
+    recorder = Recorder(ROOT, ["tests"])
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="a test"))))
+        assert sys.gettrace() == recorder._enter
+    finally:
+        sys.settrace(before)
 
 
 def test_equivalent_mutants_exist_and_each_has_its_reason():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from model.prediction import MapRequest
+from service.cluster.engine_server import EngineServer
 from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels
+from tests.service.web.fake_engine import FakeEngine
 
 
 def reds(predictor: FakePredictor) -> list[int]:
@@ -102,6 +105,57 @@ async def test_an_engine_that_vanishes_fails_what_it_had_and_the_next_one_is_fou
         await running.start_engine()
         await until(lambda: worker.ready)
         assert (await ask(worker, 7)).indices.tolist() == expected_indices(7, 3)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [(ConnectionRefusedError("nobody listens"), ["engine cuda: nobody listens"]), (BlockingIOError("many wait"), [])],
+)
+async def test_an_engine_that_is_not_reached_is_tried_again_and_who_only_waits_says_nothing(
+    error: OSError, logged: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as running:
+        await running.start_engine()
+        channel, errors = running.channels[0], [error]
+        connect = channel.connect
+
+        def refuse_once() -> socket.socket:
+            if errors:
+                raise errors.pop()
+            return connect()
+
+        monkeypatch.setattr(channel, "connect", refuse_once)
+        worker = await running.worker(retry_seconds=0)
+        await until(lambda: worker.ready)
+        await worker.close()
+        assert worker._connection is not None
+        assert worker._connection.lost.is_set()
+    assert [record.message for record in caplog.records if record.name.endswith("remote_engine")] == logged
+
+
+@on_a_loop
+async def test_workers_hear_of_an_engines_changes_at_once_and_of_its_end_before_the_connection_ends() -> None:
+    class Changing(FakeEngine):
+        def start(self, on_change: Callable[[], None]) -> None:
+            self.changed = on_change
+            on_change()
+
+    async with service() as running:
+        engine, heard = Changing(), list[str]()
+        server = EngineServer(engine, running._channel_of_its_own(0), workers=2, refresh_seconds=1e6)
+        await server.start()
+        worker = await running.worker()
+        worker._on_change = lambda: heard.append(worker.status.state)
+        await until(lambda: worker.ready)
+        engine.state = "failed"
+        engine.changed()
+        await until(lambda: not worker.ready)
+        connection = worker._connection
+        assert connection is not None
+        await server.close()
+        await connection.lost.wait()
+        assert heard == ["ready", "failed", "closed"]
 
 
 @on_a_loop

@@ -22,6 +22,7 @@ class Group(FakeEngine):
     def __init__(self, name: str) -> None:
         super().__init__(model_info(name=name))
         self.on_change: Callable[[], None] = lambda: None
+        self.engines: tuple[FakeEngine, ...] = (self,)
 
     def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change
@@ -101,6 +102,34 @@ async def test_a_load_is_asked_of_the_supervisor_and_ends_with_its_answer(
     worker.board.reply(request, verdict, "why")
     outcome: Any = (await asyncio.gather(loading, return_exceptions=True))[0]
     assert (outcome is None) if error is None else (type(outcome) is error and str(outcome) == "why")
+    again = asyncio.create_task(worker.swap.load(None))
+    await asyncio.sleep(0)
+    assert [(request.ticket, request.checkpoint) for request in worker.board.requests()] == [(2, "")]
+    again.cancel()
+
+
+@on_a_loop
+async def test_of_several_devices_each_engine_must_be_ready() -> None:
+    worker = Worker()
+    first, second = Group("first"), Group("second")
+    second.state = "loading"
+    worker.groups[1].engines = (first, second)
+    worker.board.take_over()
+    worker.swap.adopt()
+    assert worker.swap.info is not None
+    assert worker.swap.info.name == "old"
+    second.state = "ready"
+    worker.swap.adopt()
+    assert worker.swap.info.name == "new"
+
+
+@on_a_loop
+async def test_changes_of_the_current_engine_are_told_and_all_are_closed() -> None:
+    worker = Worker()
+    worker.groups[0].becomes("failed")
+    assert (worker.changes, worker.woken) == (["old"], 0)
+    await worker.swap.close()
+    assert [group.state for group in worker.groups] == ["closed", "closed"]
 
 
 def test_a_worker_that_is_started_again_begins_with_the_current_engines() -> None:

@@ -7,7 +7,9 @@ import logging
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from service.cluster.run import Ticker, engine_child, worker_child
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
+from service.cluster.swap import Swap
+from service.cluster.worker import CHANGED
 from service.engine.messages import ModelInfo
 from service.settings import Settings, load_settings
 from tests.service.cluster.fake_system import FakeSystem
@@ -196,3 +200,66 @@ def test_a_service_is_a_supervisor_of_all_its_processes_and_leaves_nothing_behin
     first = ["engine cuda:0", "engine cuda:1"]
     assert seen == [["worker 0", "worker 1"], [*first, *(f"{name} of the second group" for name in first)]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reloads: list[str] = []
+    closed = False
+
+    class Watched(Supervisor):
+        def run(self) -> int:
+            nonlocal closed
+            assert self._on_hang_up() is True
+            closed = True
+            assert self._on_hang_up() is False
+            return 0
+
+    monkeypatch.setattr(run, "Supervisor", Watched)
+    monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
+    monkeypatch.setattr(run, "Terminal", lambda: SimpleNamespace(was_closed=lambda: closed))
+    monkeypatch.setattr(Swap, "reload", lambda _: reloads.append("again"))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    run.run_cluster(settings, lambda _: (FakePredictor(), model_info()))
+    assert reloads == ["again"]
+
+
+def test_a_swap_hands_on_what_the_devices_have_allowed_and_wakes_who_serves(
+    settings: Settings, shared: SharedResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: dict[str, Any] = {}
+    monkeypatch.setattr(run, "Swap", lambda *_, **given: parts.update(given))
+    workers, system = [worker_child(settings, shared, index) for index in (0, 1)], FakeSystem()
+    run.swap_of(settings, shared, [], workers, system)
+    current, following = (group.counters for group in shared.groups)
+    channel = shared.groups[1].channels[1]
+
+    current.engine_options[:] = 1
+    channel.failure.write("of the load before")
+    parts["on_begin"](1)
+    assert (following.engine_options == 1).all()
+    assert (channel.failure.read(), parts["refusal"](1)) == ("", "")
+    channel.failure.write("no such file")
+    assert parts["refusal"](1) == "no such file"
+    following.engine_options[1] = 0
+    assert parts["refusal"](1) == "cuda:1: not enough memory beside the model that is served"
+
+    assert parts["checkpoint"] == settings.checkpoint
+    shared.counters.worker_state[:] = SharedCounters.SERVING, 0
+    assert parts["serving"]().tolist() == [True, False]
+    for worker in workers:
+        worker.pid = system.spawn(worker.name, worker.main)
+    parts["on_take_over"]()
+    shared.counters.worker_state[:] = SharedCounters.SERVING
+    workers[0].pid = None
+    parts["on_take_over"]()
+    assert [(name, number) for _, name, number in system.sent] == [("worker 0", CHANGED), ("worker 1", CHANGED)]
+
+    emptied: list[int] = []
+    for group in shared.groups:
+        for each in group.channels:
+            monkeypatch.setattr(each.pixels, "empty", partial(emptied.append, id(each)))
+    parts["on_end"](1)
+    assert emptied == [id(each) for each in shared.groups[1].channels]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from dataclasses import dataclass, field
 
@@ -107,6 +108,24 @@ def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) 
     assert service.system.starts_of(service.engine) == [0, 10, 12, 15, 80, 82]
 
 
+def test_a_child_that_lived_for_just_a_minute_has_not_lived_for_long(service: Service) -> None:
+    for seconds in (10, 70):
+        service.system.end_at(seconds, "engine")
+    service.system.signal_at(100, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 10, 71]
+
+
+def test_of_several_that_are_due_the_first_is_waited_for(service: Service) -> None:
+    for seconds in (10, 11):
+        service.system.end_at(seconds, "engine")
+        service.system.end_at(seconds + 0.5, "worker 0")
+    service.system.signal_at(20, signal.SIGTERM)
+    assert service.run() == 0
+    assert service.system.starts_of(service.engine) == [0, 10, 12]
+    assert service.system.starts_of(service.workers[0]) == [0, 10.5, 12.5]
+
+
 def test_what_a_dead_child_left_behind_is_seen_to_before_its_successor_starts(service: Service) -> None:
     service.system.end_at(10, "engine", -11)
     service.system.signal_at(20, signal.SIGTERM)
@@ -148,6 +167,24 @@ def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.starts_of(service.engine) == [0, 3, 6]
+
+
+@pytest.mark.parametrize("code", [0, -9])
+def test_what_did_not_fail_is_no_failure_and_each_restart_is_logged(
+    code: int, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service.system.end_at(100, "engine", code)
+    for seconds in (101, 103, 106, 111, 120):
+        service.system.end_at(seconds, "engine", 1)
+    service.system.signal_at(150, signal.SIGTERM)
+    assert service.run() == 0
+    how = "signal 9" if code else "code 0"
+    assert caplog.messages == [
+        f"engine ended with {how}: starting it again in 0 s",
+        *(f"engine ended with code 1: starting it again in {delay} s" for delay in (1, 2, 4, 8, 16)),
+        "SIGTERM: draining",
+    ]
 
 
 def test_a_child_that_fails_after_each_of_five_restarts_ends_the_service(
@@ -198,6 +235,19 @@ def test_a_child_that_is_stopped_is_killed_and_started_again_within_five_seconds
     assert 12 <= killed <= 15
     assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [(killed, name)]
     assert caplog.text.count(f"{name} is frozen") == 1
+
+
+def test_the_successor_of_a_frozen_child_has_as_much_time_as_any(service: Service) -> None:
+    service.system.at(10.2, service.system.freezes("engine"))
+
+    def like_its_predecessor() -> None:
+        service.system.silent["engine"] = service.system.idle["engine"] = 1010.2
+
+    service.engine.on_restart = like_its_predecessor
+    service.system.signal_at(20, signal.SIGTERM)
+    assert service.run() == 0
+    killed = [when for when, name, number in service.system.sent if (name, number) == ("engine", signal.SIGKILL)]
+    assert 3 <= killed[1] - killed[0] <= 5
 
 
 def test_a_frozen_child_is_noticed_while_another_waits_to_be_started_again(service: Service) -> None:

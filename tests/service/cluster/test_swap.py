@@ -112,7 +112,10 @@ def service() -> Service:
     return Service()
 
 
-def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_ones_end(service: Service) -> None:
+def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_ones_end(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     seen: list[object] = []
 
     def look() -> None:
@@ -132,6 +135,8 @@ def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_
     assert seen == [(0, None, []), (1, None, []), (1, served, []), (1, served, ["a0", "a1"])]
     assert service.system.sent_to("a0")[0][1] == STOP
     assert (service.begun, service.ended, service.woken) == ([1], [0], 1)
+    beginning, end = "loading next beside the model that is served", "the engines that no longer serve have ended"
+    assert [message for message in caplog.messages if "SIG" not in message] == [beginning, end]
 
 
 def test_an_engine_that_cannot_serve_the_checkpoint_leaves_the_old_ones_serving(
@@ -147,7 +152,7 @@ def test_an_engine_that_cannot_serve_the_checkpoint_leaves_the_old_ones_serving(
     assert service.answers(1) is None  # the second ticket is answered
     assert service.answers(2) == (Verdict.SERVED, "")
     assert service.started() == [(10, "b0"), (10, "b1"), (13, "b0"), (13, "b1")]
-    assert "the next checkpoint is refused, and the old one goes on: bad: weights are missing" in caplog.messages
+    assert caplog.messages == ["the next checkpoint is refused, and the old one goes on: bad: weights are missing"]
     assert (12, "b0", signal.SIGKILL) in [(round(seconds), name, sent) for seconds, name, sent in service.system.sent]
 
 
@@ -183,6 +188,64 @@ def test_of_two_requests_at_once_the_second_is_told_so(service: Service) -> None
     assert service.answers(worker=0) == (Verdict.SERVED, "")
 
 
+def test_whoever_asks_before_the_workers_have_the_next_engines_is_told_at_once(service: Service) -> None:
+    heard: list[object] = []
+
+    def look(ticket: int) -> Callable[[], None]:
+        return lambda: heard.append(service.answers(ticket, worker=1))
+
+    service.at(10, service.asks("next"))
+    service.at(11, service.asks("another", worker=1))
+    service.at(12, look(1))
+    service.at(13, service.ready("b0", "b1"))
+    service.at(14, service.asks("a third", worker=1))
+    service.at(15, look(2))
+    service.at(16, service.adopts())
+    assert service.run(60) == 0
+    assert heard == [(Verdict.UNDER_WAY, UNDER_WAY)] * 2
+
+
+def test_nothing_is_loaded_while_an_engine_that_serves_is_started_again(service: Service) -> None:
+    service.running.discard("a1")
+    service.at(10, service.asks("next"))
+    service.at(14, service.ready("a1"))
+    assert service.run(60) == 0
+    assert service.started() == [(14, "b0"), (14, "b1")]
+
+
+def test_a_hang_up_together_with_a_request_is_heeded_after_it(service: Service) -> None:
+    service.at(10, service.asks("next"), service.hung_up)
+    service.at(11, service.ready("b0", "b1"))
+    service.at(12, service.adopts())
+    service.at(20, service.ready("a0", "a1"))
+    service.at(21, service.adopts(2))
+    assert service.run(60) == 0
+    assert [checkpoint.read() for checkpoint in service.board.checkpoints] == ["configured", "next"]
+    assert [name for _, name in service.started()] == ["b0", "b1", "a0", "a1"]
+
+
+def test_an_engine_that_is_refused_is_not_started_again_though_it_was_to_be(service: Service) -> None:
+    def event() -> list[int]:
+        service.refusal = "bad: weights are missing"
+        return service.system._end("b1", TRY_AGAIN)
+
+    service.at(10, service.asks("bad"))
+    service.system.at(12, event)
+    assert service.run(60) == 0
+    assert service.started() == [(10, "b0"), (10, "b1")]
+    assert service.ended == [1]
+
+
+def test_an_engine_that_took_over_may_fail_as_often_as_any_other(service: Service) -> None:
+    service.at(10, service.asks("next"))
+    service.at(11, service.ready("b0", "b1"))
+    service.at(12, service.adopts())
+    for seconds in (14, 15, 17, 20, 25):
+        service.system.end_at(seconds, "b1", 1)
+    assert service.run(60) == 0
+    assert [seconds for seconds, name in service.started() if name == "b1"] == [10, 14, 16, 19, 24, 33]
+
+
 def test_a_request_while_old_engines_end_is_served_after_them(service: Service) -> None:
     service.at(10, service.asks("second"), lambda: service.board.count(0, 0, 1))
     service.at(11, service.ready("b0", "b1"))
@@ -197,6 +260,7 @@ def test_a_request_while_old_engines_end_is_served_after_them(service: Service) 
         [(21, "a0"), (21, "a1")],
     )
     assert service.board.checkpoints[0].read() == "third"
+    assert service.system.sent_to("b0")[0] < (29, STOP)
     assert service.answers(worker=1) == (Verdict.SERVED, "")
 
 
@@ -209,6 +273,7 @@ def test_a_hang_up_loads_the_configured_checkpoint_again(service: Service, caplo
     assert service.run(60) == 0
     assert service.board.checkpoints[1].read() == "configured"
     assert service.board.generation == 1
+    assert service.started() == [(10, "b0"), (10, "b1")]
     assert "SIGHUP: draining" not in caplog.messages
 
 
@@ -228,9 +293,9 @@ def test_an_old_engine_that_does_not_end_is_killed(service: Service) -> None:
     service.at(11, service.ready("b0", "b1"))
     service.at(12, service.adopts())
     assert service.run(60) == 0
-    [(_, first), (killed, second)] = service.system.sent_to("a1")
+    [(stopped, first), (killed, second)] = [(when, sent) for when, name, sent in service.system.sent if name == "a1"]
     assert (first, second) == (STOP, signal.SIGKILL)
-    assert 42 <= killed <= 45
+    assert killed - stopped == 31  # looked at every second: beyond 30
     assert service.ended == [0]
 
 

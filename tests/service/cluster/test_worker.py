@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,14 @@ def test_the_supervisor_hears_when_a_worker_begins_to_serve_and_when_it_ceases(m
     assert one.settled == 1
 
 
+def test_spans_are_exported_before_a_worker_ends(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    telemetry = SimpleNamespace(request_tracer=lambda: "tracer", close=lambda: closed.append(True))
+    monkeypatch.setattr(worker, "start_telemetry", lambda _: telemetry)
+    assert made().tracer == "tracer"
+    assert closed == [True]
+
+
 @pytest.mark.parametrize(("index", "lines"), [(0, 1), (1, 0)])
 def test_the_first_worker_alone_logs_the_model(
     made: Callable[..., Worker], index: int, lines: int, caplog: pytest.LogCaptureFixture
@@ -162,11 +171,16 @@ def test_pictures_are_kept_by_the_clock_and_within_the_bytes_of_the_settings(mad
 
 
 @on_a_loop
-async def test_its_event_loop_beats_in_a_cell_of_its_own(made: Callable[..., Worker]) -> None:
+async def test_its_event_loop_beats_in_a_cell_of_its_own_and_heeds_news_of_a_swap(
+    made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = made(1)
+    heeded: list[tuple[object, ...]] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda *what: heeded.append(what))
     beating = asyncio.create_task(one.server._beside())  # type: ignore[misc]
     await asyncio.sleep(0)
     assert one.counters.worker_beats.tolist() == [0, 1]
+    assert heeded == [(worker.CHANGED, one.engine.adopt)]
     beating.cancel()
     with suppress(asyncio.CancelledError):
         await beating

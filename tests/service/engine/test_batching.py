@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -165,6 +166,15 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyOrderOfOperations = QueueMachine.TestCase
+
+
+def test_an_empty_queue_has_no_age_and_an_image_that_of_the_oldest() -> None:
+    waiting, clock = queue()
+    assert waiting.age() == 0
+    waiting.put("first", deadline=math.inf)
+    clock.now += 2
+    waiting.put("second", deadline=math.inf)
+    assert waiting.age() == 2
 
 
 def test_whatever_waits_is_launched_at_once_without_a_delay() -> None:

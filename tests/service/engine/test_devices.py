@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as found:
         all_gpus({})
     assert "\n" not in str(found.value)
+
+
+def test_the_driver_is_asked_and_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert (command, options.pop("timeout")) == (["nvidia-smi", "-L"], 60)
+        return ended(["sh", "-c", script], **options)
+
+    ended = subprocess.run
+    monkeypatch.setattr(subprocess, "run", run)
+    script = "echo 'GPU 0: H200 (UUID: GPU-a)'"
+    assert all_gpus({}) == ("cuda:0",)
+    script += "; exit 9"
+    with pytest.raises(DeviceError, match="exit status 9"):
+        all_gpus({})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,7 @@ def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
     given: dict[str, Any], cores: int, here: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "gpus_are_here", lambda: here)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0})
     fitted = fit_to_machine(load_settings(given))
     assert (fitted.workers, fitted.queue_size) == expected
 

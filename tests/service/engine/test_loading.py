@@ -100,7 +100,7 @@ def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
     monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
     with pytest.raises(DeviceError, match="enough"):
         load_predictor(load_settings({"device": device}))
-    assert (made[0]["device"], made[0]["device_name"]) == (used, name)
+    assert (made[0]["device"], made[0]["device_name"], made[0]["graphs"]) == (used, name, True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
@@ -131,6 +131,25 @@ def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
     with pytest.raises(CheckpointError):
         load_predictor(load_settings({}))
     assert os.environ["OMP_WAIT_POLICY"] == used
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_works", "known"),
+    [
+        ("cpu", False, True),
+        ("cpu", True, True),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("cuda:0", True, False),
+        ("cuda:0", False, False),
+    ],
+)
+def test_torchs_threads_are_asked_for_where_the_model_is_computed_by_them(
+    device: str, gpu_works: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu_works)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    assert loading._torchs_threads.__wrapped__(device) == (7 if known else None)
 
 
 def test_a_model_that_is_loaded_later_has_as_many_threads_and_streams_as_the_first() -> None:

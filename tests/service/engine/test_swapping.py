@@ -113,6 +113,7 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
             await swap.load("next")
             await until(lambda: models.retired == 1)
             assert old() is None
+            assert swap._engines == [swap.current.engine]
         finally:
             gc.enable()
 
@@ -141,6 +142,7 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
         models.broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
             await swap.load("bad")
+        assert swap._engines == [swap.current.engine]
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
         assert "the next checkpoint is refused, and the old one goes on: bad: no such file" in caplog.messages
@@ -191,11 +193,42 @@ async def test_a_caller_who_leaves_does_not_end_the_load() -> None:
 
 
 @on_a_loop
-async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now() -> None:
+async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with running() as (swap, models):
         await swap.load("other")
+        await until(lambda: models.retired == 1)
         swap.reload()
-        await until(lambda: models.changes == ["configured", "other", "configured"])
+        await until(lambda: models.retired == 2)
+        assert models.changes == ["configured", "other", "configured"]
+    beside, closed = "beside the model that is served", "the old model is closed, and its memory is free"
+    assert [message for message in caplog.messages if message.startswith(("loading", "the old"))] == [
+        f"loading other {beside}", closed, f"loading the configured checkpoint {beside}", closed
+    ]  # fmt: skip
+
+
+@on_a_loop
+async def test_the_swap_is_the_engine_that_is_current() -> None:
+    async with running() as (swap, models):
+        assert list(swap.engines) == models.engines
+        assert (await swap.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)).batch_size == 1
+        await swap.load("next")
+        assert list(swap.engines) == models.engines[1:]
+        await swap.infer(InferenceRequest(pixels(2), 3), timeout=PATIENCE)
+        assert models.predictors["next"].launched == [[2]]
+
+
+@on_a_loop
+async def test_the_old_model_waits_for_its_last_request_though_it_had_none_before() -> None:
+    async with running() as (swap, models):
+        with swap.current.request():
+            pass
+        with swap.current.request():
+            await swap.load("next")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert models.retired == 0
+        await until(lambda: models.retired == 1)
 
 
 @on_a_loop
@@ -211,7 +244,7 @@ async def test_nothing_is_loaded_beside_a_model_that_is_loading() -> None:
 
 
 @on_a_loop
-async def test_a_service_that_ends_while_it_loads_closes_both_engines() -> None:
+async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (swap, models):
         models.gate.clear()
         swap.reload()
@@ -220,3 +253,6 @@ async def test_a_service_that_ends_while_it_loads_closes_both_engines() -> None:
         await asyncio.sleep(0)
         models.gate.set()
         await closing
+        assert swap._swap is None
+        assert swap.current.engine is models.engines[0]
+        assert "refused" not in caplog.text

@@ -246,6 +246,9 @@ async def test_a_failure_names_its_problem_and_its_stage(
     assert attributes(request)["error.type"] == code
     assert attributes(failed) == {"error.type": type(error).__name__}
     assert failed.status.description == "no"
+    assert failed.start_time is not None
+    assert failed.end_time is not None
+    assert failed.start_time <= failed.end_time
     assert request.status.status_code is failed.status.status_code is StatusCode.ERROR
     assert parent_of(failed) == ids(request)
 

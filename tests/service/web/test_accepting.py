@@ -134,3 +134,33 @@ def test_who_was_accepted_last_has_a_protocol_when_nobody_more_is() -> None:
             heard[0].abort()  # type: ignore[attr-defined]
 
         runner.run(run())
+
+
+def test_sockets_that_the_loop_does_not_take_are_closed_and_all_are_waited_for() -> None:
+    async def run() -> None:
+        given: list[socket.socket] = []
+
+        async def connect(make_protocol: object, connection: socket.socket) -> None:
+            assert not connection.getblocking()
+            given.append(connection)
+            if len(given) == 1:
+                raise ValueError("a defect of ours is not the next one's")
+            await asyncio.sleep(0)
+            raise OSError("the caller is gone")
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            acceptor = Acceptor([listener], asyncio.Protocol)
+            acceptor._loop.connect_accepted_socket = connect  # type: ignore[assignment,method-assign]
+            [duplicate] = acceptor._listeners
+            with (
+                socket.create_connection(listener.getsockname()),
+                socket.create_connection(listener.getsockname()),
+            ):
+                acceptor._accept()
+                await acceptor.close()
+        assert [connection.fileno() == -1 for connection in given] == [False, True]
+        assert duplicate.fileno() == -1
+        given[0].close()
+
+    asyncio.run(run())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 
-from service.web.early_refusal import RefusedHeads
+from service.errors import QueueFull
+from service.metrics.metrics import Metrics
+from service.web.early_refusal import EarlyRefusal, RefusedHeads
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import pipeline_of
 from tests.service.web.listening import GET, Answer, Connection, Listening, listening, post
@@ -172,8 +175,10 @@ def test_heads_are_remembered_within_bounds() -> None:
     heads.remember(scope(b"", long), "key")
     assert not heads._known
 
-    for number in range(257):
+    for number in range(256):
         heads.remember(scope(b"top_k=%d" % number), None)
+    assert len(heads._known) == 256
+    heads.remember(scope(b"top_k=256"), None)
     longest = b"top_k=" + b"1" * (2048 - len(b"/classify?top_k="))
     heads.remember(scope(longest + b"1"), None)
     assert heads.find("POST", b"/classify?top_k=0", []) is None
@@ -181,3 +186,36 @@ def test_heads_are_remembered_within_bounds() -> None:
     assert len(heads._known) == 1
     heads.remember(scope(longest), "web")
     assert heads.find("POST", b"/classify?" + longest, []) == ("/classify", "web")
+
+
+def test_its_span_is_told_what_was_asked_and_why_it_was_refused() -> None:
+    scopes: list[Any] = []
+    counted: list[Any] = []
+    trace = SimpleNamespace(error_type=None)
+
+    def begin(scope: object) -> SimpleNamespace:
+        scopes.append(scope)
+        return trace
+
+    def check_room() -> None:
+        raise QueueFull("no place")
+
+    def count(*what: object, trace: object) -> None:
+        counted.append((*what, trace))
+
+    heads, metrics, tracer = RefusedHeads(), Metrics(), SimpleNamespace(begin=begin)
+    head = {"method": "POST", "raw_path": b"/classify", "path": "/classify", "query_string": b"a=b", "headers": []}
+    heads.remember(head, "web")
+    refusal = EarlyRefusal(heads, check_room, cast(Any, count), metrics, cast(Any, tracer))
+    problem = refusal("POST", b"/classify?a=b", [], "mine")
+    assert problem is not None
+    assert (problem.code, trace.error_type) == ("queue_full", "queue_full")
+    assert counted == [("POST", "/classify", 503, 0.0, "mine", "web", trace)]
+    assert scopes == [
+        {
+            "method": "POST", "path": "/classify", "query_string": b"a=b", "headers": [],
+            "scheme": "http", "http_version": "1.1",
+        }
+    ]  # fmt: skip
+    assert metrics.registry.get_sample_value("vit_rejected_total", {"reason": "queue_full"}) == 1
+    assert refusal("POST", b"/classify?a=c", [], "mine") is None

@@ -143,3 +143,20 @@ async def test_a_caller_whose_body_broke_its_framing_is_answered_though_it_sends
         await wire.settle()
         assert b"HTTP/1.1 400 " in wire.transport.written
         assert wire.closing
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "whole"),
+    [(GET + GET, 2), (GET + GET + post(b"ab")[:-1], 2), (GET + post(b"ab")[:-1], 1), (post(b"ab")[:-1], 0), (b"", 0)],
+    ids=["all", "all but the third", "the first", "none", "nothing"],
+)
+async def test_the_connection_stays_open_just_for_those_that_came_whole(sent: bytes, whole: int) -> None:
+    async with Wire() as wire:
+        wire.gate.clear()
+        await wire.send(sent)
+        assert wire.protocol.eof_received() is (whole > 0)
+        wire.gate.set()
+        await wire.settle()
+        assert wire.transport.written.count(b"HTTP/1.1 200 OK") == whole
+        assert wire.transport.closed is (whole > 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +38,18 @@ def test_zero_seconds_and_a_c_library_without_malloc_trim_start_nothing(monkeypa
     assert heap.trim_regularly(0, lambda: None) is None
     monkeypatch.setattr(heap, "malloc_trim", lambda: None)
     assert heap.trim_regularly(30) is None
+
+
+def test_pages_of_every_size_are_asked_back_of_a_c_library_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    library = SimpleNamespace(malloc_trim=lambda size: left.append(size.value))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library if name is None else None)
+    trim = heap.malloc_trim()
+    assert trim is not None
+    trim()
+    assert left == [0]
+    del library.malloc_trim
+    assert heap.malloc_trim() is None
 
 
 def test_the_default_is_half_a_minute() -> None:

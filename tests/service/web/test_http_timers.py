@@ -102,3 +102,16 @@ async def test_a_refused_caller_has_time_to_read_its_answer(refused: bytes) -> N
         assert wire.transport.closed
         assert len(wire.answers.statuses) == 1
         assert wire.requests == []
+
+
+@on_a_loop
+async def test_no_clock_runs_for_a_caller_that_is_gone() -> None:
+    heard: list[str] = []
+    async with Wire(on_connection=lambda: heard.append("connection")) as idle:
+        assert len(idle.clock.timers) == 1
+    async with answering_one() as stalled:
+        stalled.protocol.pause_writing()
+        assert [timer.cancelled for timer in stalled.clock.timers] == [True, False]
+    for wire in (idle, stalled):
+        assert all(timer.cancelled for timer in wire.clock.timers)
+    assert heard == ["connection"]

@@ -13,6 +13,7 @@ from service.errors import SettingsError
 from service.logs import JsonFormatter
 from service.settings import load_settings
 from service.web.early_refusal import RefusedHeads
+from service.web.keys import asks_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
 
@@ -29,6 +30,27 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
         ApiKey("night-run_2", b"x:y"),
         ApiKey("key4", b"a b:c"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        ("/v2/repository/models/vit/load", True),
+        ("/v2/repository/models/vit/unload", True),
+        ("/v2/repository/models//load", False),
+        ("/v2/repository/models/vit/loads", False),
+        ("/v2/repository/index", False),
+        ("/classify", False),
+    ],
+)
+def test_the_admin_key_is_asked_for_where_models_are_loaded(path: str, asks: bool) -> None:
+    assert asks_admin_key(path) is asks
+
+
+@on_a_loop
+@pytest.mark.parametrize("key", ["X", "x", "None", "0"])
+async def test_no_key_is_none_of_the_keys(key: str) -> None:
+    assert (await app(api_keys=key).get("/model")).status == 401
 
 
 @pytest.mark.parametrize("written", ["web:abc,web:def", "abc,abc", "web:abc,abc", "key2:abc,def"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -116,7 +117,8 @@ async def test_work_under_way_ends_at_its_next_step_when_its_time_is_up(lane: La
 
 @on_a_loop
 async def test_work_under_way_ends_at_its_next_step_when_its_caller_leaves_and_is_awaited(lane: Lane) -> None:
-    blocker = Blocker()
+    blocker, complaints = Blocker(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     running = asyncio.create_task(lane.run(blocker, Deadline(1e9, Clock())))
     await blocker.wait_until_begun()
     running.cancel()
@@ -128,6 +130,9 @@ async def test_work_under_way_ends_at_its_next_step_when_its_caller_leaves_and_i
     assert running.cancelled()
     assert isinstance(blocker.error, ClientDisconnected)
     assert lane.outstanding == 0
+    del running
+    gc.collect()
+    assert complaints == [], "what became of it is seen, though nobody asks any more"
 
 
 @on_a_loop

@@ -293,6 +293,16 @@ def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
     assert bodies.receiving.newcomers(9) == 0
 
 
+def test_a_moment_is_a_tenth_of_a_second_and_ends_after_it() -> None:
+    bodies = Bodies()
+    bodies.clock.now = 0.0
+    bodies.arrive("early")
+    bodies.clock.now = 0.1
+    assert bodies.receiving.newcomers(9) == 1
+    bodies.clock.now = 0.1001
+    assert bodies.receiving.newcomers(9) == 0
+
+
 @on_a_loop
 async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -> None:
     clock = Clock()

@@ -164,6 +164,13 @@ async def test_nobody_waits_longer_than_a_quarter_of_a_second(
     assert caplog.messages == ["kept pictures: Redis does not answer: TimeoutError"]
 
 
+def test_a_time_is_rounded_up_to_a_millisecond() -> None:
+    """To Redis no time at all is an error."""
+    for ttl, milliseconds in ((0.0004, 1), (60, 60_000)):
+        store = RedisImageStore("redis://localhost:1", name="cats", ttl=ttl, max_bytes=1, failed=lambda: None)
+        assert store._milliseconds == milliseconds
+
+
 @on_a_loop
 async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
     failures: list[None] = []

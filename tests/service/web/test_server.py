@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -20,7 +19,6 @@ from service.web import server as server_module
 from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.server import Server, stop_signals
-from service.web.terminal import Terminal
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, Clock, app, until
 from tests.service.web.listening import GET
@@ -318,17 +316,6 @@ async def test_a_hang_up_that_is_taken_as_another_wish_does_not_drain(ended: lis
         assert server._drain is not None
         server._drain.cancel()
     assert (taken, ended) == ([True], [])
-
-
-def test_a_terminal_that_was_closed_is_told_from_none_and_from_one_that_is_open() -> None:
-    ours, its = os.openpty()
-    with Path(os.devnull).open() as nothing:
-        terminal = Terminal((its, nothing.fileno()))
-        assert not Terminal((nothing.fileno(),)).was_closed()
-    assert not terminal.was_closed()
-    os.close(ours)
-    assert terminal.was_closed()
-    os.close(its)
 
 
 def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:

@@ -81,6 +81,56 @@ def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch)
     assert made.value.args[0] == {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
 
 
+def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_ends_the_service(
+    hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    engine: Any = FakeEngine(model_info(name="first"))
+    engine.reload = lambda: done.append("reload")
+    telemetry = SimpleNamespace(
+        batch_tracer=SimpleNamespace, request_tracer=lambda: "tracer", close=lambda: done.append("telemetry closed")
+    )
+    terminal = SimpleNamespace(was_closed=lambda: False)
+
+    def make_app(
+        settings: object, served: object, metrics: object, lifecycle: object, changed: Any, **more: Any
+    ) -> Any:
+        assert (served, more) == (engine, {"tracer": "tracer"})
+        return changed
+
+    class Server:
+        should_exit, started, port = False, True, 8000
+
+        def __init__(self, changed: Any, settings: object, lifecycle: Any, watch: object, hung_up: Any) -> None:
+            self._changed, self._lifecycle, self._hung_up = changed, lifecycle, hung_up
+
+        def stop(self, *, exit_code: int) -> None:
+            done.append(exit_code)
+
+        def run(self) -> None:
+            for state, name in (("loading", ""), ("ready", "first"), ("ready", "second"), ("closed", "second")):
+                engine.state, engine.info = state, model_info(name=name) if name else None
+                self._changed()
+                done.append([message for message in hint.messages if "ready" in message or (name and name in message)])
+                hint.clear()
+            engine.state = "failed"
+            self._changed()
+            assert self._hung_up()
+            terminal.was_closed = lambda: True
+            assert self._hung_up() is False
+            self._lifecycle.exit_code = 7
+
+    parts = {"LocalSwap": lambda make, on_retired: engine, "create_app": make_app, "Server": Server}
+    parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "settle": lambda: None}
+    parts |= {"trim_regularly": done.append}
+    for name, part in parts.items():
+        monkeypatch.setattr(single_process, name, part)
+    assert run_single_process(load_settings({"trim_seconds": 9}), lambda _: (FakePredictor(), model_info())) == 7
+    trim, loading, first, second, closed, *rest = done
+    assert (trim, loading, closed, rest) == (9, [], [], [1, "reload", "telemetry closed"])
+    assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
+
+
 @on_a_loop
 async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after_it(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

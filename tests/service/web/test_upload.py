@@ -217,3 +217,8 @@ def test_a_part_that_looks_like_a_form_is_only_bytes() -> None:
 def test_what_stands_before_and_behind_the_form_is_ignored() -> None:
     body = b"\r\n" + form(part(b"x")) + b"epilogue"
     assert read(body) == [b"x"]
+
+
+def test_a_part_without_a_name_behind_a_file_is_none() -> None:
+    nameless = f"--{BOUNDARY}\r\nX-Other: 1\r\n\r\nB\r\n".encode()
+    assert read(nameless + form(part(b"A", "file")).replace(b"--xYz--", nameless + b"--xYz--")) == [b"A"]

@@ -184,9 +184,12 @@ class Wire:
     Attributes:
         requests: those that the application received to their end.
         gate: the application answers while this is set.
+
+    Args:
+        options: of `HttpProtocol`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         config = uvicorn.Config(
             self._app,
             interface="asgi3",
@@ -207,6 +210,7 @@ class Wire:
                 server_state=self.state,
                 app_state={},
                 _loop=self.clock,
+                **options,
             )
         self.protocol.connection_made(self.transport)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -56,6 +57,41 @@ async def test_one_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
     tasks[1].cancel()
     come.set()
     assert await tasks[2] == 2
+
+
+@on_a_loop
+async def test_an_error_of_the_message_itself_is_no_giving_way() -> None:
+    with pytest.raises(TimeoutError, match="its own"):
+        async with Arrivals(1).turn():
+            raise TimeoutError("its own")
+
+
+class Timer:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@on_a_loop
+async def test_a_slow_one_is_looked_at_after_the_grace_and_then_four_times_as_often_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[tuple[float, Callable[[], None]]] = []
+    timers: list[Timer] = []
+
+    def call_later(delay: float, look: Callable[[], None]) -> Timer:
+        looks.append((delay, look))
+        timers.append(Timer())
+        return timers[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+        async with Arrivals(1, grace=8).turn():
+            looks[0][1]()
+            looks[1][1]()
+    assert [delay for delay, _ in looks] == [8, 2, 2]
+    assert timers[-1].cancelled
 
 
 def test_turns_are_as_many_as_largest_bodies_may_be_received() -> None:

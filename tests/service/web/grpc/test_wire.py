@@ -71,7 +71,23 @@ def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: b
         read_inference(message)
 
 
-@pytest.mark.parametrize("message", [b"\x80" * 11, b"\x0a", b"\x0a\x05abc", b"\x09\x00", b"\x0b", b"\x0f"])
+def test_a_million_is_the_most_that_a_message_may_cost() -> None:
+    def packed(count: int) -> bytes:
+        return bytes(ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * count}}]).SerializeToString())
+
+    assert len(parts(packed(1_000_000 - 3 * 100))[0]) > 999_700
+    with pytest.raises(UploadTooLarge):
+        parts(packed(1_000_000 - 3 * 100 + 1))
+
+
+def test_numbers_of_fixed_length_that_are_not_known_are_kept() -> None:
+    message = b"\x78" + b"\xff" * 9 + b"\x01\x79" + bytes(range(8)) + b"\x7d" + bytes(range(4)) + b"\x3a\x02ab"
+    assert parts(message) == (message[:-4], [b"ab"])
+
+
+@pytest.mark.parametrize(
+    "message", [b"\x80" * 11, b"\x78" + b"\x80" * 10 + b"\x01", b"\x0a", b"\x0a\x05abc", b"\x09\x00", b"\x0b", b"\x0f"]
+)
 def test_broken_framing_is_refused(message: bytes) -> None:
     with pytest.raises(MalformedRequest):
         parts(message)

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from model.images.control import WorkControl
+from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
 from service.web.routes import attention as routes_attention
 from tests.model.images.pictures import encode
@@ -58,6 +59,20 @@ async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
 
 
 @on_a_loop
+async def test_no_more_than_the_best_class_is_asked_for_beside_a_map() -> None:
+    service, asked = app(), list[int]()
+    infer = service.engine.infer
+
+    async def counting(request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        asked.append(request.top_k)
+        return await infer(request, timeout=timeout)
+
+    service.engine.infer = counting  # type: ignore[method-assign]
+    assert (await service.request("POST", "/attention", **form(png(9)))).status == 200
+    assert asked == [1]
+
+
+@on_a_loop
 async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     service = app()
     response = await service.request("POST", "/attention", query="format=json", **form(png(9)))
@@ -65,7 +80,7 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     image_id = response.json["id"]
     again = await service.get("/attention", f"id={image_id}&format=json")
     assert again.json == response.json
-    assert service.metric("vit_images_total") == 1
+    assert (service.metric("vit_images_total"), service.metric("vit_top1_score_count")) == (1, 1)
 
 
 @on_a_loop
@@ -217,7 +232,9 @@ async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
     service = app()
     image_id = await kept(service)
     queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis", "smooth=false", "colorbar=true"]
-    drawings = [(await service.get("/attention", f"id={image_id}&{query}")).content for query in queries]
+    answers = [await service.get("/attention", f"id={image_id}&{query}") for query in queries]
+    assert [answer.status for answer in answers] == [200] * len(queries)
+    drawings = [answer.content for answer in answers]
     assert len(set(drawings)) == len(queries)
     untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
     assert (untouched == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else

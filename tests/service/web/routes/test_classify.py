@@ -168,6 +168,7 @@ async def test_bad_files_of_a_batch_fail_alone() -> None:
         "upload_too_large",
         None,
     ]
+    assert results[1]["error"]["detail"] == "the picture is empty"
     for result in results[1:6]:
         assert set(result) == {"error"}
         assert set(result["error"]) == {"type", "title", "status", "detail", "code", "request_id"}

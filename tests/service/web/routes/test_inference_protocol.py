@@ -63,6 +63,17 @@ async def test_pixels_of_the_models_size_are_taken_as_they_are() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize(("bytes_allowed", "status"), [(0, 200), (-1, 413)], ids=["as many", "one more"])
+async def test_each_picture_may_have_as_many_bytes_as_an_upload(bytes_allowed: int, status: int) -> None:
+    picture = encoded(3)
+    size = len(png(3)) + bytes_allowed
+    response = await infer(app(max_upload_bytes=size), picture)
+    assert response.status == status
+    if status == 413:
+        assert response.json == {"error": f"{size + 1} bytes: at most {size} are allowed"}
+
+
+@on_a_loop
 async def test_binary_tensors_go_both_ways() -> None:
     pictures = [png(1), png(2)]
     data = b"".join(struct.pack("<I", len(picture)) + picture for picture in pictures)
