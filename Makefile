@@ -171,7 +171,7 @@ bundle: image $(VENV)/.made
 	PYTHON=$(BIN)/python deploy/bundle/make.sh $(BUNDLE)
 
 bundle-check: $(VENV)/.made
-	PYTHON=$(BIN)/python $(BUNDLE)/check.sh
+	PYTHON=$(abspath $(BIN))/python $(BUNDLE)/check.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache *.egg-info
