@@ -200,8 +200,8 @@ def test_its_span_is_told_what_was_asked_and_why_it_was_refused() -> None:
     def check_room() -> None:
         raise QueueFull("no place")
 
-    def count(*what: object, trace: object) -> None:
-        counted.append((*what, trace))
+    def count(*what: object, refusal: str, trace: object) -> None:
+        counted.append((*what, refusal, trace))
 
     heads, metrics, tracer = RefusedHeads(), Metrics(), SimpleNamespace(begin=begin)
     head = {"method": "POST", "raw_path": b"/classify", "path": "/classify", "query_string": b"a=b", "headers": []}
@@ -210,7 +210,7 @@ def test_its_span_is_told_what_was_asked_and_why_it_was_refused() -> None:
     problem = refusal("POST", b"/classify?a=b", [], "mine")
     assert problem is not None
     assert (problem.code, trace.error_type) == ("queue_full", "queue_full")
-    assert counted == [("POST", "/classify", 503, 0.0, "mine", "web", trace)]
+    assert counted == [("POST", "/classify", 503, 0.0, "mine", "web", "queue_full", trace)]
     assert scopes == [
         {
             "method": "POST", "path": "/classify", "query_string": b"a=b", "headers": [],
