@@ -6,52 +6,65 @@ A message that has arrived is counted with all other bodies, by `service.web.rec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from service.errors import RequestTimeout
+from service.errors import ReceivingFull, RequestTimeout
 from service.settings import Settings
 from service.web.receiving import GRACE_SECONDS
 
 _FEWEST: Final = 8
+_LOOKS: Final = 16
+"""How often a message is looked at during the grace; the shortest grace is one such part of it."""
 
 
 class Arrivals:
-    """Lets `most` messages arrive at the same time, in the order of their calls. Belongs to one event loop.
+    """Lets `most` messages arrive at the same time. Belongs to one event loop.
 
-    One that has not arrived after `grace` seconds gives way as soon as another waits for its turn.
+    A turn goes to the caller that has the fewest. A message that has not arrived in time gives way as soon as another
+    waits, if no caller has more turns than its own: one caller with many calls holds up itself, and no others.
+
+    Args:
+        most_waiting: calls that wait for a turn; beyond it the caller with the most of them loses its newest.
+        grace: seconds that a message has. They are fewer the more callers wait; what is small has arrived before.
     """
 
-    def __init__(self, most: int, grace: float = GRACE_SECONDS) -> None:
-        self._places = asyncio.Semaphore(most)
+    def __init__(self, most: int, most_waiting: int, grace: float = GRACE_SECONDS) -> None:
+        self._most = most
+        self._most_waiting = most_waiting
         self._grace = grace
-        self._waiting = 0
+        self._held: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     @classmethod
     def of(cls, settings: Settings) -> Arrivals:
         """Return the turns of one worker: as many as its part of the bytes that may be received has largest bodies."""
-        return cls(max(_FEWEST, settings.max_receiving_bytes // settings.max_request_bytes // settings.workers))
+        most = settings.max_receiving_bytes // settings.max_request_bytes // settings.workers
+        return cls(max(_FEWEST, most), max(1, settings.max_connections // 2))
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the context; raises `RequestTimeout` in it if it gives way."""
-        self._waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
+    async def turn(self, caller: Hashable) -> AsyncIterator[None]:
+        """Wait for a turn, which lasts as long as the context.
+
+        Raises:
+            ReceivingFull: too many calls wait, most of them of this caller.
+            RequestTimeout: in the context, if it gives way.
+        """
+        await self._take(caller)
         loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle | None = None
+        began = loop.time()
 
         def look() -> None:
             nonlocal timer
-            if self._waiting:
+            patience = self._grace / (1 + len(self._waiting) // _FEWEST)
+            if self._waiting and loop.time() - began >= patience and self._held[caller] == max(self._held.values()):
                 time_limit.reschedule(loop.time())
             else:
-                timer = loop.call_later(self._grace / 4, look)
+                timer = loop.call_later(self._grace / _LOOKS, look)
 
-        timer = loop.call_later(self._grace, look)
+        timer = loop.call_later(self._grace / _LOOKS, look)
         try:
             async with asyncio.timeout(None) as time_limit:
                 yield
@@ -61,4 +74,47 @@ class Arrivals:
             raise RequestTimeout("the message came too slowly while others waited for their turn") from None
         finally:
             timer.cancel()
-            self._places.release()
+            self._leave(caller)
+
+    async def _take(self, caller: Hashable) -> None:
+        if self._held.total() < self._most:
+            self._held[caller] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        if sum(map(len, self._waiting.values())) > self._most_waiting:
+            crowded = max(self._waiting, key=lambda waiting: len(self._waiting[waiting]))
+            refused = self._waiting[crowded][-1]
+            self._forget(crowded, refused)
+            refused.set_exception(ReceivingFull("too many calls wait for their messages to be read"))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(caller, turn)  # unless it was passed over
+            elif turn.exception() is None:  # it has its turn, and does not know it
+                self._leave(caller)
+            raise
+
+    def _leave(self, caller: Hashable) -> None:
+        """Give a caller's turn to the next."""
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+        while self._waiting:
+            following = min(self._waiting, key=lambda waiting: self._held[waiting])
+            turns = self._waiting.pop(following)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[following] = turns  # behind the other callers
+            if not turn.cancelled():
+                self._held[following] += 1
+                turn.set_result(None)
+                return
+
+    def _forget(self, caller: Hashable, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(caller, deque())
+        with suppress(ValueError):
+            turns.remove(turn)
+        if not turns:
+            self._waiting.pop(caller, None)

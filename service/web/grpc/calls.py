@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -66,6 +66,7 @@ class Call:
     Attributes:
         started: reading of the pipeline's clock at its start.
         metadata: its headers.
+        caller: whose it is: the number of its key, or else its connection.
     """
 
     def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
@@ -74,16 +75,27 @@ class Call:
         # Of a repeated one the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
+        self.caller: int | str = context.peer()
         self._context = context
         self._arrivals = arrivals
 
     async def receive(self) -> Message:
         """Return the message, in the form of an ASGI request's body; raises `MalformedRequest` if there is none."""
-        async with self._arrivals.turn():
-            data = await self._context.read()
+        data = await self._context.read()
         if data is grpc.aio.EOF:
             raise MalformedRequest("the call has no message")
         return {"type": "http.request", "body": data, "more_body": False}
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until the message may arrive, see `Arrivals.turn`; raises `RequestTimeout` if the time is up before."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await stack.enter_async_context(self._arrivals.turn(self.caller))
+            except TimeoutError:
+                raise RequestTimeout(f"other messages were read for {self._timeout:g} s") from None
+            yield
 
     async def question(self) -> bytes:
         """Return the message that asks about the server or a model.
@@ -93,7 +105,7 @@ class Call:
             UploadTooLarge: it is large.
         """
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout), self._arrivals.turn(self.caller):
                 data: bytes = (await self.receive())["body"]
         except TimeoutError:
             raise RequestTimeout(f"the message did not arrive within {self._timeout:g} s") from None
@@ -142,6 +154,7 @@ class Calls:
         try:
             if not public:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
+                call.caller = call.caller if key is None else key
             with self._guard.request(key) if key is not None else nullcontext():
                 answer = await method(self._pipeline.pinned(), call)
             context.set_trailing_metadata(trailers)

@@ -39,14 +39,12 @@ def _encode(document: dict[str, Any], message: Message) -> bytes:
 
 
 async def server_live(pipeline: Pipeline, call: Call) -> bytes:
-    """Answer as long as the process lives."""
-    await call.question()
+    """Answer as long as the process lives, whatever the message: it needs no key, so nothing is waited for."""
     return _encode({"live": True}, ServerLiveResponse())
 
 
 async def server_ready(pipeline: Pipeline, call: Call) -> bytes:
-    """Say whether the model is ready."""
-    await call.question()
+    """Say whether the model is ready; see `server_live`."""
     return _encode({"ready": _is_ready(pipeline)}, ServerReadyResponse())
 
 
@@ -96,7 +94,8 @@ async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
     pipeline.check_room()
     deadline = pipeline.deadline_of(call.started)
     with pipeline.upload() as upload:
-        message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
+        async with call.turn():  # a message whose turn has not come is none that crawls
+            message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
         info = find_model(pipeline, message.name, message.version)
         inputs = read_inputs(message.header, message.raw, info, limit=pipeline.settings.max_images_per_request)
         encode = partial(encode_response, info.name, VERSION, message.header.id)

@@ -33,6 +33,9 @@ class Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("x-request-id", "mine"), ("x-request-id", "second"))
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5000"
+
     async def read(self) -> object:
         return self.message
 
@@ -46,7 +49,7 @@ class Context:
 
 
 def call(message: object) -> Call:
-    return Call(Context(message), Arrivals(1), 0.0, 10)
+    return Call(Context(message), Arrivals(1, 8), 0.0, 10)
 
 
 Method = Callable[[Pipeline, Call], Awaitable[bytes]]
@@ -60,7 +63,10 @@ class Counted:
         self.service = App(load_settings({"decode_threads": 1}), clock=self.clock)
         self.counted: list[tuple[Any, ...]] = []
         guard = KeyGuard((), KeyLimiter(0, 0), self.service.metrics)
-        self.calls = Calls(pipeline_of(self.service), guard, lambda *each: self.counted.append(each), hold_seconds=3)
+        self.calls = Calls(pipeline_of(self.service), guard, self.count, hold_seconds=3)
+
+    def count(self, *what: Any, **more: Any) -> None:
+        self.counted.append((*what, *more.values()))
 
     async def answer(self, method: Method) -> Context:
         context = Context()
@@ -94,7 +100,7 @@ async def test_an_answer_has_its_requests_id_and_is_counted_with_its_time() -> N
 
     assert (await counting.answer(method)).trailers == (("x-request-id", "mine"),)
     path = "/inference.GRPCInferenceService/Method"
-    assert counting.counted == [("gRPC", path, 200, 2.0, "mine", None, path)]
+    assert counting.counted == [("gRPC", path, 200, 2.0, "mine", None, path, None)]
     assert counting.service.metric("vit_inflight_requests") == 0
 
 

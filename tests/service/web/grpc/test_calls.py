@@ -196,6 +196,19 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 
 @on_a_loop
+async def test_health_waits_for_no_message_and_in_no_queue() -> None:
+    async with calling(api_keys="KEY") as caller:
+        mine = (("authorization", "Bearer KEY"),)
+        for method in ("ServerLive", "ServerReady"):
+            assert await caller.stream(method)
+        crowd = [caller.stream("ModelInfer", metadata=mine) for _ in range(30)]
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 30)
+        assert messages.ServerReadyResponse.FromString(await caller.call("ServerReady")).ready
+        for call in crowd:
+            call.cancel()
+
+
+@on_a_loop
 async def test_messages_are_bounded_and_not_compressed() -> None:
     async with calling(max_request_bytes=100_000, max_receiving_bytes=50_000) as caller:
         assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
