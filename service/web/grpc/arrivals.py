@@ -55,6 +55,7 @@ class Arrivals:
         await self._take(caller)
         loop = asyncio.get_running_loop()
         began = loop.time()
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal timer
