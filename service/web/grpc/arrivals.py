@@ -54,7 +54,8 @@ class Arrivals:
         """
         await self._take(caller)
         loop = asyncio.get_running_loop()
-        began, timer = loop.time(), loop.call_later(self._grace / _LOOKS, lambda: look())
+        began = loop.time()
+        timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal timer
@@ -64,6 +65,7 @@ class Arrivals:
             else:
                 timer = loop.call_later(self._grace / _LOOKS, look)
 
+        timer = loop.call_later(self._grace / _LOOKS, look)
         try:
             async with asyncio.timeout(None) as time_limit:
                 yield
