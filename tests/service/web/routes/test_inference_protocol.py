@@ -196,6 +196,7 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
         ({"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]}, 422, "twice"),
         ({"inputs": [{**IMAGE, "shape": [10**18, 1]}]}, 413, "at most 64"),
         ({"inputs": [encoded(*range(65))]}, 413, "64"),
+        ({"inputs": [IMAGE], "id": "x" * 1025}, 422, "1025 characters"),
     ],
 )
 async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
