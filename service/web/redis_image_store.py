@@ -125,7 +125,11 @@ class RedisImageStore:
                 rows, columns, channels, *region = _HEADER.unpack_from(data)
                 pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
                 return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
-            except (struct.error, ValueError, OverflowError):  # of another version: Redis is well, and is asked again at once
+            except (
+                struct.error,
+                ValueError,
+                OverflowError,
+            ):  # of another version: Redis is well, and is asked again at once
                 self._failed()
                 return None
 
