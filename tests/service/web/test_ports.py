@@ -37,9 +37,9 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line() -> None:
 
 
 def test_two_services_that_start_at_the_same_time_do_not_share_a_port() -> None:
-    with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:  # which nobody listens on yet
-        with pytest.raises(SystemExit, match="Address already in use"):
-            _check_address(load_settings({"port": 0, "grpc_port": settings.grpc_port}))
+    # Nobody listens on the port yet.
+    with grpc_port_kept(load_settings({"grpc_port": 0})) as settings, pytest.raises(SystemExit, match="already in use"):
+        _check_address(load_settings({"port": 0, "grpc_port": settings.grpc_port}))
 
 
 def test_a_port_on_which_connections_have_just_ended_is_free() -> None:
