@@ -63,6 +63,13 @@ def _device(value: object) -> object:
     return value
 
 
+def _api_keys(value: object) -> object:
+    keys = _comma_separated(value)
+    if value and not keys:  # `$ONE,$OTHER` of variables that are not set is no wish to let everybody in
+        raise ValueError("expected a key")
+    return keys
+
+
 def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     parse_keys(key.get_secret_value() for key in value)
     return value
@@ -71,6 +78,7 @@ def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
 def _admin_key(value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
     if value is None:
         return None
+    value = SecretStr(value.get_secret_value().strip())  # a file's line break, which no header could bring
     if not value.get_secret_value():
         raise ValueError("expected a key")
     written = [key.get_secret_value() for key in info.data.get("api_keys", ())]
@@ -273,8 +281,8 @@ class Settings(BaseSettings):
     )
 
     # Who may ask.
-    api_keys: Annotated[tuple[SecretStr, ...], CommaSeparated, AfterValidator(_distinct_keys), NoDecode] = Field(
-        (), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed"
+    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_api_keys), AfterValidator(_distinct_keys), NoDecode] = (
+        Field((), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed")
     )
     key_max_requests: int = Field(
         0, ge=0, le=1_000_000, description="requests in flight that one key may have, over all workers; 0: no limit"

@@ -73,8 +73,8 @@ class RemoteSwap(CurrentEngine):
         if generation is self.current:
             self._on_change()
         else:
-            self.adopt()
             self._wake()  # the supervisor waits until all engines are ready
+        self.adopt()
 
     def _count(self, group: int, requests: int) -> None:
         self._board.count(self._worker, group, requests)

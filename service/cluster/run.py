@@ -10,7 +10,6 @@ from functools import partial
 
 from service.cluster.engine_process import STOP, run_engine
 from service.cluster.processes import OperatingSystem
-from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child, Supervisor
 from service.cluster.swap import Swap
@@ -125,7 +124,7 @@ def swap_of(
 
     def wake_workers() -> None:
         for index, child in enumerate(workers):
-            if child.pid is not None and state[index] == SharedCounters.SERVING:  # only then it heeds this signal
+            if child.pid is not None and state[index]:  # before that the signal would end it
                 system.kill(child.pid, CHANGED)
 
     def end(number: int) -> None:
@@ -137,7 +136,7 @@ def swap_of(
         engines,
         system,
         checkpoint=settings.checkpoint,
-        serving=lambda: state == SharedCounters.SERVING,
+        running=lambda: state > 0,
         refusal=refusal,
         on_begin=begin,
         on_take_over=wake_workers,

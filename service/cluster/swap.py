@@ -48,7 +48,7 @@ class Swap:
     Args:
         groups: the engines of each group, by device; those of the second are not started yet.
         checkpoint: the one that is configured.
-        serving: returns which workers serve, bool [workers].
+        running: returns which workers run, bool [workers]. One that does not serve at the moment takes over, too.
         refusal: returns why an engine of a group cannot serve its checkpoint; empty as far as is known.
         on_begin: called with a group before its engines are started.
         on_take_over: called when another generation is current.
@@ -62,7 +62,7 @@ class Swap:
         system: OperatingSystem,
         *,
         checkpoint: str,
-        serving: Callable[[], NDArray[np.bool_]],
+        running: Callable[[], NDArray[np.bool_]],
         refusal: Callable[[int], str],
         on_begin: Callable[[int], None],
         on_take_over: Callable[[], None],
@@ -72,7 +72,7 @@ class Swap:
         self._groups = groups
         self._system = system
         self._checkpoint = checkpoint
-        self._serving = serving
+        self._running = running
         self._refusal = refusal
         self._on_begin = on_begin
         self._on_take_over = on_take_over
@@ -103,7 +103,7 @@ class Swap:
                 self._look_at_loading()
             case _Phase.TAKING_OVER:
                 self._refuse_others()
-                if self._board.all_adopted(self._serving()):
+                if self._board.all_adopted(self._running()):
                     self._answer(Verdict.SERVED)
                     self._phase = _Phase.RETIRING
             case _Phase.RETIRING:

@@ -116,9 +116,9 @@ class SwapBoard:
         self._verdicts[request.worker] = verdict
         self._answered[request.worker] = request.ticket
 
-    def all_adopted(self, serving: NDArray[np.bool_]) -> bool:
-        """Return whether all workers that serve, bool [workers], give requests to the current generation."""
-        return bool((self._adopted[serving] == self.generation).all())
+    def all_adopted(self, running: NDArray[np.bool_]) -> bool:
+        """Return whether all workers that run, bool [workers], give requests to the current generation."""
+        return bool((self._adopted[running] == self.generation).all())
 
     def in_progress(self, group: int) -> int:
         """Return the requests that a group's engines answer, over all workers."""

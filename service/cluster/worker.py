@@ -51,6 +51,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
 
     async def beside() -> None:
         asyncio.get_running_loop().add_signal_handler(CHANGED, engine.adopt)
+        engine.adopt()  # a signal may have come before
         await keep_beating(counters.worker_beats, worker)
 
     def engine_changed() -> None:
@@ -80,6 +81,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         None if telemetry is None else telemetry.request_tracer(),
     )
     server = WorkerServer(app, settings, lifecycle, beside)
+    signal.signal(CHANGED, signal.SIG_IGN)  # from now on it may come
     counters.worker_state[worker] = SharedCounters.LISTENING
     trim_regularly(settings.trim_seconds)
     server.run(sockets=[shared.listeners[worker]])

@@ -112,6 +112,7 @@ class LocalSwap(CurrentEngine):
         self._on_change: Callable[[], None] = lambda: None
         self._idle = asyncio.Event()
         self._swap: asyncio.Task[None] | None = None
+        self._reload = False
         self._retirement: asyncio.Task[None] | None = None
         self._engines: list[Engine] = []
         self.current = self._generation(None)
@@ -126,9 +127,14 @@ class LocalSwap(CurrentEngine):
         await asyncio.shield(self._begin(checkpoint))
 
     def reload(self) -> None:
-        """Begin to load the configured checkpoint as it is now; the log says what becomes of it."""
+        """Begin to load the configured checkpoint as it is now, after what is being loaded; the log tells how it ends.
+
+        What is being loaded may have been read before the file was replaced.
+        """
         try:
             self._begin(None)
+        except SwapUnderWay:
+            self._reload = True
         except ServiceError as error:
             logger.warning("not reloaded: %s", error)
 
@@ -179,6 +185,9 @@ class LocalSwap(CurrentEngine):
         self._swap = None
         if not swap.cancelled() and (error := swap.exception()) is not None:
             logger.error("the next checkpoint is refused, and the old one goes on: %s", error)
+        if self._reload and not swap.cancelled():
+            self._reload = False
+            self.reload()
 
     async def _retire(self, generation: Generation) -> None:
         while generation.requests:

@@ -23,6 +23,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from service.tracing.batch_spans import BatchTracer
@@ -68,7 +69,10 @@ class Telemetry:
         for processor in self._processors:
             provider.add_span_processor(processor)
         metrics = None if self._meters is None else HttpMetrics(self._meters.get_meter(_SCOPE))
-        return RequestTracer(provider.get_tracer(_SCOPE), get_global_textmap(), metrics)
+        # By default the SDK reads `baggage`, too, which nobody here asks for, and logs what it dislikes of its content.
+        chosen = "OTEL_PROPAGATORS" in os.environ
+        propagator = get_global_textmap() if chosen else TraceContextTextMapPropagator()
+        return RequestTracer(provider.get_tracer(_SCOPE), propagator, metrics)
 
     def batch_tracer(self) -> BatchTracer:
         """Return what makes the spans of batches."""

@@ -23,9 +23,13 @@ def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
         yield settings
         return
     with socket.socket(address_family(settings.host), socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((settings.host, settings.grpc_port))
+        address = settings.host, settings.grpc_port
+        try:
+            holder.bind(address)  # another service that looks whether the port is free sees that it is not
+        except OSError:  # also where connections of another program's have just ended there
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
         yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})
 
 

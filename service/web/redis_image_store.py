@@ -121,9 +121,17 @@ class RedisImageStore:
             data = cast(bytes | None, await self._redis.get(f"{self._prefix}picture:{image_id}"))
             if data is None:
                 return None
-            rows, columns, channels, *region = _HEADER.unpack_from(data)
-            pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
-            return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
+            try:
+                rows, columns, channels, *region = _HEADER.unpack_from(data)
+                pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
+                return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
+            except (
+                struct.error,
+                ValueError,
+                OverflowError,
+            ):  # of another version: Redis is well, and is asked again at once
+                self._failed()
+                return None
 
         return await self._ask(find)
 

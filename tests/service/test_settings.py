@@ -114,7 +114,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("scaled_decode", "false", False),
     ("api_keys", "one, two,", ("one", "two")),
     ("key_max_requests", "7", 7),
-    ("admin_key", "admin", "admin"),
+    ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
     ("page", "false", False),
     ("metrics_public", "false", False),
@@ -201,7 +201,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-@pytest.mark.parametrize("key", ["two", ""])
+@pytest.mark.parametrize("key", ["two", "two\n", "", " "])
 def test_the_admin_key_is_a_key_that_no_other_caller_has(key: str) -> None:
     with pytest.raises(SettingsError, match=r"^VIT_ADMIN_KEY=\*\*\*: expected a key"):
         load_settings({"api_keys": "one,name:two", "admin_key": key})

@@ -156,7 +156,7 @@ class Calls:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
                 call.caller = call.caller if key is None else key
             with self._guard.request(key) if key is not None else nullcontext():
-                answer = await method(self._pipeline.pinned(), call)
+                answer = await method(self._pipeline, call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK
             return answer

@@ -1,4 +1,7 @@
-"""The methods of the service `inference.GRPCInferenceService`; each takes a call and returns its encoded answer."""
+"""The methods of the service `inference.GRPCInferenceService`; each takes a call and returns its encoded answer.
+
+Who asks about the model asks about the one that is current when the question is here.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ async def model_ready(pipeline: Pipeline, call: Call) -> bytes:
 def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") -> bool:
     try:
         pipeline.lifecycle.check()
-        find_model(pipeline, name, version)
+        find_model(pipeline.pinned(), name, version)
     except (NotFound, Unavailable):
         return False
     return True
@@ -72,25 +75,26 @@ async def server_description(pipeline: Pipeline, call: Call) -> bytes:
 async def model_description(pipeline: Pipeline, call: Call) -> bytes:
     """Describe the model: its inputs and outputs."""
     asked = read_question(await call.question())
-    return _encode(model_metadata(find_model(pipeline, asked.name, asked.version)), ModelMetadataResponse())
+    return _encode(model_metadata(find_model(pipeline.pinned(), asked.name, asked.version)), ModelMetadataResponse())
 
 
 async def model_config(pipeline: Pipeline, call: Call) -> bytes:
     """Return the model's configuration."""
     asked = read_question(await call.question())
-    info = find_model(pipeline, asked.name, asked.version)
+    info = find_model(pipeline.pinned(), asked.name, asked.version)
     return _encode({"config": model_configuration(info)}, ModelConfigResponse())
 
 
 async def statistics(pipeline: Pipeline, call: Call) -> bytes:
     """Return the statistics of the model since the start; without a name of all models, of which there is one."""
     asked = read_question(await call.question())
-    info = find_model(pipeline, asked.name or None, asked.version)
+    info = find_model(pipeline.pinned(), asked.name or None, asked.version)
     return _encode(model_statistics(info, pipeline.metrics), ModelStatisticsResponse())
 
 
 async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
+    pipeline = pipeline.pinned()
     pipeline.check_room()
     deadline = pipeline.deadline_of(call.started)
     with pipeline.upload() as upload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -23,6 +24,15 @@ _HANDSHAKE_MILLISECONDS: Final = 5_000
 _IDLE_MILLISECONDS: Final = 300_000
 _PING_MILLISECONDS: Final = 30_000
 _FASTEST_PINGS_MILLISECONDS: Final = 10_000
+
+
+def is_of_a_call_that_ended(record: logging.LogRecord) -> bool:
+    """Return whether the library logs that an answer was not sent, because its caller had left."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], grpc._cython.cygrpc.ExecuteBatchError)
+
+
+# Callers could fill the log.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not is_of_a_call_that_ended(record))
 
 
 def server_options(settings: Settings) -> list[tuple[str, int]]:

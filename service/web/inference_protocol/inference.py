@@ -32,6 +32,8 @@ T = TypeVar("T")
 OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
+_MAX_ID: Final = 1024
+"""Characters of a request's id, which its answer repeats: answers wait for their callers, and nobody counts them."""
 _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
     "cls": lambda info: MapRequest(info.config.depth - 1),
     "relevance": lambda info: MapRequest.explained("relevance"),
@@ -112,7 +114,9 @@ class Wanted:
 
     @classmethod
     def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Wanted:
-        """Return what a request wants; raises `InvalidParameter` for what the model has not."""
+        """Return what a request wants; raises `InvalidParameter` for what the model has not, and for a long id."""
+        if len(header.id or "") > _MAX_ID:
+            raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
         classes = info.config.num_classes
         names = {output.name for output in outputs}

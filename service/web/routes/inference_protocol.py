@@ -41,6 +41,7 @@ _BYTES_A_VALUE: Final = 256
 """Bytes of base64 that are read in the time of one number."""
 
 _HEADER_LENGTH: Final = "inference-header-content-length"
+_MAX_DIGITS: Final = 20
 _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
 
@@ -150,7 +151,7 @@ def _header_length(request: Request) -> int | None:
     text = request.headers.get(_HEADER_LENGTH)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise MalformedRequest("Inference-Header-Content-Length is not a number")
     return int(text)
 

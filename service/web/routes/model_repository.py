@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,8 +137,9 @@ def _checkpoint(body: _Body, settings: Settings) -> str | None:
         raise InvalidParameter("parameter 'checkpoint': expected a path")
     if settings.checkpoint_folder is None:
         raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
-    folder = Path(settings.checkpoint_folder).resolve()
-    path = (folder / given).resolve()
+    folder, path = Path(settings.checkpoint_folder).resolve(), Path("/")
+    with suppress(OSError, RuntimeError):  # symbolic links in a circle lead nowhere
+        path = (folder / given).resolve()
     if not path.is_relative_to(folder):
         raise Forbidden(f"checkpoint {given!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
     return str(path)

@@ -67,6 +67,17 @@ async def test_a_worker_turns_to_the_next_engines_when_they_are_current_and_it_h
 
 
 @on_a_loop
+async def test_a_worker_whose_engine_was_down_when_the_next_took_over_does_not_stay_with_it() -> None:
+    worker = Worker()
+    worker.groups[0].becomes("failed")
+    worker.groups[1].becomes("ready")
+    worker.board.take_over()
+    worker.groups[0].becomes("closed")
+    assert worker.changes == ["old", "old", "new"]
+    assert worker.swap.ready
+
+
+@on_a_loop
 async def test_the_supervisor_hears_when_the_last_request_of_the_old_engines_has_ended() -> None:
     worker = Worker()
     old = worker.swap.current

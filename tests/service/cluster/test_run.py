@@ -16,7 +16,7 @@ import pytest
 
 from service.cluster import run
 from service.cluster.engine_process import STOP
-from service.cluster.run import Ticker, engine_child, worker_child
+from service.cluster.run import Ticker, engine_child, swap_of, worker_child
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
@@ -88,6 +88,17 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     }
     assert all(listener.fileno() == -1 for listener in shared.listeners)
     assert counters.seconds[0] == 5
+
+
+def test_a_worker_that_does_not_serve_at_the_moment_takes_over_too(settings: Settings, shared: SharedResources) -> None:
+    system, workers = FakeSystem(), [worker_child(settings, shared, index) for index in (0, 1)]
+    for child in workers:
+        child.pid = system.spawn(child.name, child.main)
+    shared.counters.worker_state[:] = SharedCounters.LISTENING, 0  # its engine has died, and the other has just begun
+    swap = swap_of(settings, shared, [[], []], workers, system)
+    assert swap._running().tolist() == [True, False]
+    swap._on_take_over()
+    assert [(name, number) for _, name, number in system.sent] == [("worker 0", CHANGED)]
 
 
 def test_each_child_is_watched_by_its_own_heartbeat(settings: Settings, shared: SharedResources) -> None:

@@ -83,7 +83,7 @@ class Service:
             self.groups,
             self.system,
             checkpoint="configured",
-            serving=lambda: np.array([True, True]),
+            running=lambda: np.array([True, True]),
             refusal=lambda group: self.refusal,
             on_begin=self.begun.append,
             on_take_over=self.take_over,

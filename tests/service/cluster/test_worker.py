@@ -66,6 +66,11 @@ class Worker:
         self.state_before_serving = 0
         self.served: Any = None
         self.settled = 0
+        self.ignored: list[tuple[int, object]] = []
+
+        def ignore(number: int, action: object) -> None:
+            assert not shared.counters.worker_state[index]  # the supervisor may send it from then on
+            self.ignored.append((number, action))
 
         def create_app(*arguments: Any) -> None:
             self.arguments = arguments
@@ -82,7 +87,9 @@ class Worker:
         monkeypatch.setattr(worker, "settle", settle)
         monkeypatch.setattr(worker.WorkerServer, "run", run)
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
-        self.exit_code = worker.run_web(settings, shared, index, Metrics())
+        with monkeypatch.context() as running:
+            running.setattr(signal, "signal", ignore)
+            self.exit_code = worker.run_web(settings, shared, index, Metrics())
         _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, *limits = self.arguments
         self.budget, self.key_limiter, self.tracer = limits
 
@@ -99,6 +106,7 @@ def test_a_worker_serves_its_own_socket_and_returns_the_exit_code(made: Callable
     assert one.served == [one.shared.listeners[1]]
     assert one.exit_code == 7
     assert one.state_before_serving == SharedCounters.LISTENING
+    assert one.ignored == [(worker.CHANGED, signal.SIG_IGN)]
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
 
 

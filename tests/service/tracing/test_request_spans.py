@@ -138,6 +138,15 @@ async def test_a_traceparent_that_cannot_be_read_begins_a_trace_of_its_own(given
 
 
 @on_a_loop
+async def test_what_a_caller_carries_as_baggage_is_not_logged(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for baggage in ("secret" * 2000, "secret", "a=b," * 500):
+        assert (await recorder.app().get("/model", baggage=baggage)).status == 200
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")] == []
+
+
+@on_a_loop
 async def test_requests_side_by_side_are_not_mixed_up(recorder: Recorder) -> None:
     service = recorder.app()
     callers = [f"00-{number:032x}-{number:016x}-01" for number in range(1, 9)]

@@ -30,6 +30,7 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
         ApiKey("night-run_2", b"x:y"),
         ApiKey("key4", b"a b:c"),
     ]
+    assert parse_keys(["web: abc"]) == parse_keys(["web:abc"])  # no header could bring the space
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,13 @@ def test_names_and_keys_that_stand_twice_are_refused_without_a_word_of_the_key(w
         load_settings({"api_keys": written})
     assert str(refused.value).startswith("VIT_API_KEYS=***: expected ")
     assert "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize("written", ["web:", "abc,web: ", ",", " "])
+def test_a_key_whose_variable_was_not_set_is_no_open_door(written: str) -> None:
+    with pytest.raises(SettingsError, match=r"^VIT_API_KEYS=\*\*\*: expected a key"):
+        load_settings({"api_keys": written})
+    assert load_settings({"api_keys": ""}).api_keys == ()
 
 
 @on_a_loop

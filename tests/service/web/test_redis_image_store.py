@@ -237,7 +237,9 @@ SIZES = struct.Struct("<3I4d")
     ],
     ids=["empty", "short", "truncated", "huge", "of no size", "of another model", "of one channel"],
 )
-async def test_what_is_no_picture_of_this_model_is_not_found(server: Redis, value: bytes) -> None:
+async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_its_id(
+    server: Redis, value: bytes
+) -> None:
     service = app(recent_url=server.url, recent_ttl=60)
     image_id = (await service.classify(png(1))).json["id"]
     client = redis.Redis.from_url(server.url)
@@ -246,6 +248,7 @@ async def test_what_is_no_picture_of_this_model_is_not_found(server: Redis, valu
     client.close()
     for query in ("method=cls&format=json", "format=png"):
         assert (await service.get("/attention", f"id={image_id}&{query}")).status == 404
+    assert "id" in (await service.classify(png(2))).json
 
 
 @on_a_loop

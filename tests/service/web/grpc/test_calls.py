@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from service.web.problems import TABLE
 from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
 from tests.service.web.apps import pipeline_of, settle, until
 from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
+from tests.service.web.test_swap import FakeSwap
 
 Code = grpc.StatusCode
 ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
@@ -103,6 +105,30 @@ async def test_health_follows_the_engine_and_the_drain() -> None:
         service.lifecycle.draining = False
         assert not await ready("ModelReady", name="other")
         assert not await ready("ModelReady", name="fake", version="2")
+
+
+@on_a_loop
+async def test_a_question_is_answered_by_the_model_that_is_current_when_it_is_here() -> None:
+    swap = FakeSwap()
+    asked = messages.ModelRequest(name="fake").SerializeToString()
+    async with calling(swap) as caller:
+        questions = [caller.stream(method) for method in ("ModelReady", "ModelMetadata", "ModelConfig")]
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 3)
+        await swap.load("next")
+        swap.old.state = "closed"
+        for question in questions:
+            await question.write(asked)
+            await question.done_writing()
+        assert messages.ModelReadyResponse.FromString(await questions[0]).ready
+        assert messages.ModelMetadataResponse.FromString(await questions[1]).name == "fake"
+        assert messages.ModelConfigResponse.FromString(await questions[2]).config.name == "fake"
+
+
+def test_the_log_is_not_filled_by_callers_who_leave(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("grpc._cython.cygrpc")
+    for error in (grpc._cython.cygrpc.ExecuteBatchError("left"), ValueError("a defect")):
+        log.error("unexpected %s", error, exc_info=error)
+    assert caplog.messages == ["unexpected a defect"]
 
 
 def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:

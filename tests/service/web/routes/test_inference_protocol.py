@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import struct
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from service.web.inference_protocol import tensors
+from service.web.inference_protocol.tensors import split_body
+from service.web.routes import inference_protocol
 from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, expected_logits, on_a_loop, pixels, png
 from tests.service.web.apps import App, app, until
 from tests.service.web.http_communicator import HttpCommunicator
@@ -207,6 +210,7 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
         ({"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]}, 422, "twice"),
         ({"inputs": [{**IMAGE, "shape": [10**18, 1]}]}, 413, "at most 64"),
         ({"inputs": [encoded(*range(65))]}, 413, "64"),
+        ({"inputs": [IMAGE], "id": "x" * 1025}, 422, "1025 characters"),
     ],
 )
 async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
@@ -232,6 +236,7 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form
         (b"{}", {"inference-header-content-length": "99"}),
         (b"{}", {"inference-header-content-length": "-1"}),
         (b"{}", {"inference-header-content-length": "two"}),
+        (b"{}", {"inference-header-content-length": "9" * 5000}),
         (b'{"inputs":[],"id":"\xff"}', {}),
         (b'{"inputs":[],"parameters":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", {}),
     ],
@@ -239,6 +244,24 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form
 async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, str]) -> None:
     response = await post(app(), body, **headers)
     assert (response.status, list(response.json)) == (400, ["error"])
+
+
+@on_a_loop
+async def test_a_large_body_is_read_on_a_decode_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def read(body: bytearray, length: int | None) -> Any:
+        threads.append(threading.current_thread().name)
+        return split_body(body, length)
+
+    monkeypatch.setattr(inference_protocol, "split_body", read)
+    service = app()
+    for spaces in (0, 2 << 20):
+        body = json.dumps({"inputs": [IMAGE]}).encode() + b" " * spaces
+        assert (await post(service, body)).status == 200
+        assert (await post(service, b"x" + body)).status == 400
+    assert threads[:2] == [threading.current_thread().name] * 2
+    assert [name.startswith("decode") for name in threads] == [False, False, True, True]
 
 
 @on_a_loop

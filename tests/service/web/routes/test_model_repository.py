@@ -62,12 +62,13 @@ async def test_a_checkpoint_below_the_folder_is_loaded(tmp_path: Path) -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere"])
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere", "circle"])
 async def test_a_checkpoint_elsewhere_is_refused_whether_it_exists_or_not(path: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (tmp_path / "elsewhere").mkdir()
     (folder / "out").symlink_to(tmp_path / "elsewhere")
+    (folder / "circle").symlink_to("circle")
     service, loaded = swapping(folder)
     answer = await post(service, body=checkpoint(path))
     assert (answer.status, loaded) == (403, [])
