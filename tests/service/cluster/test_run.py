@@ -237,7 +237,7 @@ def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(
     assert reloads == ["again"]
 
 
-def test_a_swap_hands_on_what_the_devices_have_allowed_and_wakes_who_serves(
+def test_a_swap_hands_on_what_the_devices_have_allowed_and_wakes_who_runs(
     settings: Settings, shared: SharedResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: dict[str, Any] = {}
@@ -259,7 +259,7 @@ def test_a_swap_hands_on_what_the_devices_have_allowed_and_wakes_who_serves(
 
     assert parts["checkpoint"] == settings.checkpoint
     shared.counters.worker_state[:] = SharedCounters.SERVING, 0
-    assert parts["serving"]().tolist() == [True, False]
+    assert parts["running"]().tolist() == [True, False]
     for worker in workers:
         worker.pid = system.spawn(worker.name, worker.main)
     parts["on_take_over"]()
