@@ -39,8 +39,8 @@ def through_projection(layer: nn.Linear, gradient: Tensor, offset: Tensor) -> tu
         float32 [B, heads, Q, head_dim] and [B, heads, Q, 1].
     """
     weight, (width, _), (heads, head_dim) = layer.weight, layer.weight.shape, offset.shape
-    of_offset = (weight.reshape(width, heads, head_dim).float() * offset).sum(dim=2)  # [D, heads]
-    found = (gradient.to(weight.dtype) @ torch.cat((weight, of_offset.to(weight.dtype)), dim=1)).float()
+    of_offset = (weight.reshape(width, heads, head_dim) * offset.to(weight.dtype)).sum(dim=2)  # [D, heads]
+    found = (gradient.to(weight.dtype) @ torch.cat((weight, of_offset), dim=1)).float()
     by_head = found[:, :, :width].reshape(*gradient.shape[:2], heads, head_dim).transpose(1, 2)
     return by_head, found[:, :, width:].transpose(1, 2).unsqueeze(3)
 
