@@ -26,15 +26,23 @@ def through_linear(layer: nn.Linear, gradient: Tensor, rows: slice = slice(None)
     return (gradient.to(weight.dtype) @ weight).float()
 
 
-def through_projection(layer: nn.Linear, gradient: Tensor, heads: int) -> Tensor:
-    """Return `through_linear` by head: [B, Q, D] -> [B, heads, Q, head_dim].
+def through_projection(layer: nn.Linear, gradient: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient [B, Q, D] by head of the layer's input, and what it gives to an offset of the values.
 
-    The weight is square. OpenVINO takes such a one for its transpose where the layer itself is in the same graph, so
-    that it is split by head first, which makes it another constant.
+    Both come from one product. Its weight is not square: OpenVINO takes such a one for its transpose where the layer
+    itself is in the same graph.
+
+    Args:
+        offset: float32 [heads, head_dim].
+
+    Returns:
+        float32 [B, heads, Q, head_dim] and [B, heads, Q, 1].
     """
-    weight = layer.weight.reshape(len(layer.weight), heads, -1).permute(1, 0, 2)
-    by_head: Tensor = gradient.to(weight.dtype).unsqueeze(1) @ weight
-    return by_head.float()
+    weight, (width, _), (heads, head_dim) = layer.weight, layer.weight.shape, offset.shape
+    of_offset = (weight.reshape(width, heads, head_dim) * offset.to(weight.dtype)).sum(dim=2)  # [D, heads]
+    found = (gradient.to(weight.dtype) @ torch.cat((weight, of_offset), dim=1)).float()
+    by_head = found[:, :, :width].reshape(*gradient.shape[:2], heads, head_dim).transpose(1, 2)
+    return by_head, found[:, :, width:].transpose(1, 2).unsqueeze(3)
 
 
 def through_scale(layer: nn.Module, gradient: Tensor) -> Tensor:
@@ -46,9 +54,16 @@ def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient with respect to the input x [..., D] of a LayerNorm, or of nothing, from its output's."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient
+    scale = (x.float().var(dim=-1, keepdim=True, unbiased=False) + layer.eps).rsqrt()
+    return through_norm_of_one(layer, gradient) * scale
+
+
+def through_norm_of_one(layer: nn.Module, gradient: Tensor) -> Tensor:
+    """Return `through_norm` but for its scale, which does not matter for one token that all relevance goes through."""
+    if not isinstance(layer, nn.LayerNorm):
+        return gradient
     gradient = gradient * layer.weight.float()
-    gradient = gradient - gradient.mean(dim=-1, keepdim=True)
-    return gradient * (x.float().var(dim=-1, keepdim=True, unbiased=False) + layer.eps).rsqrt()
+    return gradient - gradient.mean(dim=-1, keepdim=True)
 
 
 def through_mlp(mlp: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
@@ -64,30 +79,38 @@ def through_mlp(mlp: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     return through_linear(mlp.fc1, gradient * gates)
 
 
-def lead_gradient(logits: Tensor, classes: Tensor) -> Tensor:
-    """Return the gradient, float32 [B, num_classes], of each class's lead: its logit less its ten rivals' mean.
+def with_rivals(logits: Tensor, classes: Tensor | None) -> Tensor:
+    """Return each image's class and after it the ten strongest others: int64 [B, 11].
 
-    The logit alone also rises with what all likely classes have in common, an animal or a vehicle of any kind; against
-    the mean of the strongest rivals this cancels out. A model of fewer classes has fewer rivals, one of a single class
-    none.
+    A model of fewer classes has fewer rivals, one of a single class none.
 
     Args:
         logits: [B, num_classes].
-        classes: int64 [B].
+        classes: int64 [B]; None is the best one of each image.
     """
-    own = classes.unsqueeze(1)
-    zeros = torch.zeros_like(logits, dtype=torch.float32)
-    rivals = min(_RIVALS, int(logits.shape[1]) - 1)  # in a trace a size is a tensor
-    if rivals:
-        best = logits.float().scatter(1, own, -torch.inf).topk(rivals, dim=1).indices
-        zeros = zeros.scatter(1, best, -1 / rivals)
-    return zeros.scatter(1, own, 1.0)
+    logits = logits.float()
+    if classes is not None:
+        logits = logits.scatter(1, classes.unsqueeze(1), torch.inf)
+    count = min(_RIVALS + 1, int(logits.shape[1]))  # in a trace a size is a tensor
+    return logits.topk(count, dim=1).indices
 
 
-def through_head(model: VisionTransformer, pooled: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
+def through_lead(layer: nn.Linear, ranked: Tensor) -> Tensor:
+    """Return the gradient, float32 [B, in], of a class's lead in this layer: its logit less its rivals' mean.
+
+    The logit alone also rises with what all likely classes have in common, an animal or a vehicle of any kind; against
+    the mean of the strongest rivals this cancels out.
+
+    Args:
+        ranked: see `with_rivals`.
+    """
+    rows = layer.weight[ranked].float()  # [B, 1 + rivals, in]
+    return rows[:, 0] - rows[:, 1:].mean(dim=1) if ranked.shape[1] > 1 else rows[:, 0]
+
+
+def through_head(model: VisionTransformer, ranked: Tensor) -> Tensor:
     """Return the gradient of the lead with respect to the pooled tokens, [B, D] or [B, 2 D], before `fc_norm`."""
-    gradient = through_linear(model.head, lead_gradient(logits, classes))
-    return through_norm(model.fc_norm, pooled, gradient)
+    return through_norm_of_one(model.fc_norm, through_lead(model.head, ranked))
 
 
 def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:

@@ -107,9 +107,9 @@ def relevance_maps(found: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
 def _maps(tokens: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
     """Drop the prefix tokens and divide the rest by its sum: float32 [B, N] -> [B, rows, columns], [B]."""
     # Gradients may be tiny; their scale is of no account, but must not be lost in the sums.
-    tokens = tokens / tokens.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    tokens = tokens / tokens.amax(dim=1, keepdim=True).clamp_min(tiny)
     patches = tokens[:, config.prefix_tokens :]
     kept, total = patches.sum(dim=1, keepdim=True), tokens.sum(dim=1, keepdim=True)
-    maps = torch.where(kept > 0, patches / kept.where(kept > 0, 1.0), 1 / patches.shape[1])
-    share = torch.where(total > 0, kept / total.where(total > 0, 1.0), 0.0)
-    return maps.reshape(-1, *config.grid), share.squeeze(1)
+    maps = torch.where(kept > 0, patches / kept, 1 / patches.shape[1])
+    return maps.reshape(-1, *config.grid), (kept / total.clamp_min(tiny)).squeeze(1)

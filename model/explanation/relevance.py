@@ -11,6 +11,7 @@ It is gradient x input with the scales held constant (see `model.explanation.fro
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -19,25 +20,27 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.explanation.explicit_forward import blocks_of, over_all_tokens, tokens_read
 from model.explanation.frozen_gradients import (
-    lead_gradient,
     through_head,
+    through_lead,
     through_linear,
     through_mlp,
     through_norm,
+    through_norm_of_one,
     through_pooling,
     through_projection,
     through_scale,
+    with_rivals,
 )
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept
-from model.network.layers.pooling import AttentionPool, pool_tokens
+from model.network.layers.pooling import AttentionPool
 from model.network.vit import VisionTransformer, ViTOutput
 
 HOPS: Final = 2
 KEPT: Final = HOPS + 1
 """How many of the last blocks a forward pass must keep for `token_relevance`."""
 
-_STRONGEST: Final = 32
+_STRONGEST: Final = 16
 
 
 def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
@@ -58,20 +61,25 @@ def sharpened(found: Tensor, config: ViTConfig) -> Tensor:
     the positive part is squared, which lets the many patches that brought a little fade against those that brought
     much, and does not change their order or the share of all patches.
     """
-    prefix, patches = found[:, : config.prefix_tokens], found[:, config.prefix_tokens :]
     sigma = min(config.grid) / 32
     down, across = (_gaussian(size, sigma, found.device) for size in config.grid)
-    patches = (down @ patches.reshape(-1, *config.grid) @ across.T).flatten(1).relu()
+    patches = found[:, config.prefix_tokens :].reshape(-1, *config.grid)
+    patches = (down @ patches @ across.T).flatten(1).relu()
     highest = patches.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    squared = (patches / highest) ** 2  # a gradient may be tiny, and its square would vanish
-    scale = patches.sum(dim=1, keepdim=True) / squared.sum(dim=1, keepdim=True).clamp_min(1.0)
-    return torch.cat((prefix.relu(), squared * scale), dim=1)
+    patches = patches / highest  # a gradient may be tiny, and its square would vanish
+    squared = patches * patches
+    if not config.prefix_tokens:
+        return squared
+    scale = highest * patches.sum(dim=1, keepdim=True) / squared.sum(dim=1, keepdim=True).clamp_min(1.0)
+    return torch.cat((found[:, : config.prefix_tokens].relu(), squared * scale), dim=1)
 
 
+@lru_cache(maxsize=8)
 def _gaussian(size: int, sigma: float, device: torch.device) -> Tensor:
     """Return the matrix that smooths along an axis of patches, [size, size]; each row sums to 1."""
-    places = torch.arange(size, dtype=torch.float32, device=device)
-    return (-(((places.unsqueeze(1) - places) / sigma) ** 2) / 2).softmax(dim=1)
+    with torch.inference_mode(mode=False):
+        places = torch.arange(size, dtype=torch.float32, device=device)
+        return (-(((places.unsqueeze(1) - places) / sigma) ** 2) / 2).softmax(dim=1)
 
 
 class _Start(NamedTuple):
@@ -79,124 +87,138 @@ class _Start(NamedTuple):
 
     Attributes:
         found: [B, N].
-        chosen: [B, S, N], a row for each of the strongest tokens that is 1 there and else 0. Products with it take and
-            put back tokens; on a CPU they are faster than gathering.
-        gradient: with respect to the strongest tokens, [B, S, D].
+        strongest: the places of the strongest tokens, int64 [B, S].
+        rows: the same places in a matrix of all images' tokens, [B N, ...].
+        gradient: with respect to them, [B, S, D].
     """
 
     found: Tensor
-    chosen: Tensor
+    strongest: Tensor
+    rows: Tensor
     gradient: Tensor
 
 
-def token_relevance(model: VisionTransformer, output: ViTOutput, classes: Tensor) -> Tensor:
+def token_relevance(model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None) -> Tensor:
     """Return what each token brought to the class's lead, negative where it spoke against: float32 [B, N].
+
+    The scale of an image's relevance is of no account.
 
     Args:
         output: of a forward pass with `keep=KEPT`.
-        classes: int64 [B].
+        classes: int64 [B]; None is the best one of each image.
     """
     assert output.kept is not None
-    kept = output.kept.blocks
+    ranked = with_rivals(output.logits, classes)
+    kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
-        start = _start_at_block(model, blocks[-1], kept[-1], output.logits, classes)
+        start = _start_at_block(model, blocks[-1], kept[-1], tokens, ranked)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
-        start = _start_at_pool(model, model.attn_pool, output.kept.tokens, output.logits, classes)
+        start = _start_at_pool(model, model.attn_pool, tokens, ranked)
     else:
-        start = _start_at_tokens(model, output.kept.tokens, output.logits, classes)
-    found = start.found
+        start = _start_at_tokens(model, tokens, ranked)
+    found, lost = start.found, torch.zeros_like(start.strongest, dtype=torch.float32)
     for block, attended in list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]:
-        found = found + _hop(block, attended, start)
-    return found
+        moved = _hop(block, attended, start)
+        found, lost = found + moved.sum(dim=1), lost + moved.sum(dim=2)
+    return found.scatter_add(1, start.strongest, -lost)
 
 
-def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, logits: Tensor, classes: Tensor) -> _Start:
-    """Go back from the tokens that the head reads through the last block, whose input has the relevance."""
-    read, attention = tokens_read(model.config), block.attn
-    q, entering = kept.q[:, :, :read], kept.x[:, :read]
-    bias = attention.bias()
-    weights = _softmax(attention, q, kept.k, None if bias is None else bias[:, :, :read])
-    attended = entering + block.ls1(attention.proj(_joined(weights.to(kept.v.dtype) @ kept.v)))
-    normed = block.norm2(attended)
-    left = attended + block.ls2(block.mlp(normed))
-    gradient = _at_last_tokens(model, left, logits, classes)
-    to_mlp = through_mlp(block.mlp, normed, through_scale(block.ls2, gradient))
+def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, left: Tensor, ranked: Tensor) -> _Start:
+    """Go back from the tokens that the head reads through the last block, whose input has the relevance.
+
+    Args:
+        left: the last block's output of these tokens, perhaps of more, [B, read or more, D].
+        ranked: see `with_rivals`.
+    """
+    attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
+    gradient, attended = _at_last_tokens(model, left[:, :read], ranked), kept.attended[:, :read]
+    to_mlp = through_mlp(block.mlp, block.norm2(attended), through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)  # [B, read, D]
-    to_heads = through_projection(attention.proj, through_scale(block.ls1, gradient), attention.heads)
-    found = (weights * _through_values(block, kept.v, to_heads)).sum(dim=(1, 2))
-    own = (gradient * entering.float()).sum(dim=-1)
-    found = torch.cat((found[:, :read] + own, found[:, read:]), dim=1)
-    chosen = _strongest(found)
-    to_values = (chosen.unsqueeze(1) @ weights.transpose(-2, -1)) @ to_heads
-    to_values = through_linear(attention.qkv, _joined(to_values), _values(attention))
-    of_chosen = through_norm(block.norm1, chosen @ kept.x.float(), to_values)
-    return _Start(found, chosen, of_chosen + chosen[:, :, :read] @ gradient)
+    weights = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
+    to_heads, given = _through_values(block, kept.v, gradient)
+    own = (gradient * kept.x[:, :read].float()).sum(dim=2)
+    found = (weights * given).sum(dim=(1, 2)).float() + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
+    strongest, rows = _strongest(found)
+    of_strongest = _at(weights.permute(0, 3, 1, 2), rows)  # [B, S, heads, read]
+    to_values = (of_strongest.unsqueeze(4) * to_heads.unsqueeze(1)).sum(dim=3).flatten(2)
+    to_values = through_linear(attention.qkv, to_values, _values(attention))
+    onward = through_norm(block.norm1, _at(kept.x, rows), to_values)
+    is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
+    return _Start(found, strongest, rows, onward + is_read.float() @ gradient)
 
 
-def _at_last_tokens(model: VisionTransformer, left: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
+def _at_last_tokens(model: VisionTransformer, left: Tensor, ranked: Tensor) -> Tensor:
     """Return the gradient with respect to the tokens that the head reads, [B, read, D]."""
     if model.head_dist is None:
-        return through_norm(model.norm, left, through_head(model, left[:, 0], logits, classes).unsqueeze(1))
-    lead = lead_gradient(logits, classes) / 2
-    heads = torch.stack([through_linear(head, lead) for head in (model.head, model.head_dist)], dim=1)
+        return through_norm_of_one(model.norm, through_head(model, ranked)).unsqueeze(1)
+    heads = torch.stack([through_lead(head, ranked) / 2 for head in (model.head, model.head_dist)], dim=1)
     return through_norm(model.norm, left, heads)
 
 
-def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, logits: Tensor, classes: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, ranked: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     width, normed = x.shape[2], model.norm(x)[:, pool.skipped :]
     q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
     k, v = pool.kv(normed).unflatten(2, (2, pool.heads, pool.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
     weights = ((q * pool.head_dim**-0.5) @ k.transpose(-2, -1)).float().softmax(dim=-1)
-    pooled = pool.proj(_joined(weights.to(v.dtype) @ v))
+    pooled = pool.proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
     hidden = pool.norm(pooled)
-    gradient = through_head(model, (pooled + pool.mlp(hidden))[:, 0], logits, classes).unsqueeze(1)
+    gradient = through_head(model, ranked).unsqueeze(1)
     gradient = gradient + through_norm(pool.norm, pooled, through_mlp(pool.mlp, hidden, gradient))
-    to_heads = through_projection(pool.proj, gradient, pool.heads)
-    to_values = through_linear(pool.kv, _joined(weights.transpose(-2, -1) @ to_heads), slice(width, None))
+    to_heads, _ = through_projection(pool.proj, gradient, gradient.new_zeros(pool.heads, pool.head_dim))
+    to_values = through_linear(
+        pool.kv, (weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(width, None)
+    )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return _start(x, through_norm(model.norm, x, to_tokens))
 
 
-def _start_at_tokens(model: VisionTransformer, x: Tensor, logits: Tensor, classes: Tensor) -> _Start:
+def _start_at_tokens(model: VisionTransformer, x: Tensor, ranked: Tensor) -> _Start:
     """Go back from the pooled vector to the tokens that are pooled by a rule."""
     normed = model.norm(x)
-    gradient = through_head(model, pool_tokens(normed, model.config), logits, classes)
+    gradient = through_head(model, ranked)
     return _start(x, through_norm(model.norm, x, through_pooling(normed, gradient, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:
     found = (gradient * x.float()).sum(dim=-1)
-    chosen = _strongest(found)
-    return _Start(found, chosen, chosen @ gradient)
+    strongest, rows = _strongest(found)
+    return _Start(found, strongest, rows, _at(gradient, rows))
 
 
 def _hop(block: Block, kept: Kept, start: _Start) -> Tensor:
-    """Return what this block's attention moves from the strongest tokens to those that they took it from: [B, N]."""
-    attention, bias, chosen = block.attn, block.attn.bias(), start.chosen.unsqueeze(1)
-    weights = _softmax(
-        attention, chosen.to(kept.q.dtype) @ kept.q, kept.k, None if bias is None else chosen.to(bias.dtype) @ bias
-    )
-    to_heads = through_projection(attention.proj, through_scale(block.ls1, start.gradient), attention.heads)
-    moved = (weights * _through_values(block, kept.v, to_heads)).sum(dim=1)  # [B, S, N]
-    left: Tensor = moved.sum(dim=1) - (moved.sum(dim=2).unsqueeze(1) @ start.chosen).squeeze(1)
-    return left
+    """Return what this block's attention moves from the strongest tokens to those that they took it from: [B, S, N]."""
+    bias = block.attn.bias()
+    if bias is not None:
+        bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
+    q = _at(kept.q.transpose(1, 2), start.rows).transpose(1, 2)
+    _, given = _through_values(block, kept.v, start.gradient)
+    return (_softmax(block.attn, q, kept.k, bias) * given).sum(dim=1).float()
 
 
-def _strongest(found: Tensor) -> Tensor:
-    """Return which tokens have the highest relevance for or against: an eighth of all, at most 32; see `_Start`."""
-    count = int(found.shape[1])  # in a trace a size is a tensor
-    best = found.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
-    chosen: Tensor = best.unsqueeze(2) == torch.arange(count, device=found.device)
-    return chosen.float()
+def _strongest(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `strongest` and `rows` (see `_Start`) of the tokens with the highest relevance for or against.
+
+    They are an eighth of all, and at most 16.
+    """
+    batch, count = found.shape[0], int(found.shape[1])  # in a trace a size is a tensor
+    strongest = found.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
+    return strongest, strongest + torch.arange(batch, device=found.device).unsqueeze(1) * count
+
+
+def _at(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the tokens in some rows: [B, N, ...] and int64 [B, S] give [B, S, ...]."""
+    # Rows of one matrix are copied whole; other ways of indexing take each number by itself.
+    found: Tensor = x.flatten(2).flatten(0, 1)[rows]
+    return found.reshape(*rows.shape, *x.shape[2:])
 
 
 def _softmax(attention: Attention, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the attention weights of some queries, float32 [B, heads, Q, N]."""
+    """Return the attention weights of some queries, [B, heads, Q, N]."""
     scores = (q * attention.head_dim**-0.5) @ k.transpose(-2, -1)
-    weights: Tensor = (scores if bias is None else scores + bias).float().softmax(dim=-1)
+    weights: Tensor = (scores if bias is None else scores + bias).softmax(dim=-1)
     return weights
 
 
@@ -205,20 +227,22 @@ def _values(attention: Attention) -> slice:
     return slice(2 * attention.heads * attention.head_dim, None)
 
 
-def _through_values(block: Block, v: Tensor, to_heads: Tensor) -> Tensor:
-    """Return how much each token's values less their bias add to the score, float32 [B, heads, Q, N].
+def _through_values(block: Block, v: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient by head, and how much each token's values less their bias add to the score.
 
     Args:
         v: [B, heads, N, head_dim].
-        to_heads: gradient with respect to the attended values, float32 [B, heads, Q, head_dim].
+        gradient: with respect to tokens after they attended, float32 [B, Q, D].
+
+    Returns:
+        float32 [B, heads, Q, head_dim], and [B, heads, Q, N].
     """
     attention, rows = block.attn, _values(block.attn)
     bias = None if attention.qkv.bias is None else attention.qkv.bias[rows]
     offset = nn.functional.linear(block.norm1.bias, attention.qkv.weight[rows], bias)
-    offset = offset.reshape(attention.heads, attention.head_dim, 1).float()
-    return (to_heads.to(v.dtype) @ v.transpose(-2, -1)).float() - to_heads @ offset
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Join [B, heads, Q, head_dim] to [B, Q, D]."""
-    return x.transpose(1, 2).flatten(2)
+    to_heads, of_offset = through_projection(
+        attention.proj,
+        through_scale(block.ls1, gradient),
+        offset.reshape(attention.heads, attention.head_dim).float(),
+    )
+    return to_heads, to_heads.to(v.dtype) @ v.transpose(-2, -1) - of_offset.to(v.dtype)

@@ -44,7 +44,7 @@ def run_network(model: VisionTransformer, pixels: Tensor, layers: tuple[int, ...
     """Run a model on normalised pixels [B, C, H, W]; `layers` may hold `RELEVANCE`."""
     wanted = RELEVANCE in layers
     output = model(pixels, tuple(layer for layer in layers if layer != RELEVANCE), KEPT if wanted else 0)
-    found = token_relevance(model, output, output.logits.argmax(dim=1)) if wanted else None
+    found = token_relevance(model, output) if wanted else None
     return NetworkOutput(output.logits, output.attention, found)
 
 

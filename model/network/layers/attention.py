@@ -57,7 +57,7 @@ class Attention(nn.Module):
             self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, queries: int | None = None
+        self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Heads]:
         """Return the attended tokens, the attention row that a map is made of when asked, and the heads' inputs.
 
@@ -65,6 +65,8 @@ class Attention(nn.Module):
             x: [B, N, D].
             return_attention: whether to return the attention row, too.
             queries: how many of the first tokens are queries; None means all. Keys and values are always all.
+            keep: whether something multiplies with keys and values again: each head's then lie together in memory,
+                as products would copy them each time otherwise.
 
         Returns:
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
@@ -72,6 +74,8 @@ class Attention(nn.Module):
         batch, _, width = x.shape
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         q, k = self.q_norm(q), self.k_norm(k)
+        if keep:
+            k, v = (part.clone(memory_format=torch.contiguous_format) for part in (k, v))
         bias = self.bias()
         row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:

@@ -94,9 +94,15 @@ class DropPath(nn.Module):
 
 
 class Kept(NamedTuple):
-    """What an explanation needs of a block's pass: its input x [B, N, D], and `Heads`."""
+    """What an explanation needs of a block's pass: `Heads`, and its tokens before and after it attended.
+
+    Attributes:
+        x: its input, [B, N, D].
+        attended: [B, queries or N, D].
+    """
 
     x: Tensor
+    attended: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
@@ -123,8 +129,8 @@ class Block(nn.Module):
 
         See `Attention.forward`.
         """
-        y, row, heads = self.attn(self.norm1(x), return_attention, queries)
-        kept = Kept(x, *heads) if keep else None
-        x = x[:, :queries] + self.drop_path(self.ls1(y))
-        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        y, row, heads = self.attn(self.norm1(x), return_attention, queries, keep)
+        attended = x[:, :queries] + self.drop_path(self.ls1(y))
+        kept = Kept(x, attended, *heads) if keep else None
+        x = attended + self.drop_path(self.ls2(self.mlp(self.norm2(attended))))
         return x, row, kept

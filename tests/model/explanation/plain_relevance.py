@@ -40,7 +40,7 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
     assert gradient is not None
     found = [float(gradient[0, token] @ leaf[0, token].detach()) for token in range(model.config.tokens)]
     order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
-    strongest = order[: min(32, math.ceil(len(found) / 8))]
+    strongest = order[: min(16, math.ceil(len(found) / 8))]
     before = blocks(model)[: -1 if through else None]
     for place in range(len(before) - 1, max(-1, len(before) - 3), -1):
         given = _contributions(before[place], entering[place], strongest, gradient[0])
