@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Under nohup SIGHUP is ignored, and so it would be by the services that tests start to see what they do with it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
