@@ -45,6 +45,9 @@ _MAX_TABLES = 4
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 """The first marker that is not part of a scan's data: neither a stuffed byte nor a restart."""
 
+_LEAST_JFIF = 14
+"""Bytes of a JFIF segment without a thumbnail; Pillow fails on less than 7."""
+
 
 class DevicePicture(NamedTuple):
     """A picture for the device, and the part of the upright photo that the model will see of it."""
@@ -85,6 +88,7 @@ def device_picture(data: bytes | bytearray, config: PreprocessConfig, *, max_pix
 def _check(data: bytes) -> tuple[tuple[int, int], int]:
     """Return (width, height), and where the picture ends; raises `_Unsuited` or `IndexError` at any doubt."""
     frame = b""
+    interval = 0
     quantisation: set[int] = set()
     huffman: set[int] = set()
     for marker, payload, position in _segments(data):
@@ -103,9 +107,13 @@ def _check(data: bytes) -> tuple[tuple[int, int], int]:
             found = _AFTER_SCAN.search(data, position)
             _require(found is not None and found[0][-1] == _EOI and found.start() > position)
             assert found is not None
+            _check_data(data[position : found.start()], size, frame, interval)
             return size, found.end()
+        elif marker == _DRI:
+            _require(len(payload) == 2 and not interval)
+            interval = int.from_bytes(payload, "big")
         else:
-            _require(marker == _JFIF or (marker == _DRI and len(payload) == 2))
+            _require(marker == _JFIF and len(payload) >= _LEAST_JFIF)
     raise _Unsuited
 
 
@@ -186,3 +194,16 @@ def _check_scan(scan: bytes, frame: bytes, huffman: set[int]) -> None:
         name, tables = scan[1 + 2 * place], scan[2 + 2 * place]
         _require(name == frame[6 + 3 * place])
         _require({tables >> 4, 0x10 | tables & 0x0F} <= huffman)
+
+
+def _check_data(data: bytes, size: tuple[int, int], frame: bytes, interval: int) -> None:
+    """Require as many bits as the picture has at least, and its restarts, all of them and in order."""
+    width, height = size
+    # Two codes a block of 8 x 8: one for its mean, one for the others or for their end.
+    _require(8 * len(data) >= 2 * (width // 8) * (height // 8))
+    across, down = (frame[7] >> 4, frame[7] & 0x0F) if frame[5] == 3 else (1, 1)
+    units = -(-width // (8 * across)) * -(-height // (8 * down))
+    values: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    restarts = values[1:][(values[:-1] == 0xFF) & (values[1:] & 0xF8 == 0xD0)] & 7
+    _require(len(restarts) == (-(-units // interval) - 1 if interval else 0))
+    _require(bool((restarts == np.arange(len(restarts)) % 8).all()))

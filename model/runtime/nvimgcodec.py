@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _THREADS: Final = 4
 """Of the CPU, which nvJPEG needs for the Huffman codes of pictures that the GPU's own decoders do not take."""
 
+_LEAST_VERSION: Final = 0, 9
+"""Until 0.7 a tensor did not keep its memory alive, until 0.8 colours were enlarged in another way than libjpeg's."""
+
 _LARGEST_MEAN_DIFFERENCE: Final = 2.0
 """Levels between a photograph as this decoder and as Pillow decode it. Rounding makes less than one; another order of
 the channels, or colours that are not converted, makes tens."""
@@ -50,26 +53,43 @@ class NvImageCodec:
         except ImportError as error:
             raise DeviceError(f"decode 'device': nvImageCodec is not usable: {error}") from error
         self.name = f"nvImageCodec {nvimgcodec.__version__}"
+        if tuple(map(int, nvimgcodec.__version__.split(".")[:2])) < _LEAST_VERSION:
+            raise DeviceError(f"decode 'device': {self.name} is too old: 0.9 is needed")
         self.device = device
         self._library = nvimgcodec
-        kinds = nvimgcodec.BackendKind
-        # Never the CPU beside a GPU: what the GPU does not take is for the web workers.
-        wanted = [kinds.CPU_ONLY]
-        number = nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY
-        if device.type == "cuda":
-            wanted = [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]
-            number = device.index or 0
-        backends = [nvimgcodec.Backend(kind) for kind in wanted]
         self._lock = threading.Lock()
         try:
-            self._decoder = nvimgcodec.Decoder(device_id=number, max_num_cpu_threads=_THREADS, backends=backends)
             self._parameters = nvimgcodec.DecodeParams(
                 apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB
             )
-            self.difference = self._try()
-        except RuntimeError as error:
+            self.difference = self._choose_backends()
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise DeviceError(f"decode 'device': {self.name} does not decode on {device}: {error}") from error
         logger.info("%s decodes JPEGs on %s, %.2f levels from Pillow's on average", self.name, device, self.difference)
+
+    def _choose_backends(self) -> float:
+        """Take the fastest decoders that show nothing of other pictures; return `difference`.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        kinds = self._library.BackendKind
+        # Never the CPU beside a GPU: what the GPU does not take is for the web workers.
+        wanted, number = [kinds.CPU_ONLY], self._library.NVIMGCODEC_DEVICE_CPU_ONLY
+        if self.device.type == "cuda":
+            wanted, number = [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU], self.device.index or 0
+        for first in range(len(wanted)):
+            self._decoder = self._library.Decoder(
+                device_id=number,
+                max_num_cpu_threads=_THREADS,
+                backends=[self._library.Backend(kind) for kind in wanted[first:]],
+                options=":fancy_upsampling=1",
+            )
+            difference = self._try()
+            if not self._shows_what_was_before():
+                return difference
+            logger.warning("%s leaves parts of a damaged picture unwritten with %s", self.name, wanted[first].name)
+        raise RuntimeError("parts of a damaged picture are left unwritten, so that they show an earlier one")
 
     def decode(self, files: Sequence[bytes]) -> list[Tensor | None]:
         """See `PictureDecoder.decode`."""
@@ -85,13 +105,31 @@ class NvImageCodec:
             return from_dlpack(image)
         return torch.from_numpy(np.asarray(image))
 
+    def _shows_what_was_before(self) -> bool:
+        """Return whether a damaged picture looks different after a white one and after a black one.
+
+        Decoders that look at the data on the device may take a picture for decoded before they find the damage.
+        """
+        data = _trial_picture()
+        with Image.open(io.BytesIO(data)) as image:
+            size = image.size
+        damaged = data[: len(data) // 2].rstrip(b"\xff") + b"\xff\xd9"
+        found = []
+        for colour in ("white", "black"):
+            file = io.BytesIO()
+            Image.new("RGB", size, colour).save(file, "JPEG")
+            self.decode([file.getvalue()])  # whose memory is free again
+            [pixels] = self.decode([damaged])
+            found.append(b"" if pixels is None else pixels.cpu().numpy().tobytes())
+        return found[0] != found[1]
+
     def _try(self) -> float:
         """Return how far this decoder is from Pillow on a photograph, in levels on average.
 
         Raises:
             RuntimeError: further than rounding explains, or it does not decode at all.
         """
-        data = (resources.files("model.runtime") / "pictures" / "dog.jpg").read_bytes()
+        data = _trial_picture()
         [found] = self.decode([data])
         if found is None:
             raise RuntimeError("it gives nothing for a baseline JPEG; is nvJPEG installed?")
@@ -104,3 +142,7 @@ class NvImageCodec:
         if difference > _LARGEST_MEAN_DIFFERENCE:
             raise RuntimeError(f"a photograph is {difference:.1f} levels from Pillow's on average")
         return difference
+
+
+def _trial_picture() -> bytes:
+    return (resources.files("model.runtime") / "pictures" / "dog.jpg").read_bytes()

@@ -36,6 +36,9 @@ _AXES: Final = {1: (), 2: (1,), 3: (0, 1), 4: (0,), 5: (), 6: (1,), 7: (0, 1), 8
 """Axes of [rows, columns] along which a picture of each Exif orientation is mirrored; from 5 on, once they are
 swapped."""
 
+_FAILURES: Final = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, BufferError, MemoryError)
+"""What a library of compiled code raises where it fails; the CPU then decodes its pictures."""
+
 
 class PictureDecoder(Protocol):
     """A device's decoder of JPEGs; several threads may ask it at once.
@@ -86,7 +89,9 @@ class DevicePreprocess:
         """Yield each picture and let go of it, so that its memory is free once it is resized."""
         try:
             found = list(self.decoder.decode(files))
-        except (RuntimeError, ValueError, MemoryError) as error:  # if it is the device's, computing fails, too
+            if len(found) != len(files):
+                raise RuntimeError(f"{len(found)} pictures of {len(files)} files")
+        except _FAILURES as error:  # if it is the device's, computing fails, too
             logger.warning("%d pictures were not decoded by the device: %s", len(files), first_line(error))
             found = [None] * len(files)
         found.reverse()

@@ -104,6 +104,11 @@ picture().save(PNG, "PNG")
         jpeg(size=(2000, 2)),
         TABLE.join([jpeg()[:2], jpeg()[2:]]),
         jpeg()[:2] + (TABLE * 5_000) + jpeg()[2:],
+        jpeg()[:2] + b"\xff\xe0\x00\x07JFIF\x00" + jpeg()[2:],
+        replaced(jpeg(subsampling="4:2:0"), FRAME + b"\x00\x1e\x00\x28", FRAME + b"\x0f\xa0\x0f\xa0"),
+        replaced(jpeg(restart_marker_blocks=2), b"\xff\xd1", b"\xff\xd2"),
+        replaced(jpeg(restart_marker_blocks=2), b"\xff\xd1", b""),
+        replaced(jpeg(restart_marker_blocks=2), b"\xff\xdd\x00\x04\x00\x02", b""),
     ],
     ids=[
         "empty",
@@ -123,6 +128,11 @@ picture().save(PNG, "PNG")
         "a strip that would be enlarged",
         "a table twice",
         "very many tables",
+        "a short JFIF segment",
+        "too few data for its size",
+        "restarts out of order",
+        "a restart less",
+        "restarts that are not announced",
     ],
 )
 def test_whatever_is_in_doubt_is_left_to_the_cpu(data: bytes) -> None:

@@ -59,6 +59,28 @@ def test_without_the_library_it_is_refused_with_the_reason(monkeypatch: pytest.M
         NvImageCodec(torch.device("cpu"))
 
 
+def test_decoders_that_show_an_earlier_picture_are_not_used(
+    decoder: NvImageCodec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest, shown = NvImageCodec.decode, list[torch.Tensor | None]()
+
+    def decode(self: NvImageCodec, files: list[bytes]) -> list[torch.Tensor | None]:
+        shown.extend(honest(self, files))
+        return shown[-2:-1] or shown  # what was decoded before
+
+    monkeypatch.setattr(NvImageCodec, "decode", decode)
+    monkeypatch.setattr(NvImageCodec, "_try", lambda _: 0.0)
+    with pytest.raises(DeviceError, match="damaged picture are left unwritten, so that they show an earlier one"):
+        NvImageCodec(decoder.device)
+    assert "leaves parts of a damaged picture unwritten with" in caplog.text
+
+
+def test_a_library_that_is_too_old_refuses_the_start(decoder: NvImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder._library, "__version__", "0.8.0")
+    with pytest.raises(DeviceError, match=r"nvImageCodec 0\.8\.0 is too old: 0\.9 is needed"):
+        NvImageCodec(decoder.device)
+
+
 def test_colours_that_are_not_pillows_refuse_the_start(decoder: NvImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = NvImageCodec._tensor
     monkeypatch.setattr(NvImageCodec, "_tensor", lambda self, image: honest(self, image).flip(2))
