@@ -1,0 +1,209 @@
+"""What honest callers notice of an attack: `python -m benchmarks.reliability.attacks`.
+
+Ten honest requests a second, as a Poisson process, first alone and then beside each attack:
+
+- crawlers: 300 connections that send one byte of a body and no more, and are opened again when they are closed
+- maps: 48 callers that always ask for a map of 2048 pixels
+- pictures: four callers that send a PNG of 64 megapixels and 0.5 MB, every row filtered by Paeth, and leave after 1 s
+
+Then the engine is killed under 16 callers that ask again at once, with two web workers. The callers run on the cores of
+the service, as an attacker's would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import statistics
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import pictures
+from benchmarks.record import table
+from benchmarks.reliability.service_process import ServiceProcess
+
+_RATE = 10.0
+_CRAWLERS, _MAPPERS, _SENDERS, _RETRIERS = 300, 48, 4, 16
+_SIDE = 8000
+_HEADERS = {"Content-Type": "image/jpeg"}
+_CRAWL = b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\nx"
+
+
+def paeth_png(side: int) -> bytes:
+    """Return a black square of 16-bit RGBA, every row of which is filtered by Paeth (PNG, ISO/IEC 15948)."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    packer = zlib.compressobj(9)
+    row = bytes([4]) + bytes(8 * side)
+    packed = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 16, 6, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """Return the status and the body of an answer; status 0 where there is none."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, body, _HEADERS if body else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def honest(port: int, body: bytes, seconds: float) -> tuple[int, list[float]]:
+    """Return how many were asked, and the seconds of those that were answered 200."""
+    answered: list[float] = []
+    threads: list[threading.Thread] = []
+
+    def one() -> None:
+        started = time.perf_counter()
+        if ask(port, "POST", "/classify", body)[0] == 200:
+            answered.append(time.perf_counter() - started)
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        threads.append(threading.Thread(target=one))
+        threads[-1].start()
+        time.sleep(random.expovariate(_RATE))
+    for thread in threads:
+        thread.join()
+    return len(threads), answered
+
+
+def crawl(port: int, stop: threading.Event) -> None:
+    """Keep `_CRAWLERS` connections open that send next to nothing."""
+    waiting = selectors.DefaultSelector()
+
+    def connect() -> None:
+        own = socket.socket()
+        own.setblocking(False)
+        own.connect_ex(("127.0.0.1", port))
+        waiting.register(own, selectors.EVENT_WRITE)
+
+    for _ in range(_CRAWLERS):
+        connect()
+    while not stop.is_set():
+        for key, events in waiting.select(0.1):
+            own = key.fileobj
+            assert isinstance(own, socket.socket)
+            try:
+                if events & selectors.EVENT_WRITE:
+                    own.send(_CRAWL)
+                    waiting.modify(own, selectors.EVENT_READ)
+                    continue
+                if own.recv(4096):
+                    continue
+            except OSError:
+                pass
+            waiting.unregister(own)
+            own.close()
+            connect()
+    waiting.close()
+
+
+def leave_early(port: int, body: bytes, stop: threading.Event) -> None:
+    """Send a picture and leave after a second, again and again."""
+    head = b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    while not stop.is_set():
+        with socket.create_connection(("127.0.0.1", port)) as own:
+            own.sendall(head + body)
+            time.sleep(1)
+
+
+def beside(count: int, attack: Callable[[threading.Event], None], measure: Callable[[], None]) -> None:
+    """Measure while `count` threads attack, from two seconds after their start."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=attack, args=(stop,)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2)
+    try:
+        measure()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def seconds_to_ready(service: ServiceProcess, body: bytes) -> float:
+    """Return how long a service is not ready after its engine is killed under callers that ask again after 20 ms."""
+    found: list[float] = []
+
+    def callers(stop: threading.Event) -> None:
+        while not stop.is_set():
+            if ask(service.port, "POST", "/classify", body)[0] != 200:
+                time.sleep(0.02)
+
+    def kill() -> None:
+        [engine] = service.engines()
+        started = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        time.sleep(0.3)
+        while engine in service.engines() or not service.engines() or not service.is_ready():
+            time.sleep(0.05)
+        found.append(time.monotonic() - started)
+
+    beside(_RETRIERS, callers, kill)
+    return found[0]
+
+
+def main() -> None:
+    """Run all attacks and print the two results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    seconds = parser.parse_args().seconds
+    body = pictures.ensure()[0][0].read_bytes()
+    rows: list[tuple[object, ...]] = []
+
+    def measure(what: str) -> None:
+        asked, answered = honest(service.port, body, seconds)
+        cuts = [1000 * cut for cut in statistics.quantiles(answered, n=100)]
+        rows.append((what, asked, len(answered), cuts[49], cuts[94], cuts[98]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        service = ServiceProcess(Path(folder) / "log", {"VIT_DRAIN_DELAY": "0", "VIT_DRAIN_TIMEOUT": "3"})
+        try:
+            service.wait_until_ready()
+            honest(service.port, body, 2)
+            measure("alone")
+            beside(1, lambda stop: crawl(service.port, stop), lambda: measure("crawlers"))
+            path = "/attention?size=2048&id=" + json.loads(ask(service.port, "POST", "/classify", body)[1])["id"]
+
+            def draw(stop: threading.Event) -> None:
+                while not stop.is_set():
+                    ask(service.port, "GET", path)
+
+            beside(_MAPPERS, draw, lambda: measure("maps"))
+            hostile = paeth_png(_SIDE)
+            beside(_SENDERS, lambda stop: leave_early(service.port, hostile, stop), lambda: measure("pictures"))
+        finally:
+            service.stop()
+        print(table(["beside", "asked", "answered 200", "p50 ms", "p95 ms", "p99 ms"], rows), flush=True)
+        service = ServiceProcess(Path(folder) / "log", {"VIT_WORKERS": "2", "VIT_DRAIN_DELAY": "0"})
+        try:
+            service.wait_until_ready()
+            print(
+                f"ready {seconds_to_ready(service, body):.1f} s after the engine was killed under {_RETRIERS} callers"
+            )
+        finally:
+            service.stop()
+
+
+if __name__ == "__main__":
+    main()
