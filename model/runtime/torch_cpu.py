@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.runtime.backend import Images, stacked
 from model.runtime.compilation import CompilationState
+from model.runtime.heap import keep_freed_memory
 from model.runtime.pieces import compute_in_pieces
 from model.runtime.postprocess import NetworkOutput, TopKOutput
 from model.runtime.torch_backend import TorchBackend, TorchOptions
@@ -45,10 +46,14 @@ class ThreadPolicy:
 
 
 class TorchCpu(TorchBackend):
-    """Torch on the CPU; the compiler works in the background."""
+    """Torch on the CPU; the compiler works in the background.
+
+    The process's heap is told to keep what a pass frees: see `model.runtime.heap`.
+    """
 
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
         super().__init__(options)
+        keep_freed_memory()
         self.threads = threads
 
     def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
