@@ -15,8 +15,9 @@ from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.gae import gae
 from model.explanation.legrad import legrad
-from model.explanation.relevance import relevance, sharpened
+from model.explanation.relevance import relevance
 from model.explanation.rollout import rollout
+from model.explanation.token_maps import Floats, sharpened_maps, token_maps
 from model.network.vit import VisionTransformer
 from model.prediction import Rollout
 
@@ -29,13 +30,14 @@ class Method:
     """A way to explain a prediction.
 
     Attributes:
-        tokens: (model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N], not
-            negative.
+        tokens: (model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N].
         class_specific: whether the map is of a class, or of the picture alone.
+        maps: (tokens [B, N], config) -> maps over the patch grid; see `model.explanation.token_maps`.
     """
 
     tokens: Callable[[VisionTransformer, Tensor, Tensor], Tensor]
     class_specific: bool = True
+    maps: Callable[[Floats, ViTConfig], tuple[Floats, Floats]] = token_maps
 
 
 def _rollout(model: VisionTransformer, pixels: Tensor, classes: Tensor, *, parameters: Rollout) -> Tensor:
@@ -54,7 +56,7 @@ class _Table(dict[str, Method]):
 
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     _Table(
-        relevance=Method(relevance),
+        relevance=Method(relevance, maps=sharpened_maps),
         rollout=Method(partial(_rollout, parameters=Rollout()), class_specific=False),
         gae=Method(gae),
         legrad=Method(legrad),
@@ -71,7 +73,8 @@ def explain(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: s
         method: a name in `METHODS`, or that of a rollout with parameters (`Rollout.method`).
 
     Returns:
-        float32 [B, rows, columns], not negative, each map summing to 1. Where a method finds nothing, the map is even.
+        float32 [B, rows, columns] on the CPU, not negative, each map summing to 1. Where a method finds nothing, the
+        map is even.
 
     Raises:
         InputError: there is no such method.
@@ -86,30 +89,12 @@ def explain_with_mass(model: VisionTransformer, pixels: Tensor, classes: Tensor,
         InputError: there is no such method.
     """
     try:
-        tokens = METHODS[method].tokens
+        wanted = METHODS[method]
     except KeyError:
         raise InputError("method", f"method {method[:20]!r}: expected one of {', '.join(METHODS)}") from None
     config = model.config
     images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
     parts = zip(torch.split(pixels, images), torch.split(classes, images), strict=True)
-    return _maps(torch.cat([tokens(model, *part) for part in parts]).float(), config)
-
-
-def relevance_maps(found: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
-    """Return what `explain_with_mass` returns of the method `relevance`, from `token_relevance` of a pass.
-
-    Args:
-        found: float32 [B, N].
-    """
-    return _maps(sharpened(found, config), config)
-
-
-def _maps(tokens: Tensor, config: ViTConfig) -> tuple[Tensor, Tensor]:
-    """Drop the prefix tokens and divide the rest by its sum: float32 [B, N] -> [B, rows, columns], [B]."""
-    # Gradients may be tiny; their scale is of no account, but must not be lost in the sums.
-    tiny = torch.finfo(torch.float32).tiny
-    tokens = tokens / tokens.amax(dim=1, keepdim=True).clamp_min(tiny)
-    patches = tokens[:, config.prefix_tokens :]
-    kept, total = patches.sum(dim=1, keepdim=True), tokens.sum(dim=1, keepdim=True)
-    maps = torch.where(kept > 0, patches / kept, 1 / patches.shape[1])
-    return maps.reshape(-1, *config.grid), (kept / total.clamp_min(tiny)).squeeze(1)
+    tokens = torch.cat([wanted.tokens(model, *part) for part in parts])
+    maps, mass = wanted.maps(tokens.float().cpu().numpy(), config)
+    return torch.from_numpy(maps), torch.from_numpy(mass)

@@ -1,33 +1,34 @@
 """Relevance: what each patch brought to one class's lead over its rivals, at little more than a forward pass's cost.
 
-It is gradient x input with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
+Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 
-1. The head reads few tokens, in most models the CLS token alone. The gradient goes back through these tokens' last
-   steps to the attention that they were made with, and from there to all tokens. It needs no pass through the network.
+1. The head reads few tokens, in most models the CLS token alone. A token's relevance is the last block's attention to
+   it times the gradient with respect to that attention. It needs no pass through the network. Where the head reads all
+   tokens, it is gradient x input of these.
 2. A token's features come in part from others, by the attention of the blocks before. What the strongest tokens have
-   from there is moved to where it was taken: `HOPS` blocks back, along the residual connections, past the MLPs.
+   from there is moved to where it was taken, attention times gradient again: `HOPS` blocks back, along the residual
+   connections, past the MLPs.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model.config import ViTConfig
 from model.explanation.explicit_forward import blocks_of, over_all_tokens, tokens_read
+from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
-    through_head,
+    inverse_deviation,
+    is_traced,
     through_lead,
     through_linear,
     through_mlp,
     through_norm,
     through_norm_of_one,
     through_pooling,
-    through_projection,
     through_scale,
     with_rivals,
 )
@@ -36,7 +37,6 @@ from model.network.layers.block import Block, Kept
 from model.network.layers.pooling import AttentionPool
 from model.network.vit import VisionTransformer, ViTOutput
 
-HOPS: Final = 2
 KEPT: Final = HOPS + 1
 """How many of the last blocks a forward pass must keep for `token_relevance`."""
 
@@ -44,42 +44,13 @@ _STRONGEST: Final = 16
 
 
 def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
-    """Return the relevance of each token for the class: float32 [B, N], not negative.
+    """Return the relevance of each token for the class, negative where it spoke against: float32 [B, N].
 
     Args:
         pixels, classes: see `model.explanation.methods.explain`.
     """
     with torch.no_grad():
-        output = model(pixels, keep=KEPT)
-        return sharpened(token_relevance(model, output, classes), model.config)
-
-
-def sharpened(found: Tensor, config: ViTConfig) -> Tensor:
-    """Return a map's tokens from what `token_relevance` found: float32 [B, N], not negative.
-
-    Patches are smoothed by a Gaussian of a 32nd of the grid's shorter side, less than half a patch of 14. Of the result
-    the positive part is squared, which lets the many patches that brought a little fade against those that brought
-    much, and does not change their order or the share of all patches.
-    """
-    sigma = min(config.grid) / 32
-    down, across = (_gaussian(size, sigma, found.device) for size in config.grid)
-    patches = found[:, config.prefix_tokens :].reshape(-1, *config.grid)
-    patches = (down @ patches @ across.T).flatten(1).relu()
-    highest = patches.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    patches = patches / highest  # a gradient may be tiny, and its square would vanish
-    squared = patches * patches
-    if not config.prefix_tokens:
-        return squared
-    scale = highest * patches.sum(dim=1, keepdim=True) / squared.sum(dim=1, keepdim=True).clamp_min(1.0)
-    return torch.cat((found[:, : config.prefix_tokens].relu(), squared * scale), dim=1)
-
-
-@lru_cache(maxsize=8)
-def _gaussian(size: int, sigma: float, device: torch.device) -> Tensor:
-    """Return the matrix that smooths along an axis of patches, [size, size]; each row sums to 1."""
-    with torch.inference_mode(mode=False):
-        places = torch.arange(size, dtype=torch.float32, device=device)
-        return (-(((places.unsqueeze(1) - places) / sigma) ** 2) / 2).softmax(dim=1)
+        return token_relevance(model, model(pixels, keep=KEPT), classes)
 
 
 class _Start(NamedTuple):
@@ -98,7 +69,9 @@ class _Start(NamedTuple):
     gradient: Tensor
 
 
-def token_relevance(model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None) -> Tensor:
+def token_relevance(
+    model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None, weights: FoldedWeights | None = None
+) -> Tensor:
     """Return what each token brought to the class's lead, negative where it spoke against: float32 [B, N].
 
     The scale of an image's relevance is of no account.
@@ -106,68 +79,86 @@ def token_relevance(model: VisionTransformer, output: ViTOutput, classes: Tensor
     Args:
         output: of a forward pass with `keep=KEPT`.
         classes: int64 [B]; None is the best one of each image.
+        weights: `fold` of the model; None folds them for this pass.
     """
     assert output.kept is not None
-    ranked = with_rivals(output.logits, classes)
+    weights = weights or fold(model)
+    leads = _leads(model, weights, with_rivals(output.logits, classes, len(weights.lead)))
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
-        start = _start_at_block(model, blocks[-1], kept[-1], tokens, ranked)
+        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, leads)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
-        start = _start_at_pool(model, model.attn_pool, tokens, ranked)
+        assert weights.last is not None
+        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, leads)
     else:
-        start = _start_at_tokens(model, tokens, ranked)
-    found, lost = start.found, torch.zeros_like(start.strongest, dtype=torch.float32)
-    for block, attended in list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]:
-        moved = _hop(block, attended, start)
-        found, lost = found + moved.sum(dim=1), lost + moved.sum(dim=2)
-    return found.scatter_add(1, start.strongest, -lost)
+        start = _start_at_tokens(model, tokens, leads)
+    hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
+    if not hops:
+        return start.found
+    moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
+    return (start.found + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
-def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, left: Tensor, ranked: Tensor) -> _Start:
+def _start_at_block(
+    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, left: Tensor, leads: Tensor
+) -> _Start:
     """Go back from the tokens that the head reads through the last block, whose input has the relevance.
 
     Args:
         left: the last block's output of these tokens, perhaps of more, [B, read or more, D].
-        ranked: see `with_rivals`.
+        leads: see `_leads`.
     """
+    assert weights.last is not None
+    assert weights.values is not None
     attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
-    gradient, attended = _at_last_tokens(model, left[:, :read], ranked), kept.attended[:, :read]
-    to_mlp = through_mlp(block.mlp, block.norm2(attended), through_scale(block.ls2, gradient))
-    gradient = gradient + through_norm(block.norm2, attended, to_mlp)  # [B, read, D]
-    weights = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
-    to_heads, given = _through_values(block, kept.v, gradient)
-    own = (gradient * kept.x[:, :read].float()).sum(dim=2)
-    found = (weights * given).sum(dim=(1, 2)).float() + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
-    strongest, rows = _strongest(found)
-    of_strongest = _at(weights.permute(0, 3, 1, 2), rows)  # [B, S, heads, read]
-    to_values = (of_strongest.unsqueeze(4) * to_heads.unsqueeze(1)).sum(dim=3).flatten(2)
-    to_values = through_linear(attention.qkv, to_values, _values(attention))
-    onward = through_norm(block.norm1, _at(kept.x, rows), to_values)
+    # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
+    gradient = leads  # [B, read, D]
+    if read > 1 and isinstance(model.norm, nn.LayerNorm):
+        gradient = gradient * inverse_deviation(model.norm, left[:, :read])
+    attended, hidden = kept.attended[:, :read], kept.hidden
+    hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
+    to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
+    gradient = gradient + through_norm(block.norm2, attended, to_mlp)
+    rows = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
+    to_heads = _by_head(nn.functional.linear(gradient.to(weights.last.dtype), weights.last), attention.head_dim)
+    given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
+    own = _dot(gradient, kept.x[:, :read].float())
+    found = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
+    strongest, places = _strongest(found)
+    shares = _at(rows.flatten(1, 2).transpose(1, 2), places)  # [B, S, heads read]
+    if isinstance(block.norm1, nn.LayerNorm):
+        shares = shares * inverse_deviation(block.norm1, _at(kept.x, places)).to(shares.dtype)
+    to_values = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [heads, B read, D]
+    to_values = to_values.reshape(attention.heads, -1, read, to_values.shape[2]).transpose(0, 1).flatten(1, 2)
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
-    return _Start(found, strongest, rows, onward + is_read.float() @ gradient)
+    shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
+    onward = shares @ torch.cat((to_values, gradient.to(to_values.dtype)), dim=1)
+    return _Start(found, strongest, places, onward)
 
 
-def _at_last_tokens(model: VisionTransformer, left: Tensor, ranked: Tensor) -> Tensor:
-    """Return the gradient with respect to the tokens that the head reads, [B, read, D]."""
-    if model.head_dist is None:
-        return through_norm_of_one(model.norm, through_head(model, ranked)).unsqueeze(1)
-    heads = torch.stack([through_lead(head, ranked) / 2 for head in (model.head, model.head_dist)], dim=1)
-    return through_norm(model.norm, left, heads)
+def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
+    """Return the gradient of the lead with respect to what each head reads, [B, heads of the model, D or 2 D].
+
+    What it reads is what enters the norm before it, but for the scale of each token.
+    """
+    leads = [through_lead(head, weights.lead, ranked) for head in heads_of(model)]
+    joined = torch.stack(leads, dim=1) if len(leads) > 1 else leads[0].unsqueeze(1)
+    joined = through_norm_of_one(model.fc_norm, joined)
+    return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, ranked: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, leads: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     width, normed = x.shape[2], model.norm(x)[:, pool.skipped :]
     q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
-    k, v = pool.kv(normed).unflatten(2, (2, pool.heads, pool.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+    k, v = (_by_head(part, pool.head_dim) for part in pool.kv(normed).split(width, dim=2))
     weights = ((q * pool.head_dim**-0.5) @ k.transpose(-2, -1)).float().softmax(dim=-1)
     pooled = pool.proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
-    hidden = pool.norm(pooled)
-    gradient = through_head(model, ranked).unsqueeze(1)
-    gradient = gradient + through_norm(pool.norm, pooled, through_mlp(pool.mlp, hidden, gradient))
-    to_heads, _ = through_projection(pool.proj, gradient, gradient.new_zeros(pool.heads, pool.head_dim))
+    to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), leads)
+    gradient = leads + through_norm(pool.norm, pooled, to_mlp)
+    to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
     to_values = through_linear(
         pool.kv, (weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(width, None)
     )
@@ -175,27 +166,53 @@ def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, ran
     return _start(x, through_norm(model.norm, x, to_tokens))
 
 
-def _start_at_tokens(model: VisionTransformer, x: Tensor, ranked: Tensor) -> _Start:
+def _start_at_tokens(model: VisionTransformer, x: Tensor, leads: Tensor) -> _Start:
     """Go back from the pooled vector to the tokens that are pooled by a rule."""
-    normed = model.norm(x)
-    gradient = through_head(model, ranked)
-    return _start(x, through_norm(model.norm, x, through_pooling(normed, gradient, model.config)))
+    return _start(x, through_norm(model.norm, x, through_pooling(model.norm(x), leads, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:
-    found = (gradient * x.float()).sum(dim=-1)
+    found = _dot(gradient, x.float())
     strongest, rows = _strongest(found)
     return _Start(found, strongest, rows, _at(gradient, rows))
 
 
-def _hop(block: Block, kept: Kept, start: _Start) -> Tensor:
-    """Return what this block's attention moves from the strongest tokens to those that they took it from: [B, S, N]."""
-    bias = block.attn.bias()
-    if bias is not None:
-        bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
-    q = _at(kept.q.transpose(1, 2), start.rows).transpose(1, 2)
-    _, given = _through_values(block, kept.v, start.gradient)
-    return (_softmax(block.attn, q, kept.k, bias) * given).sum(dim=1).float()
+def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: _Start) -> Tensor:
+    """Return what blocks' attention moves from the strongest tokens to those that they took it from, [B, S, N].
+
+    Args:
+        weight: `FoldedWeights.hops`.
+        attentions, kept: of these blocks.
+    """
+    width = weight.shape[1]
+    of_queries = start.rows.flatten() * 3  # of each token's row in the fused projection, it is the first third
+    projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
+    moved: Tensor | None = None
+    for place, (attention, of_block) in enumerate(zip(attentions, kept, strict=True)):
+        assert of_block.fused is not None
+        bias = attention.bias()
+        if bias is not None:
+            bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
+        q = of_block.fused.reshape(-1, width).index_select(0, of_queries).reshape(*start.rows.shape, width)
+        q = attention.q_norm(_by_head(q, attention.head_dim))
+        to_heads = _by_head(projected[:, :, place * width : (place + 1) * width], attention.head_dim)
+        given = _softmax(attention, q, of_block.k, bias) * (to_heads @ of_block.v.transpose(-2, -1))
+        moved = given if moved is None else moved + given
+    assert moved is not None
+    return moved.sum(dim=1, dtype=torch.float32)
+
+
+def _by_head(x: Tensor, head_dim: int) -> Tensor:
+    """Split the last axis: [B, Q, heads head_dim] -> [B, heads, Q, head_dim]."""
+    return x.reshape(*x.shape[:2], -1, head_dim).transpose(1, 2)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product [B, N] of each two vectors, [B, N, D]."""
+    if is_traced():
+        # OpenVINO computes in float32 what reaches an output without a matrix product: here, all tokens of all blocks.
+        return (a.unsqueeze(2) @ b.unsqueeze(3)).flatten(1)
+    return (a * b).sum(dim=2)
 
 
 def _strongest(found: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +228,7 @@ def _strongest(found: Tensor) -> tuple[Tensor, Tensor]:
 def _at(x: Tensor, rows: Tensor) -> Tensor:
     """Return the tokens in some rows: [B, N, ...] and int64 [B, S] give [B, S, ...]."""
     # Rows of one matrix are copied whole; other ways of indexing take each number by itself.
-    found: Tensor = x.flatten(2).flatten(0, 1)[rows]
+    found = x.flatten(2).flatten(0, 1).index_select(0, rows.flatten())
     return found.reshape(*rows.shape, *x.shape[2:])
 
 
@@ -220,29 +237,3 @@ def _softmax(attention: Attention, q: Tensor, k: Tensor, bias: Tensor | None) ->
     scores = (q * attention.head_dim**-0.5) @ k.transpose(-2, -1)
     weights: Tensor = (scores if bias is None else scores + bias).softmax(dim=-1)
     return weights
-
-
-def _values(attention: Attention) -> slice:
-    """Return the rows of the QKV projection that give the values."""
-    return slice(2 * attention.heads * attention.head_dim, None)
-
-
-def _through_values(block: Block, v: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient by head, and how much each token's values less their bias add to the score.
-
-    Args:
-        v: [B, heads, N, head_dim].
-        gradient: with respect to tokens after they attended, float32 [B, Q, D].
-
-    Returns:
-        float32 [B, heads, Q, head_dim], and [B, heads, Q, N].
-    """
-    attention, rows = block.attn, _values(block.attn)
-    bias = None if attention.qkv.bias is None else attention.qkv.bias[rows]
-    offset = nn.functional.linear(block.norm1.bias, attention.qkv.weight[rows], bias)
-    to_heads, of_offset = through_projection(
-        attention.proj,
-        through_scale(block.ls1, gradient),
-        offset.reshape(attention.heads, attention.head_dim).float(),
-    )
-    return to_heads, to_heads.to(v.dtype) @ v.transpose(-2, -1) - of_offset.to(v.dtype)

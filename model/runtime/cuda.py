@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded
+from model.explanation.folded_weights import FoldedWeights
 from model.network.vit import VisionTransformer
 from model.runtime.backend import Images, first_line, launch_size
 from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, Computed, DeviceOps
@@ -33,10 +34,11 @@ class _Compute(NamedTuple):
     normalise: Callable[[Tensor], Tensor]
     model: VisionTransformer
     tail: Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
+    folded: FoldedWeights
 
     def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
         """Map uint8 [B, H, W, C] on the device to the output there."""
-        output = run_network(self.model, self.normalise(pixels), layers)
+        output = run_network(self.model, self.normalise(pixels), layers, self.folded)
         return Computed(self.tail(*output, top_k), output.logits)
 
 
@@ -52,7 +54,7 @@ class Cuda(TorchBackend):
         self._ops = ops
         self._beside = threading.Lock()  # held by what computes beside the launcher
         self._captured_k = min(CAPTURED_TOP_K, self.config.num_classes)
-        self._uncompiled = _Compute(self._normalise, self._plain, self._tail)
+        self._uncompiled = _Compute(self._normalise, self._plain, self._tail, self._folded)
         self._compiled: _Compute | None = None
         self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
@@ -190,7 +192,7 @@ class Cuda(TorchBackend):
         graphs = self._options.graphs
         # Without graphs any number of classes is computed by it, and would be compiled.
         tail = compiled_for_any_batch(self._tail, autotune=autotune) if graphs else self._tail
-        compute = _Compute(normalise, twin, tail)
+        compute = _Compute(normalise, twin, tail, self._folded)
 
         def scores(images: Tensor, layers: tuple[int, ...]) -> Tensor:
             return _or_nan(self._unpack(compute(images, layers, self._captured_k).packed, layers, self._captured_k))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.errors import DeviceError
+from model.explanation.folded_weights import fold
 from model.network.vit import VisionTransformer, meta_model
 from model.runtime.backend import Images, stacked
 from model.runtime.pieces import compute_in_pieces
@@ -210,9 +211,10 @@ class _Traced(nn.Module):
         self.model = model
         self.normalise = normalise
         self.layers = (*layers, RELEVANCE) if relevance else layers
+        self.folded = fold(model) if relevance else None
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        output = run_network(self.model, self.normalise(images), self.layers)
+        output = run_network(self.model, self.normalise(images), self.layers, self.folded)
         return tuple(part for part in output if part is not None)
 
 

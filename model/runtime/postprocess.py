@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
+from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.vit import VisionTransformer
 
@@ -40,11 +41,18 @@ class NetworkOutput(NamedTuple):
         )
 
 
-def run_network(model: VisionTransformer, pixels: Tensor, layers: tuple[int, ...]) -> NetworkOutput:
-    """Run a model on normalised pixels [B, C, H, W]; `layers` may hold `RELEVANCE`."""
+def run_network(
+    model: VisionTransformer, pixels: Tensor, layers: tuple[int, ...], folded: FoldedWeights | None = None
+) -> NetworkOutput:
+    """Run a model on normalised pixels [B, C, H, W].
+
+    Args:
+        layers: whose attention rows are wanted; may hold `RELEVANCE`.
+        folded: see `token_relevance`.
+    """
     wanted = RELEVANCE in layers
     output = model(pixels, tuple(layer for layer in layers if layer != RELEVANCE), KEPT if wanted else 0)
-    found = token_relevance(model, output) if wanted else None
+    found = token_relevance(model, output, weights=folded) if wanted else None
     return NetworkOutput(output.logits, output.attention, found)
 
 

@@ -15,12 +15,12 @@ from typing import Final, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
-from model.explanation.methods import METHODS, relevance_maps
+from model.explanation.methods import METHODS
+from model.explanation.token_maps import Floats, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters
 from model.prediction import AttentionMap, BatchPrediction, EncodedPicture, MapRequest, Picture
 from model.runtime.backend import Backend, Images, first_line, launch_size, stacked
@@ -282,7 +282,7 @@ class Predictor:
             )
             if output.relevance is not None:
                 members = [place for place, wanted in enumerate(maps) if wanted is not None and wanted.of_best_class]
-                made = relevance_maps(output.relevance[members], self.config)
+                made = sharpened_maps(output.relevance.numpy()[members], self.config)
                 _put(prediction, "relevance", members, prediction.indices[members, 0], *made)
         seen: Images | Sequence[Picture | None] = images
         if maps and prediction.decoded:
@@ -310,13 +310,9 @@ class Predictor:
             wanted = requests[member]
             if wanted is not None and wanted.class_index is not None:
                 classes[place] = wanted.class_index
-        _put(
-            prediction,
-            method,
-            members,
-            classes,
-            *self._backend.explain(stacked([cast(Picture, images[member]) for member in members]), classes, method),
-        )
+        pictures = stacked([cast(Picture, images[member]) for member in members])
+        maps, kept_mass = self._backend.explain(pictures, classes, method)
+        _put(prediction, method, members, classes, maps.numpy(), kept_mass.numpy())
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -330,10 +326,10 @@ def _put(
     method: str,
     members: Sequence[int],
     classes: NDArray[np.int64],
-    maps: Tensor,
-    kept_mass: Tensor,
+    maps: Floats,
+    kept_mass: Floats,
 ) -> None:
     """Put maps by one method into the prediction, those of these members of the batch."""
-    for member, label, values, kept in zip(members, classes.tolist(), maps.numpy(), kept_mass.tolist(), strict=True):
+    for member, label, values, kept in zip(members, classes.tolist(), maps, kept_mass.tolist(), strict=True):
         of_class = label if METHODS[method].class_specific else None
         prediction.maps[member] = AttentionMap(None, None, values, kept, method, of_class)

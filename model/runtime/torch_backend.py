@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError, NotFinite
+from model.explanation.folded_weights import fold
 from model.explanation.methods import explain_with_mass
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, count_parameters
@@ -108,6 +109,7 @@ class TorchBackend:
         choose_kernels(options.model, options.device, options.dtype)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
+            self._folded = fold(self._plain)
         except torch.OutOfMemoryError as error:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
@@ -127,15 +129,14 @@ class TorchBackend:
         if missing:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        output = run_network(model, self._normalise(batch), layers)
+        output = run_network(model, self._normalise(batch), layers, self._folded)
         return output if not missing else output.first(count)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
         wanted = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        maps, kept_mass = explain_with_mass(self._plain, self._normalise(batch), wanted, method)
-        return maps.cpu(), kept_mass.cpu()
+        return explain_with_mass(self._plain, self._normalise(batch), wanted, method)
 
     def float_copy(self) -> VisionTransformer:
         """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
@@ -154,7 +155,7 @@ class TorchBackend:
         self._exercise(self._logits_of(self._model), sizes)
 
     def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
-        return lambda images, layers: run_network(model, self._normalise(images), layers).logits
+        return lambda images, layers: run_network(model, self._normalise(images), layers, self._folded).logits
 
     def _exercise(self, compute: Callable[[Tensor, tuple[int, ...]], Tensor], sizes: Sequence[int]) -> None:
         """Run (images on the device, layers) -> logits or scores with trial images of these sizes."""

@@ -16,11 +16,19 @@ from model.network.layers.position import relative_position_index, relative_tabl
 
 
 class Heads(NamedTuple):
-    """What each head attended with: q [B, heads, Q, head_dim] and k after their norms, k and v of all N tokens."""
+    """What the heads attended with.
+
+    Attributes:
+        q: after its norm, [B, heads, Q, head_dim].
+        k: after its norm, [B, heads, N, head_dim].
+        v: [B, heads, N, head_dim].
+        fused: the fused projection, [B, N, 3 D], where all tokens are queries.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    fused: Tensor | None
 
 
 class Attention(nn.Module):
@@ -72,7 +80,8 @@ class Attention(nn.Module):
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
         """
         batch, _, width = x.shape
-        q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
+        fused = self.qkv(x) if queries is None else None
+        q, k, v = self._project_queries(x, queries) if fused is None else self._split(fused)
         q, k = self.q_norm(q), self.k_norm(k)
         if keep:
             k, v = (part.clone(memory_format=torch.contiguous_format) for part in (k, v))
@@ -83,20 +92,23 @@ class Attention(nn.Module):
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
         x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
-        return x, row, Heads(q, k, v)
+        return x, row, Heads(q, k, v, fused)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of [B, N, D] before their norms, each [B, heads, N, head_dim]."""
-        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        return self._split(self.qkv(x))
+
+    def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = fused.reshape(*fused.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         return q, k, v
 
-    def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_queries(self, x: Tensor, queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, width = x.shape
         q = linear_rows(self.qkv, x[:, :queries], slice(width))
         kv = linear_rows(self.qkv, x, slice(width, None))
-        q = q.reshape(batch, queries, self.heads, self.head_dim).transpose(1, 2)
+        q = q.reshape(batch, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 

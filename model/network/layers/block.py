@@ -38,8 +38,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        hidden = self.fused_hidden(x) if self.fused and not x.requires_grad else self.activation(self.fc1(x))
-        y: Tensor = self.fc2(hidden)
+        if self.fused and not x.requires_grad:
+            y: Tensor = self.fc2(self.fused_hidden(x))
+            return y
+        return self.finish(self.fc1(x))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Map what the first layer gave, [..., mlp_width], to the output [..., D]."""
+        y: Tensor = self.fc2(self.activation(hidden))
         return y
 
     def fused_hidden(self, x: Tensor) -> Tensor:
@@ -60,7 +66,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return self.finish(self.fc1(x))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Map what the first layer gave, [..., 2 mlp_width], to the output [..., D]."""
+        gate, value = hidden.chunk(2, dim=-1)
         y: Tensor = self.fc2(self.activation(gate) * value)
         return y
 
@@ -94,18 +104,21 @@ class DropPath(nn.Module):
 
 
 class Kept(NamedTuple):
-    """What an explanation needs of a block's pass: `Heads`, and its tokens before and after it attended.
+    """What an explanation needs of a block's pass: `Heads`, and what its tokens were on the way.
 
     Attributes:
-        x: its input, [B, N, D].
-        attended: [B, queries or N, D].
+        x: the block's input, [B, N, D].
+        attended: tokens after they attended, [B, queries or N, D].
+        hidden: what the MLP's first layer made of them, where few tokens are queries.
     """
 
     x: Tensor
     attended: Tensor
+    hidden: Tensor | None
     q: Tensor
     k: Tensor
     v: Tensor
+    fused: Tensor | None
 
 
 class Block(nn.Module):
@@ -118,7 +131,7 @@ class Block(nn.Module):
         self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
         mlp = SwiGLU if config.mlp == "swiglu" else Mlp
-        self.mlp = mlp(config, bias=config.projection_bias)
+        self.mlp: Mlp | SwiGLU = mlp(config, bias=config.projection_bias)
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
@@ -131,6 +144,9 @@ class Block(nn.Module):
         """
         y, row, heads = self.attn(self.norm1(x), return_attention, queries, keep)
         attended = x[:, :queries] + self.drop_path(self.ls1(y))
-        kept = Kept(x, attended, *heads) if keep else None
-        x = attended + self.drop_path(self.ls2(self.mlp(self.norm2(attended))))
+        normed, hidden = self.norm2(attended), None
+        if keep and queries is not None:
+            hidden = self.mlp.fc1(normed)
+        kept = Kept(x, attended, hidden, *heads) if keep else None
+        x = attended + self.drop_path(self.ls2(self.mlp(normed) if hidden is None else self.mlp.finish(hidden)))
         return x, row, kept

@@ -1,6 +1,6 @@
 """Relevance by automatic differentiation of a forward pass whose scales are constants, one token at a time.
 
-Nothing of `model.explanation` is used here, and of the network only its parameters.
+Nothing of `model.explanation` is used here. The network's own layers are.
 """
 
 from __future__ import annotations
@@ -30,15 +30,24 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
         entering.append(block(entering[-1])[0])
     through = blocks(model)[-1:] if model.config.pool == "cls" else []
     leaf = entering[-1 - len(through)].detach().requires_grad_()
-    x = leaf
+    x, residual, attended = leaf, leaf.detach().clone().requires_grad_(), torch.zeros(())
     for block in through:
-        x = _frozen_block(block, x)
+        attended = attention_weights(block.attn, block.norm1(leaf)).detach().requires_grad_()
+        x = _frozen_block(block, leaf, residual, attended)
     logits = _frozen_read(model, x)[0]
     ranked = sorted((logit for index, logit in enumerate(logits) if index != label), key=Tensor.item, reverse=True)[:10]
     (logits[label] - (sum(ranked) / len(ranked) if ranked else 0)).backward()
     gradient = leaf.grad
     assert gradient is not None
-    found = [float(gradient[0, token] @ leaf[0, token].detach()) for token in range(model.config.tokens)]
+    entered = leaf.detach()[0]
+    if through:
+        assert residual.grad is not None
+        assert attended.grad is not None
+        scores = (attended.grad * attended.detach())[0].sum((0, 1)) + (residual.grad[0] * entered).sum(1)
+        gradient = gradient + residual.grad
+    else:
+        scores = (gradient[0] * entered).sum(1)
+    found = scores.tolist()
     order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
     strongest = order[: min(16, math.ceil(len(found) / 8))]
     before = blocks(model)[: -1 if through else None]
@@ -56,10 +65,7 @@ def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor)
     layer = block.attn
     width, heads = x.shape[2], layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]
-    linear = (x[0] - x[0].mean(-1, keepdim=True)) / (
-        x[0].var(-1, unbiased=False, keepdim=True) + block.norm1.eps
-    ).sqrt()
-    values = (linear * block.norm1.weight @ layer.qkv.weight[2 * width :].T).unflatten(1, (heads, width // heads))
+    values = layer.qkv(block.norm1(x))[0, :, 2 * width :].unflatten(1, (heads, width // heads))
     given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2) @ layer.proj.weight.T
     return torch.sum(block.ls1(given) * gradient[takers].unsqueeze(1), -1).detach()
 
@@ -79,12 +85,12 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
     return torch.as_tensor(mlp.fc2((mlp.activation(hidden) / hidden).detach() * hidden))
 
 
-def _frozen_block(block: Block, x: Tensor) -> Tensor:
+def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
+    """Compute a block of x by these attention weights, past which `residual`, the same tokens, is added."""
     normed = _frozen_norm(block.norm1, x)
-    weights = attention_weights(block.attn, normed).detach()
     values = block.attn.qkv(normed)[..., 2 * x.shape[2] :].unflatten(2, (block.attn.heads, -1))
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2)
-    x = x + block.ls1(block.attn.proj(mixed))
+    x = residual + block.ls1(block.attn.proj(mixed))
     left: Tensor = x + block.ls2(_frozen_mlp(block.mlp, _frozen_norm(block.norm2, x)))
     return left
 

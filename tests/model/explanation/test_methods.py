@@ -155,15 +155,29 @@ PLAIN: dict[str, Callable[[VisionTransformer, Tensor], Tensor]] = {
 CASES: list[tuple[str, str, dict[str, Any]]] = [(family, method, {}) for family in FAMILIES for method in PLAIN]
 # Of many patches relevance follows several and not one, and of many blocks the last ones.
 CASES += [(family, "relevance", {"image_size": (56, 48), "depth": 6}) for family in FAMILIES if family != "square"]
+# Of very many it follows 16, and of many classes a class has ten rivals.
+CASES += [("plain", "relevance", {"image_size": (96, 112), "num_classes": 30})]
 
 
 @pytest.mark.parametrize(("family", "method", "sizes"), CASES)
 def test_a_map_is_that_of_plain_autograd(family: str, method: str, sizes: dict[str, Any]) -> None:
     model = model_of(family, **sizes)
     pixels = pictures(model)
-    tokens = PLAIN[method](model, pixels).detach()
+    require_maps(model, pixels, CLASSES, method, PLAIN[method](model, pixels).detach())
+
+
+@pytest.mark.parametrize("family", ["plain", "distilled", "cls_mean", "attention"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_class_without_ten_rivals_has_fewer_or_none(family: str, count: int) -> None:
+    model = model_of(family, image_size=(56, 48), num_classes=count)
+    pixels, classes = pictures(model), torch.tensor([0, count - 1, 0])
+    require_maps(model, pixels, classes, "relevance", plain_relevance(model, pixels, classes))
+
+
+def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: str, tokens: Tensor) -> None:
+    """The method's maps and masses are those of the tokens, [B, N]."""
     patches = tokens[:, model.config.prefix_tokens :]
-    maps, kept = explain_with_mass(model, pixels, CLASSES, method)
+    maps, kept = explain_with_mass(model, pixels, classes, method)
     some = (patches > 0).any(1)
     assert some.any(), "the reference has something to compare"
     expected = patches / patches.sum(1, keepdim=True)

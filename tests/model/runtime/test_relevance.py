@@ -60,7 +60,7 @@ def require_explanation(predictor: Predictor, images: np.ndarray, place: int, fo
     assert (got.method, got.class_index, got.layer, got.head) == ("relevance", best, None, None)
     np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
-    assert got.values.max() > 2 / got.values.size, "the map is not even"
+    assert got.values.max() > 1.5 / got.values.size, "the map is not even"
 
 
 @pytest.fixture

@@ -1,0 +1,81 @@
+"""What relevance adds in the predictor alone: `python -m benchmarks.relevance`.
+
+Batches with and without it take turns on one CPU thread, in processor time. The ratio is the median over the rounds of
+(time without) / (time with), and 1 would be free. `python -m benchmarks.cpu relevance` has the same over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks import checkpoints
+from benchmarks.record import RESULTS, Record, table
+from model.checkpoint import load_checkpoint
+from model.prediction import MapRequest
+from model.runtime.choose_backend import BackendName
+from model.runtime.openvino import OpenVino
+from model.runtime.predictor import Predictor
+
+_BATCHES = (1, 8, 16)
+_BACKENDS: Final[tuple[BackendName, ...]] = ("openvino", "torch")
+_SECONDS = 0.06
+"""Of passes in a round, at least one."""
+
+
+def main() -> None:
+    """Measure each model and backend, record it and print the table."""
+    arguments = _arguments()
+    record = Record(arguments.record, dtype="auto (bfloat16 where native)", about={"threads": 1})
+    rows = []
+    for name in arguments.models:
+        checkpoint = load_checkpoint(str(checkpoints.ensure(name)[0]))
+        for backend in _BACKENDS:
+            predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
+            if isinstance(predictor._backend, OpenVino):
+                predictor._backend.prepare_relevance()
+            for batch in _BATCHES:
+                found = _measure(predictor, batch, arguments.rounds)
+                record.section(name, backend)[str(batch)] = found
+                rows.append((name, backend, batch, *found.values()))
+                record.save()
+    print(table(("model", "backend", "batch", "ms without", "ms with", "ratio"), rows))
+
+
+def _measure(predictor: Predictor, batch: int, rounds: int) -> dict[str, float]:
+    images = np.random.default_rng(0).integers(0, 256, (batch, *predictor.config.image_size, 3), dtype=np.uint8)
+    relevance = [MapRequest.explained("relevance")] * batch
+
+    def spent(passes: int, *, explained: bool) -> float:
+        started = time.process_time()
+        for _ in range(passes):
+            predictor.predict(images, top_k=5, maps=relevance if explained else ())
+        return 1000 * (time.process_time() - started) / passes / batch
+
+    for explained in (False, True):
+        spent(3, explained=explained)
+    passes = max(1, round(_SECONDS / (spent(2, explained=False) * batch / 1000)))
+    pairs = []
+    for turn in range(rounds):
+        order = (False, True) if turn % 2 else (True, False)
+        pair = {explained: spent(passes, explained=explained) for explained in order}
+        pairs.append((pair[False], pair[True]))
+    without, with_it = (round(statistics.median(times), 3) for times in zip(*pairs, strict=True))
+    return {"without": without, "with": with_it, "ratio": round(statistics.median(a / b for a, b in pairs), 3)}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.relevance", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["vit32", "vit224"], choices=[*checkpoints.SHAPES])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--record", type=Path, default=RESULTS / "relevance-predictor.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

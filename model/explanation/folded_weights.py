@@ -1,0 +1,80 @@
+"""Weights that relevance multiplies with, put together once for a model whose weights change no more.
+
+Going back through a block's attention takes its output projection, the scale after it, its values' projection and the
+norm before. Each is linear, and some are as cheap to compute as a few small products; together they are one matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.explanation.explicit_forward import blocks_of
+from model.explanation.frozen_gradients import through_norm_of_one
+from model.network.layers.block import Block, LayerScale
+from model.network.vit import VisionTransformer
+
+HOPS: Final = 2
+"""How many blocks back relevance is moved; see `model.explanation.relevance`."""
+
+RIVALS: Final = 10
+"""How many other classes a class is compared with; a model of fewer classes has fewer."""
+
+
+class FoldedWeights(NamedTuple):
+    """What `fold` makes of a model, in its dtype and on its device; of projections as weights of linear layers.
+
+    Attributes:
+        lead: what the logits of a class and of its rivals count, float32 [1 + rivals, 1]. They are divided by the
+            largest weight of the heads: the scale of relevance is of no account, and must be one that float16 has.
+        last: from the last block's gradient to each head's, [D, D]; of the pooling where that attends. None where the
+            head reads all tokens otherwise.
+        values: from each head's gradient through its values to what enters the last block, but for its norm's scale,
+            [heads, head_dim, D]; None unless the head reads few tokens.
+        hops: as `last`, of each block that relevance is moved through, from the last one on: [hops D, D].
+    """
+
+    lead: Tensor
+    last: Tensor | None
+    values: Tensor | None
+    hops: Tensor
+
+
+@torch.no_grad()
+def fold(model: VisionTransformer) -> FoldedWeights:
+    """Return the weights for `model.explanation.relevance`: as many as a third of a block has."""
+    blocks, width = blocks_of(model), model.config.width
+    through = blocks[:-1] if model.config.pool == "cls" else blocks
+    hops = [_projection(block) for block in reversed(through[-HOPS:])]
+    joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, width)
+    rivals = min(RIVALS, model.config.num_classes - 1)
+    largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
+    lead = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
+    lead = lead / largest.clamp_min(torch.finfo(torch.float32).tiny)
+    if model.attn_pool is not None:
+        return FoldedWeights(lead, _transposed(model.attn_pool.proj.weight), None, joined)
+    if model.config.pool != "cls":
+        return FoldedWeights(lead, None, None, joined)
+    last = blocks[-1]
+    weight = last.attn.qkv.weight
+    values = through_norm_of_one(last.norm1, weight[2 * width :].float())
+    by_head = values.reshape(model.config.heads, -1, width).to(weight.dtype)
+    return FoldedWeights(lead, _projection(last), by_head, joined)
+
+
+def heads_of(model: VisionTransformer) -> list[nn.Linear]:
+    """Return the head, and the distillation token's if there is one."""
+    return [head for head in (model.head, model.head_dist) if head is not None]
+
+
+def _projection(block: Block) -> Tensor:
+    weight = block.attn.proj.weight
+    if isinstance(block.ls1, LayerScale):
+        weight = (weight.float() * block.ls1.gamma.float().unsqueeze(1)).to(weight.dtype)
+    return _transposed(weight)
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.t().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,73 @@
+"""Conversion of what each token mattered to maps over the patch grid, in NumPy: the arrays are small.
+
+One of torch's operations on so few numbers takes as long as all of these together.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import ViTConfig
+
+Floats = NDArray[np.float32]
+
+_TINY: Final = float(np.finfo(np.float64).tiny)
+
+
+def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
+    """Drop the prefix tokens and divide the rest by its sum.
+
+    Args:
+        tokens: [B, N], not negative.
+
+    Returns:
+        [B, rows, columns], each map summing to 1, or even where there is nothing to divide; and [B], the share that
+        fell on patches.
+    """
+    exact = tokens.astype(np.float64)  # gradients may be tiny, and their scale is of no account
+    patches = exact[:, config.prefix_tokens :]
+    return _divided(patches, patches.sum(axis=1), exact.sum(axis=1), config)
+
+
+def sharpened_maps(found: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
+    """Return what `token_maps` does, of relevance that may be negative.
+
+    Patches are smoothed by a Gaussian of a 32nd of the grid's shorter side, less than half a patch of 14. Of the result
+    the positive part is squared, which lets the many patches that brought a little fade against those that brought
+    much, and does not change their order or the share of all patches.
+
+    Args:
+        found: [B, N].
+    """
+    prefix, sigma = config.prefix_tokens, min(config.grid) / 32
+    down, across = (_gaussian(size, sigma) for size in config.grid)
+    exact = found.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # of numbers that are not finite, whose images have an error and no map
+        smooth = down @ exact[:, prefix:].reshape(-1, *config.grid) @ across.T
+    patches = np.maximum(smooth, 0).reshape(-1, config.grid[0] * config.grid[1])
+    kept = patches.sum(axis=1)
+    squared = np.square(patches / np.maximum(patches.max(axis=1, keepdims=True), _TINY))
+    return _divided(squared, kept, kept + np.maximum(exact[:, :prefix], 0).sum(axis=1), config)
+
+
+def _divided(
+    shown: NDArray[np.float64], kept: NDArray[np.float64], total: NDArray[np.float64], config: ViTConfig
+) -> tuple[Floats, Floats]:
+    """Return maps of what is shown, [B, patches], and the share that the patches kept of the total, [B]."""
+    whole = shown.sum(axis=1, keepdims=True)
+    maps = np.where(whole > 0, shown / np.maximum(whole, _TINY), 1 / shown.shape[1])
+    share = kept / np.maximum(total, _TINY)
+    return maps.astype(np.float32).reshape(-1, *config.grid), share.astype(np.float32)
+
+
+@lru_cache(maxsize=8)
+def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
+    """Return the matrix that smooths along an axis of patches, [size, size]; each row sums to 1."""
+    places = np.arange(size)
+    weights = np.exp(-(((places[:, None] - places) / sigma) ** 2) / 2)
+    rows: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    return rows
