@@ -15,6 +15,7 @@ from model.checkpoint import Checkpoint
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.vit import VisionTransformer
+from model.runtime.threads import one_thread
 
 RELEVANCE: Final = -1
 """Among the attention layers that are wanted, it stands for the relevance of each image's best class."""
@@ -52,8 +53,10 @@ def run_network(
     """
     wanted = RELEVANCE in layers
     output = model(pixels, tuple(layer for layer in layers if layer != RELEVANCE), KEPT if wanted else 0)
-    found = token_relevance(model, output, weights=folded) if wanted else None
-    return NetworkOutput(output.logits, output.attention, found)
+    if not wanted:
+        return NetworkOutput(output.logits, output.attention)
+    with one_thread(pixels.device):
+        return NetworkOutput(output.logits, output.attention, token_relevance(model, output, weights=folded))
 
 
 class TopKOutput(NamedTuple):

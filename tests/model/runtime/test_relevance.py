@@ -14,8 +14,10 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain_with_mass
+from model.explanation.relevance import token_relevance
 from model.network.vit import VisionTransformer
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from model.runtime import postprocess
 from model.runtime.choose_backend import BackendName
 from model.runtime.openvino import OpenVino, OpenVinoNetwork, unsupported_reason
 from model.runtime.postprocess import NetworkOutput
@@ -106,6 +108,26 @@ def test_a_captured_graph_gives_it() -> None:
     require_explanation(predictor, images, 1, found)
     require_explanation(predictor, images, 2, found)
     require_mixed(predictor, made("registers"))  # its choice of rows has no graph
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_its_small_operations_take_one_thread_and_the_number_is_put_back(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def spy(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return token_relevance(*arguments, **options)
+
+    monkeypatch.setattr(postprocess, "token_relevance", spy)
+    predictor = made("plain")
+    predictor._backend.threads.count = count  # type: ignore[attr-defined]
+    try:
+        predictor.predict(images_for(predictor, 2), top_k=1, maps=[RELEVANCE, RELEVANCE])
+        assert (seen, torch.get_num_threads()) == ([1], count)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_of_a_named_class_it_is_an_explanation() -> None:
