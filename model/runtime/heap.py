@@ -2,7 +2,7 @@
 
 glibc gives freed memory back to the operating system at once when it is at the end of a heap or was a large block, and
 takes it again for the next pass: the kernel then clears thousands of pages for each batch. Networks of a few
-milliseconds an image spend up to a fifth of their time so.
+milliseconds an image spend an eighth of their time so.
 """
 
 from __future__ import annotations
