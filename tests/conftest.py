@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import launcher
+from tests import launcher, logging_state
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -31,6 +31,13 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data: {folder} does not exist (set VIT_SHARED)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Undo what a test's command did to logging."""
+    with logging_state.restored():
+        yield
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,23 +5,34 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from service import logs
+from tests import logging_state
 
 
 @pytest.fixture
-def configured(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+def configured(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("text", "info")
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
+
+
+def test_a_command_in_one_test_changes_no_logging_of_the_next() -> None:
+    before = _logging()
+    with logging_state.restored():
+        logs.configure("json", "debug")
+        logging.getLogger("vitserve.named_here").setLevel("ERROR")
+        assert _logging() != before
+    assert _logging() == before
+    assert logging.getLogger("vitserve.named_here").level == logging.NOTSET
+
+
+def _logging() -> tuple[object, ...]:
+    root = logging.getLogger()
+    levels = [logging.getLogger(name).level for name in ("uvicorn", "httpx", "python_multipart")]
+    return (root.handlers[:], root.level, levels, logging._srcfile, logging.logThreads, logging.logProcesses)
 
 
 def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +45,7 @@ TIFF = """
 import io
 from PIL import Image
 from service import logs
+from tests import logging_state
 
 encoded = io.BytesIO()
 Image.effect_noise((64, 64), 50).save(encoded, "TIFF", compression="tiff_lzw")

@@ -1,0 +1,34 @@
+"""Put logging back after a test: commands that run in its process set it up for good."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Restore the levels of all loggers, the root's handlers and what `logging` finds out for a line.
+
+    The next test in this process may be any one, and may count the lines. A handler that is left over would also
+    write to a standard error that pytest has closed.
+    """
+    root = logging.getLogger()
+    handlers, source = root.handlers[:], logging._srcfile
+    facts = (logging.logThreads, logging.logProcesses, logging.logMultiprocessing)
+    levels = {logger: logger.level for logger in _loggers()}
+    try:
+        yield
+    finally:
+        for logger in _loggers():
+            logger.setLevel(levels.get(logger, logging.NOTSET))
+        root.handlers[:] = handlers
+        logging._srcfile = source
+        logging.logThreads, logging.logProcesses, logging.logMultiprocessing = facts
+
+
+def _loggers() -> list[logging.Logger]:
+    """The root and every logger that somebody has named."""
+    named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    return [logging.getLogger(), *named]
