@@ -11,7 +11,8 @@ from model.runtime.backend import Backend
 from model.runtime.batch_launcher import DeviceOps
 from model.runtime.cuda import Cuda
 from model.runtime.cuda_ops import CudaOps
-from model.runtime.openvino import OpenVino, OpenVinoNetwork, unsupported_reason
+from model.runtime.openvino import OpenVino, unsupported_reason
+from model.runtime.openvino_network import OpenVinoNetwork
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
 

@@ -18,19 +18,24 @@ from numpy.typing import NDArray
 
 from model.runtime.postprocess import NetworkOutput
 
-_UNCUT: Final = 8
+UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
 
 
-def piece_sizes(count: int) -> list[int]:
+def piece_sizes(count: int, largest: int | None = None) -> list[int]:
     """Return the sizes of the pieces of a batch, in the order of its images; most often one or two.
 
     A piece has 1 ... 8 images, or a power of two, or one and a half times that: 12 is left out, as 8 and 4 are sizes.
+
+    Args:
+        largest: cut into pieces of this size and a rest; None is as above.
     """
+    if largest is not None:
+        return [min(largest, count - start) for start in range(0, count, largest)]
     sizes = []
-    while count > _UNCUT:
+    while count > UNCUT:
         power = 1 << (count.bit_length() - 1)
-        largest = power * 3 // 2 if power > _UNCUT and count >= power * 3 // 2 else power
+        largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
         sizes.append(largest)
         count -= largest
     return [*sizes, count] if count else sizes
@@ -42,10 +47,10 @@ def sizes_in_use(max_batch: int) -> list[int]:
 
 
 def compute_in_pieces(
-    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], NetworkOutput]
+    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], NetworkOutput], largest: int | None = None
 ) -> NetworkOutput:
-    """Compute each piece of a batch [B, H, W, C], and return their outputs as one."""
-    sizes = piece_sizes(len(images))
+    """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
+    sizes = piece_sizes(len(images), largest)
     if len(sizes) == 1:
         return compute(images)
     parts = zip(*(compute(piece) for piece in np.split(images, np.cumsum(sizes)[:-1])), strict=True)

@@ -19,8 +19,10 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
-from model.runtime import openvino as openvino_backend
+from model.runtime import openvino_network
 from model.runtime.openvino import unsupported_reason
+from model.runtime.openvino_graph import Requests
+from model.runtime.openvino_network import OpenVinoNetwork
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
@@ -75,16 +77,109 @@ def test_warm_up_tries_every_size_on_every_stream(
 ) -> None:
     """Each stream keeps kernels for the sizes that it meets: a size met late would be memory taken late."""
     tried: list[tuple[int, int]] = []
-    run_all = openvino_backend._Requests.run_all
+    run_all = Requests.run_all
 
-    def spy(self: openvino_backend._Requests, images: np.ndarray) -> None:
-        tried.append((self._streams, len(images)))
+    def spy(self: Requests, images: np.ndarray) -> None:
+        tried.append((self.streams, len(images)))
         run_all(self, images)
 
-    monkeypatch.setattr(openvino_backend._Requests, "run_all", spy)
+    monkeypatch.setattr(Requests, "run_all", spy)
     monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
     both[1].warm_up()
-    assert tried == [(streams, size) for size in (32, 24, 16, *range(8, 0, -1)) for streams in (1, 2)]
+    assert tried == [(streams, size) for size in range(8, 0, -1) for streams in (1, 2)]
+
+
+def network(predictor: Predictor) -> OpenVinoNetwork:
+    found = predictor._backend._network  # type: ignore[attr-defined]
+    assert isinstance(found, OpenVinoNetwork)
+    return found
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_small_network_has_a_graph_for_each_size_of_a_piece(
+    both: tuple[Predictor, Predictor], alone: bool, count: int
+) -> None:
+    images = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+    found = network(both[1])(images, alone=alone)
+    np.testing.assert_allclose(found.logits, both[0].logits(images), atol=1e-4)
+    assert network(both[1]).largest == 8
+    assert list(network(both[1])._beside) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(network(both[1])._alone) == [None, 1]
+
+
+def test_a_larger_batch_is_cut_to_these_sizes(
+    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
+    seen: list[int] = []
+    infer = Requests.infer
+
+    def spy(self: Requests, piece: np.ndarray) -> list[np.ndarray]:
+        seen.append(len(piece))
+        return infer(self, piece)
+
+    monkeypatch.setattr(Requests, "infer", spy)
+    np.testing.assert_allclose(
+        both[1].predict(images, top_k=10).scores, both[0].predict(images, top_k=10).scores, atol=1e-4
+    )
+    np.testing.assert_allclose(both[1].logits(images), both[0].logits(images), atol=1e-3)
+    assert seen == [8, 8, 5] * 2
+
+
+def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
+    both: tuple[Predictor, Predictor], images: np.ndarray
+) -> None:
+    made = Predictor(
+        load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=1
+    )
+    assert list(network(made)._alone) == [None, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert network(made)._beside is network(made)._alone
+    made.warm_up()
+    np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
+
+
+def test_a_large_network_has_one_graph_for_any_size(
+    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.runtime.openvino_network._FIXED_BYTES", 1)
+    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
+    made = Predictor(
+        load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
+    )
+    assert network(made).largest is None
+    assert list(network(made)._beside) == list(network(made)._alone) == [None]
+    tried: list[int] = []
+    monkeypatch.setattr(Requests, "run_all", lambda _, images: tried.append(len(images)))
+    made.warm_up()
+    assert tried[::2] == tried[1::2] == [32, 24, 16, *range(8, 0, -1)]
+    images = np.random.default_rng(4).integers(0, 256, (19, 32, 32, 3), dtype=np.uint8)
+    for alone in (True, False):
+        found = network(made)(images, alone=alone)
+        np.testing.assert_allclose(found.logits, both[0].logits(images), atol=1e-4)
+
+
+def test_how_much_room_graphs_for_each_size_take_grows_with_weights_and_streams() -> None:
+    """ViT-Ti has them in both dtypes; ViT-S has none."""
+    for width, dtype, streams, small in (
+        (192, torch.bfloat16, 2, True),
+        (192, torch.float32, 2, True),
+        (192, torch.float32, 8, False),
+        (384, torch.bfloat16, 2, False),
+    ):
+        config = load_checkpoint("bundled").config.model_dump()
+        shape = {"width": width, "mlp_width": 4 * width, "depth": 12, "heads": width // 64, "num_classes": 1000}
+        with torch.device("meta"):
+            model = VisionTransformer(ViTConfig.model_validate({**config, **shape}))
+        assert openvino_network._is_small(model, dtype, streams) is small
+
+
+def test_a_version_that_knows_an_option_no_more_compiles_without_it(
+    both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.runtime.openvino_graph._LEAN", {"NO_SUCH_OPTION": "YES"})
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=1)
+    np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
 
 def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
@@ -167,13 +262,13 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
 def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = openvino_backend.OpenVinoNetwork.__call__
+    whole = OpenVinoNetwork.__call__
 
-    def wrong(self: openvino_backend.OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
+    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
         output = whole(self, images, alone=alone)
         return output._replace(logits=output.logits.flip(-1))
 
-    monkeypatch.setattr(openvino_backend.OpenVinoNetwork, "__call__", wrong)
+    monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
     checkpoint = load_checkpoint("bundled")
     assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
     assert "of their norm away from torch's" in caplog.text
@@ -210,10 +305,10 @@ def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_anothe
 import gc, os, signal, threading
 import numpy as np
 from openvino import Model, opset13
-from model.runtime.openvino import _core
+from model.runtime.openvino_graph import core
 
 given = opset13.parameter([1], np.float32)
-compiled = [_core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]
+compiled = [core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]
 freeing = threading.Thread(target=lambda: (compiled.clear(), gc.collect()))
 freeing.start()
 freeing.join()

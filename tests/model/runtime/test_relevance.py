@@ -19,7 +19,8 @@ from model.network.vit import VisionTransformer
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime import postprocess
 from model.runtime.choose_backend import BackendName
-from model.runtime.openvino import OpenVino, OpenVinoNetwork, unsupported_reason
+from model.runtime.openvino import OpenVino, unsupported_reason
+from model.runtime.openvino_network import OpenVinoNetwork
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchBackend

@@ -1,0 +1,142 @@
+"""Graphs of OpenVINO on the CPU: how a torch module becomes one, and what runs it. https://docs.openvino.ai"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import sys
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import openvino
+
+PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
+"""The plugin's names of each dtype: for the capability, and for the hint."""
+
+_LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
+"""Kernels that the plugin generates for chains of small operations. A ViT takes as long without them, and each of its
+graphs takes 10 to 20 MiB less. The option is not documented: versions that do not know it refuse it."""
+
+
+class Requests:
+    """A graph compiled for one batch size, or for any, and its infer requests, of which each serves one caller.
+
+    In a graph for any size each operation finds out its shapes and looks up its kernels anew whenever a batch has
+    another size than the one before: `python -m benchmarks.batch_sizes` has what that costs.
+
+    Args:
+        threads: of all streams together.
+        size: the number of images in each batch; None for any.
+    """
+
+    def __init__(
+        self, graph: openvino.Model, dtype: torch.dtype, *, threads: int, streams: int, size: int | None = None
+    ) -> None:
+        options = {
+            "INFERENCE_PRECISION_HINT": PRECISIONS[dtype][1],
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": streams,
+            # Decoding takes turns with computing on the same cores: the system knows better which one is free.
+            "ENABLE_CPU_PINNING": False,
+        }
+        if size is not None:
+            graph = _of_size(graph, size)
+        try:
+            compiled = core().compile_model(graph, "CPU", {**options, **_LEAN})
+        except RuntimeError:
+            compiled = core().compile_model(graph, "CPU", options)
+        self.streams = streams
+        self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
+        for _ in range(streams):
+            self._free.put(compiled.create_infer_request())
+
+    def infer(self, images: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+        """Return the graph's outputs for a batch; block while all requests are busy."""
+        request = self._free.get()
+        try:
+            # The outputs are copied: the request's own memory is the next caller's.
+            return list(request.infer([images], share_inputs=True, share_outputs=False).values())
+        finally:
+            self._free.put(request)
+
+    def run_all(self, images: NDArray[np.uint8]) -> None:
+        """Run the same batch in all requests at the same time, which gives work to each stream."""
+        requests = [self._free.get() for _ in range(self.streams)]
+        try:
+            for request in requests:
+                request.start_async([images], share_inputs=True)
+            for request in requests:
+                request.wait()
+        finally:
+            for request in requests:
+                self._free.put(request)
+
+
+def compile_sizes(
+    graph: openvino.Model, dtype: torch.dtype, sizes: Iterable[int | None], *, threads: int, streams: int, workers: int
+) -> dict[int | None, Requests]:
+    """Compile a graph for each of several batch sizes (see `Requests`), on so many threads at the same time."""
+
+    def compile_one(size: int | None) -> Requests:
+        return Requests(graph, dtype, threads=threads, streams=streams, size=size)
+
+    sizes = list(sizes)
+    with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
+        return dict(zip(sizes, pool.map(compile_one, sizes), strict=True))
+
+
+def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
+    """Return the graph for one batch size; it shares the weights."""
+    from openvino import PartialShape  # noqa: PLC0415  an optional package
+
+    fixed = graph.clone()
+    fixed.reshape({0: PartialShape([size, *list(graph.inputs[0].partial_shape)[1:]])})
+    return fixed
+
+
+def convert(module: nn.Module, example: Tensor) -> openvino.Model:
+    """Trace a module and translate it; the first axis of its input is then of any length."""
+    _openvino()
+    from openvino import PartialShape  # noqa: PLC0415  an optional package
+    from openvino.frontend import FrontEndManager  # noqa: PLC0415
+    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
+
+    with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
+        # The warnings are of sizes that become constants, as all but the first may, and of tracing being deprecated.
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
+        frontend = FrontEndManager().load_by_framework("pytorch")
+        # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.
+        decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
+        graph = frontend.convert(frontend.load(decoder))
+    graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
+    return graph
+
+
+@functools.cache
+def core() -> openvino.Core:
+    """Return the one core of this process, which is never freed.
+
+    The CPU plugin gives the thread that first uses a core another stack for signal handlers, and unmaps that stack
+    when the core is freed. Freed on another thread, as the garbage collector may, it stays in use: the next signal that
+    Python handles on the first thread ends the process.
+    """
+    made: openvino.Core = _openvino().Core()
+    return made
+
+
+def _openvino() -> Any:
+    """Import the package without its telemetry, which would report the import to a server of its maker."""
+    # None makes the telemetry's import fail, for which the package has a stand-in.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino  # noqa: PLC0415  optional, and loaded once it is silenced
+
+    return openvino

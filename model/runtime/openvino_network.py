@@ -1,0 +1,166 @@
+"""A network as graphs of OpenVINO, checked against torch when they are made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from model.errors import DeviceError
+from model.explanation.folded_weights import fold
+from model.network.vit import VisionTransformer, meta_model
+from model.runtime.openvino_graph import Requests, compile_sizes, convert
+from model.runtime.pieces import UNCUT
+from model.runtime.postprocess import RELEVANCE, NetworkOutput, run_network
+from model.runtime.torch_backend import Normalise, TorchOptions
+
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest norm of the difference to torch's float32 logits, relative to theirs. A graph that lost something is off by
+its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
+
+
+_RELEVANCE_TOLERANCE: Final = {torch.float32: 0.05, torch.bfloat16: 0.5}
+"""The same for relevance, which is a difference of large numbers: ViT-Ti/16 in bfloat16 is off by 0.1."""
+
+
+_FIXED_BYTES: Final = 320 << 20
+"""What graphs for each size of a piece may take together, more or less."""
+
+_GRAPH_BYTES: Final = 7 << 20
+"""Kernels and what else a graph for one size takes beside its weights; bundled and ViT-Ti/16 in bfloat16, about."""
+
+_STREAM_BYTES: Final = 3 << 20
+"""What each of its streams adds."""
+
+
+class OpenVinoNetwork:
+    """Computes logits and the last layer's attention row of any number of images, for several callers at once.
+
+    A small network has a graph for each number of images from 1 to 8: these are faster than a graph for any number, and
+    most where numbers change from batch to batch, but take more memory. A batch that is alone, which is small or rare,
+    has a graph for a single image and one for any number.
+
+    Args:
+        options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
+        threads: of a batch that is alone.
+        streams: batches that compute at the same time, on a share of the threads each.
+        relevance: whether to compute the relevance of the best class, too.
+        workers: threads that compile.
+
+    Attributes:
+        layers: the layer whose attention row is computed with the logits, or none.
+        largest: the batch that is to be computed at once at most; None for any.
+
+    Raises:
+        DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
+    """
+
+    def __init__(
+        self, options: TorchOptions, *, threads: int, streams: int, relevance: bool = False, workers: int | None = None
+    ) -> None:
+        config, dtype = options.model.config, options.dtype
+        self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
+        # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
+        self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
+        self.largest = UNCUT if _is_small(options.model, dtype, streams) else None
+        self._relevance = relevance
+        self.version = importlib.metadata.version("openvino")
+        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers, relevance)
+        rows, columns = config.image_size
+        images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
+        with torch.inference_mode():
+            outputs = traced(torch.from_numpy(images))
+        expected = outputs[0]
+        if not expected.isfinite().all():
+            raise DeviceError("the model gives scores that are not finite")
+        fixed: list[int | None] = list(range(1, UNCUT + 1)) if self.largest else []
+        compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
+        try:
+            graph = convert(traced, torch.from_numpy(images[:2]))
+            if streams == 1:  # on all threads, which is what `alone` is
+                self._alone = self._beside = compiled(graph, dtype, [None, *fixed], streams=1)
+            else:
+                self._alone = compiled(graph, dtype, [None, *fixed[:1]], streams=1)
+                self._beside = compiled(graph, dtype, fixed or [None], streams=streams)
+        except RuntimeError as error:
+            raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+        for count, alone in ((1, True), (3, True), (1, False), (3, False)):
+            # With one image, and with another number than traced, a constant that the trace made of a size shows.
+            found = self(images[:count], alone=alone)
+            _require_close(found.logits, expected[:count], _TOLERANCE[dtype], "logits")
+            if found.relevance is not None:
+                _require_close(found.relevance, outputs[-1][:count], _RELEVANCE_TOLERANCE[dtype], "relevance")
+
+    def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
+        """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.
+
+        Args:
+            model: the one that this network was made of, in float32.
+        """
+        options = replace(self._options, model=model)
+        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, relevance=True, workers=1)
+
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> NetworkOutput:
+        """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
+
+        Args:
+            images: at most `largest`, unless `alone`.
+
+        Returns:
+            Its attention is of `layers`.
+
+        Raises:
+            RuntimeError: as OpenVINO raises it.
+        """
+        requests = _for(len(images), self._alone if alone else self._beside)
+        logits, *others = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
+        return NetworkOutput(logits, others[0] if self.layers else None, others[-1] if self._relevance else None)
+
+    def fill_caches(self, images: NDArray[np.uint8]) -> None:
+        """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
+        if self.largest is not None and len(images) > self.largest:
+            return
+        _for(len(images), self._alone).run_all(images)
+        if self._beside is not self._alone:
+            _for(len(images), self._beside).run_all(images)
+
+
+def _is_small(model: VisionTransformer, dtype: torch.dtype, streams: int) -> bool:
+    """Return whether graphs for each size of a piece have room."""
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return UNCUT * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
+
+
+def _for(count: int, requests: dict[int | None, Requests]) -> Requests:
+    return requests.get(count) or requests[None]
+
+
+class _Traced(nn.Module):
+    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
+
+    def __init__(
+        self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...], relevance: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.normalise = normalise
+        self.layers = (*layers, RELEVANCE) if relevance else layers
+        self.folded = fold(model) if relevance else None
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        output = run_network(self.model, self.normalise(images), self.layers, self.folded)
+        return tuple(part for part in output if part is not None)
+
+
+def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    """Raise DeviceError if the difference's norm is more than the tolerance of the expected norm."""
+    # A head that is all zeros gives zeros in both.
+    relative = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+    if not relative <= tolerance:
+        raise DeviceError(f"OpenVINO's {name} are {relative:.2g} of their norm away from torch's")
