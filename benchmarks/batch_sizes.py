@@ -1,9 +1,9 @@
 """Graphs of OpenVINO for each batch size beside one for any size: `python -m benchmarks.batch_sizes`.
 
-Two predictors of the same checkpoint compute the same batches in turn on one CPU thread, in processor time. The ratio is
-the median over the rounds of (time with one graph) / (time with a graph for each size): above 1, these are faster. Where
-all batches have one size, a graph for any size keeps its kernels; where sizes change, as in a service, it looks them up
-again.
+Two predictors of the same checkpoint compute the same batches in turn on one CPU thread, in processor time. The ratio
+is the median over the rounds of (time with one graph) / (time with a graph for each size): above 1, these are faster.
+Where all batches have one size, a graph for any size keeps its kernels; where sizes change, as in a service, it looks
+them up again.
 """
 
 from __future__ import annotations
