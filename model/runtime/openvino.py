@@ -104,4 +104,4 @@ class OpenVino:
 
 
 def _in_pieces(network: OpenVinoNetwork, images: NDArray[np.uint8], *, alone: bool) -> NetworkOutput:
-    return compute_in_pieces(images, partial(network, alone=alone), network.largest)
+    return compute_in_pieces(images, partial(network, alone=alone), network.sizes(alone=alone))

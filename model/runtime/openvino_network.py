@@ -29,11 +29,14 @@ _RELEVANCE_TOLERANCE: Final = {torch.float32: 0.05, torch.bfloat16: 0.5}
 """The same for relevance, which is a difference of large numbers: ViT-Ti/16 in bfloat16 is off by 0.1."""
 
 
-_FIXED_BYTES: Final = 320 << 20
-"""What graphs for each size of a piece may take together, more or less."""
+_SIZES: Final = (1, 2, 3, 4, 6, 8)
+"""What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
+
+_FIXED_BYTES: Final = 240 << 20
+"""What these graphs may take together, more or less."""
 
 _GRAPH_BYTES: Final = 7 << 20
-"""Kernels and what else a graph for one size takes beside its weights; bundled and ViT-Ti/16 in bfloat16, about."""
+"""What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations."""
 
 _STREAM_BYTES: Final = 3 << 20
 """What each of its streams adds."""
@@ -42,7 +45,7 @@ _STREAM_BYTES: Final = 3 << 20
 class OpenVinoNetwork:
     """Computes logits and the last layer's attention row of any number of images, for several callers at once.
 
-    A small network has a graph for each number of images from 1 to 8: these are faster than a graph for any number, and
+    A small network has a graph for each of a few numbers of images. These are faster than a graph for any number, and
     most where numbers change from batch to batch, but take more memory. A batch that is alone, which is small or rare,
     has a graph for a single image and one for any number.
 
@@ -55,7 +58,6 @@ class OpenVinoNetwork:
 
     Attributes:
         layers: the layer whose attention row is computed with the logits, or none.
-        largest: the batch that is to be computed at once at most; None for any.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
@@ -68,7 +70,7 @@ class OpenVinoNetwork:
         self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
         self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
-        self.largest = UNCUT if _is_small(options.model, dtype, streams) else None
+        self._is_small = _is_small(options.model, dtype, streams)
         self._relevance = relevance
         self.version = importlib.metadata.version("openvino")
         traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers, relevance)
@@ -79,15 +81,13 @@ class OpenVinoNetwork:
         expected = outputs[0]
         if not expected.isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
-        fixed: list[int | None] = list(range(1, UNCUT + 1)) if self.largest else []
         compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
         try:
             graph = convert(traced, torch.from_numpy(images[:2]))
-            if streams == 1:  # on all threads, which is what `alone` is
-                self._alone = self._beside = compiled(graph, dtype, [None, *fixed], streams=1)
-            else:
-                self._alone = compiled(graph, dtype, [None, *fixed[:1]], streams=1)
-                self._beside = compiled(graph, dtype, fixed or [None], streams=streams)
+            self._beside = compiled(graph, dtype, _SIZES if self._is_small else [None], streams=streams)
+            # One stream is on all threads already.
+            lone = [1, None] if self._is_small else [None]
+            self._alone = self._beside if streams == 1 else compiled(graph, dtype, lone, streams=1)
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
         for count, alone in ((1, True), (3, True), (1, False), (3, False)):
@@ -110,7 +110,7 @@ class OpenVinoNetwork:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Args:
-            images: at most `largest`, unless `alone`.
+            images: as many as one of `sizes`.
 
         Returns:
             Its attention is of `layers`.
@@ -122,19 +122,24 @@ class OpenVinoNetwork:
         logits, *others = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
         return NetworkOutput(logits, others[0] if self.layers else None, others[-1] if self._relevance else None)
 
+    def sizes(self, *, alone: bool) -> tuple[int, ...] | None:
+        """Return the numbers of images that a batch may have; None for any."""
+        if not self._is_small:
+            return None
+        return tuple(range(1, UNCUT + 1)) if alone and self._streams > 1 else _SIZES
+
     def fill_caches(self, images: NDArray[np.uint8]) -> None:
         """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
-        if self.largest is not None and len(images) > self.largest:
-            return
-        _for(len(images), self._alone).run_all(images)
-        if self._beside is not self._alone:
-            _for(len(images), self._beside).run_all(images)
+        for alone in (True, False) if self._streams > 1 else (False,):
+            sizes = self.sizes(alone=alone)
+            if sizes is None or len(images) in sizes:
+                _for(len(images), self._alone if alone else self._beside).run_all(images)
 
 
 def _is_small(model: VisionTransformer, dtype: torch.dtype, streams: int) -> bool:
     """Return whether graphs for each size of a piece have room."""
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    return UNCUT * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
+    return len(_SIZES) * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
 
 
 def _for(count: int, requests: dict[int | None, Requests]) -> Requests:

@@ -9,7 +9,7 @@ much as one image, where padding to the next size would cost up to half of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,23 +22,26 @@ UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
 
 
-def piece_sizes(count: int, largest: int | None = None) -> list[int]:
+def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
     """Return the sizes of the pieces of a batch, in the order of its images; most often one or two.
 
     A piece has 1 ... 8 images, or a power of two, or one and a half times that: 12 is left out, as 8 and 4 are sizes.
 
     Args:
-        largest: cut into pieces of this size and a rest; None is as above.
+        sizes: that a piece may have instead of these, with 1 among them; None for these.
     """
-    if largest is not None:
-        return [min(largest, count - start) for start in range(0, count, largest)]
-    sizes = []
+    found = []
+    if sizes is not None:
+        while count:
+            found.append(max(size for size in sizes if size <= count))
+            count -= found[-1]
+        return found
     while count > UNCUT:
         power = 1 << (count.bit_length() - 1)
         largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
-        sizes.append(largest)
+        found.append(largest)
         count -= largest
-    return [*sizes, count] if count else sizes
+    return [*found, count] if count else found
 
 
 def sizes_in_use(max_batch: int) -> list[int]:
@@ -47,13 +50,15 @@ def sizes_in_use(max_batch: int) -> list[int]:
 
 
 def compute_in_pieces(
-    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], NetworkOutput], largest: int | None = None
+    images: NDArray[np.uint8],
+    compute: Callable[[NDArray[np.uint8]], NetworkOutput],
+    sizes: Sequence[int] | None = None,
 ) -> NetworkOutput:
     """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
-    sizes = piece_sizes(len(images), largest)
-    if len(sizes) == 1:
+    cut = piece_sizes(len(images), sizes)
+    if len(cut) == 1:
         return compute(images)
-    parts = zip(*(compute(piece) for piece in np.split(images, np.cumsum(sizes)[:-1])), strict=True)
+    parts = zip(*(compute(piece) for piece in np.split(images, np.cumsum(cut)[:-1])), strict=True)
     logits, attention, relevance = (None if part[0] is None else torch.cat(part) for part in parts)
     assert logits is not None
     return NetworkOutput(logits, attention, relevance)

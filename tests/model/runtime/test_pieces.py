@@ -25,9 +25,11 @@ def test_pieces_add_up_and_have_few_sizes() -> None:
     assert [piece_sizes(count) for count in (1, 8, 9, 16, 23, 31)] == [[1], [8], [8, 1], [16], [16, 7], [24, 7]]
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (8, [8]), (9, [8, 1]), (23, [8, 8, 7]), (32, [8] * 4)])
-def test_pieces_of_a_largest_size_and_a_rest(count: int, sizes: list[int]) -> None:
-    assert piece_sizes(count, 8) == sizes
+@pytest.mark.parametrize(
+    ("count", "pieces"), [(1, [1]), (5, [4, 1]), (7, [6, 1]), (8, [8]), (23, [8, 8, 6, 1]), (32, [8] * 4)]
+)
+def test_pieces_of_sizes_that_are_given(count: int, pieces: list[int]) -> None:
+    assert piece_sizes(count, (1, 2, 3, 4, 6, 8)) == pieces
 
 
 @pytest.mark.parametrize("layers", [0, 2])
