@@ -60,6 +60,7 @@ def _predictor(checkpoint: Checkpoint) -> Predictor:
     predictor = Predictor(checkpoint, device="cpu", backend="openvino", threads=1, streams=1)
     assert isinstance(predictor._backend, OpenVino)
     predictor._backend.prepare_relevance()
+    assert predictor._backend._explaining is not None
     return predictor
 
 

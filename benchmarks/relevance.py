@@ -39,6 +39,7 @@ def main() -> None:
             predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
             if isinstance(predictor._backend, OpenVino):
                 predictor._backend.prepare_relevance()
+                assert predictor._backend._explaining is not None
             for batch in _BATCHES:
                 found = _measure(predictor, batch, arguments.rounds)
                 record.section(name, backend)[str(batch)] = found

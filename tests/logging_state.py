@@ -22,7 +22,8 @@ def restored() -> Iterator[None]:
         yield
     finally:
         for logger in _loggers():
-            logger.setLevel(levels.get(logger, logging.NOTSET))
+            if logger.level != levels.get(logger, logging.NOTSET):  # setting a level clears all loggers' caches
+                logger.setLevel(levels.get(logger, logging.NOTSET))
         root.handlers[:] = handlers
         logging._srcfile = source
         logging.logThreads, logging.logProcesses, logging.logMultiprocessing = facts
@@ -30,5 +31,6 @@ def restored() -> Iterator[None]:
 
 def _loggers() -> list[logging.Logger]:
     """The root and every logger that somebody has named."""
-    named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    known = list(logging.Logger.manager.loggerDict.values())
+    named = [logger for logger in known if isinstance(logger, logging.Logger)]
     return [logging.getLogger(), *named]

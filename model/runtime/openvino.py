@@ -77,7 +77,7 @@ class OpenVino:
         torch.set_num_threads(1)  # of the calling thread
         try:
             self._explaining = self._network.with_relevance(self._torch.float_copy())
-        except DeviceError as error:
+        except (DeviceError, RuntimeError) as error:
             logger.warning("torch computes relevance: %s", error)
 
     def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,8 @@ def compile_sizes(
         return Requests(graph, dtype, threads=threads, streams=streams, size=size)
 
     sizes = list(sizes)
+    if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
+        return {size: compile_one(size) for size in sizes}
     with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
         return dict(zip(sizes, pool.map(compile_one, sizes), strict=True))
 

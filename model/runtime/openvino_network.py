@@ -33,7 +33,8 @@ _SIZES: Final = (1, 2, 3, 4, 6, 8)
 """What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
 
 _FIXED_BYTES: Final = 240 << 20
-"""What these graphs may take together, more or less."""
+"""What these graphs may take together, more or less; those for a batch that is alone come on top, and with relevance
+there are as many again."""
 
 _GRAPH_BYTES: Final = 7 << 20
 """What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations."""
@@ -75,11 +76,12 @@ class OpenVinoNetwork:
         self.version = importlib.metadata.version("openvino")
         traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers, relevance)
         rows, columns = config.image_size
-        images = np.random.default_rng(0).integers(0, 256, (3, rows, columns, config.in_channels), dtype=np.uint8)
+        checked = _SIZES if self._is_small else (1, 3)
+        shape = (max(3, *checked), rows, columns, config.in_channels)
+        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         with torch.inference_mode():
             outputs = traced(torch.from_numpy(images))
-        expected = outputs[0]
-        if not expected.isfinite().all():
+        if not outputs[0].isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
         compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
         try:
@@ -88,14 +90,22 @@ class OpenVinoNetwork:
             # One stream is on all threads already.
             lone = [1, None] if self._is_small else [None]
             self._alone = self._beside if streams == 1 else compiled(graph, dtype, lone, streams=1)
+            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
+            self._check(images, outputs, (1, 3), alone=True)
+            self._check(images, outputs, checked, alone=False)
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
-        for count, alone in ((1, True), (3, True), (1, False), (3, False)):
-            # With one image, and with another number than traced, a constant that the trace made of a size shows.
+
+    def _check(
+        self, images: NDArray[np.uint8], expected: tuple[Tensor, ...], counts: tuple[int, ...], *, alone: bool
+    ) -> None:
+        """Raise DeviceError if the outputs of the first images are not torch's."""
+        dtype = self._options.dtype
+        for count in counts:
             found = self(images[:count], alone=alone)
-            _require_close(found.logits, expected[:count], _TOLERANCE[dtype], "logits")
+            _require_close(found.logits, expected[0][:count], _TOLERANCE[dtype], "logits")
             if found.relevance is not None:
-                _require_close(found.relevance, outputs[-1][:count], _RELEVANCE_TOLERANCE[dtype], "relevance")
+                _require_close(found.relevance, expected[-1][:count], _RELEVANCE_TOLERANCE[dtype], "relevance")
 
     def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
         """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.

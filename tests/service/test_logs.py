@@ -45,7 +45,6 @@ TIFF = """
 import io
 from PIL import Image
 from service import logs
-from tests import logging_state
 
 encoded = io.BytesIO()
 Image.effect_noise((64, 64), 50).save(encoded, "TIFF", compression="tiff_lzw")

@@ -21,7 +21,7 @@ from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
 from model.runtime import openvino_network
 from model.runtime.openvino import unsupported_reason
-from model.runtime.openvino_graph import Requests
+from model.runtime.openvino_graph import _LEAN, Requests, core
 from model.runtime.openvino_network import OpenVinoNetwork
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
@@ -175,6 +175,13 @@ def test_how_much_room_graphs_for_each_size_take_grows_with_weights_and_streams(
         with torch.device("meta"):
             model = VisionTransformer(ViTConfig.model_validate({**config, **shape}))
         assert openvino_network._is_small(model, dtype, streams) is small
+
+
+def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
+    from openvino import Model, opset13
+
+    given = opset13.parameter([1], np.float32)
+    core().compile_model(Model([opset13.relu(given)], [given]), "CPU", _LEAN)
 
 
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
