@@ -286,6 +286,20 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
         Predictor(checkpoint, device="cpu", backend="openvino")
 
 
+def test_a_graph_that_fails_at_its_first_run_leaves_torch_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Requests, images: np.ndarray) -> list[np.ndarray]:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Requests, "infer", fail)
+    checkpoint = load_checkpoint("bundled")
+    assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
+    assert "OpenVINO does not run this model: shapes do not match" in caplog.text
+    with pytest.raises(DeviceError, match="shapes do not match"):
+        Predictor(checkpoint, device="cpu", backend="openvino")
+
+
 def test_what_it_cannot_do_is_told() -> None:
     with pytest.raises(DeviceError, match="backend openvino: it has no float16 here"):
         Predictor(load_checkpoint("bundled"), device="cpu", dtype="float16", backend="openvino")
