@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, Unpack, overload
 
 import httpx
 
+from vitserve import requests
 from vitserve.documents import (
     Attention,
     AttentionDocument,
@@ -42,20 +43,7 @@ from vitserve.errors import (
     Unreachable,
 )
 from vitserve.pictures import ImageSource
-from vitserve.requests import (
-    Answer,
-    Array,
-    DrawingOptions,
-    MapOptions,
-    Request,
-    WithAttention,
-    array,
-    body,
-    documents,
-    form,
-    map_of,
-    query,
-)
+from vitserve.requests import Answer, Array, DrawingOptions, MapOptions, Request, WithAttention
 from vitserve.retries import Attempts, Retries
 from vitserve.streams import Source, Window, answer_or_error
 
@@ -96,7 +84,7 @@ class _Method(Generic[_Arguments, Answer]):
 
     def __init__(self, build: Callable[Concatenate[Any, _Arguments], Request[Answer]]) -> None:
         self._build = build
-        # The annotations are those of what `help` shows, which returns the answer.
+        # For `help`: what a caller gets is the answer.
         build.__annotations__["return"] = build.__annotations__["return"].removeprefix("Request[").removesuffix("]")
 
     @overload
@@ -124,7 +112,7 @@ class _Service:
         self, image: ImageSource, *, top_k: int | None = None, attention: WithAttention = False
     ) -> Request[Classification]:
         """Classify one image; with `attention`, add the map that /classify offers under this name."""
-        options = body(image) | query(top_k=top_k, attention=attention)
+        options = requests.body(image) | requests.query(top_k=top_k, attention=attention)
         return Request("POST", "/classify", Classification.model_validate_json, options)
 
     @_Method
@@ -132,7 +120,7 @@ class _Service:
         self, images: Sequence[ImageSource], *, top_k: int | None = None, attention: WithAttention = False
     ) -> Request[BatchClassification]:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
-        options = form(images) | query(top_k=top_k, attention=attention)
+        options = requests.form(images) | requests.query(top_k=top_k, attention=attention)
         return Request("POST", "/classify/batch", BatchClassification.model_validate_json, options)
 
     @_Method
@@ -143,17 +131,17 @@ class _Service:
 
         Of a `Classification`, the maps are those of its picture, which is not sent again.
         """
-        return map_of(image, documents, **options, format="json")
+        return requests.map_of(image, requests.documents, **options, format="json")
 
     @_Method
     def attention_array(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> Request[Array]:
         """Return a map as float32 [rows, columns], or [maps, rows, columns] for several classes."""
-        return map_of(image, array, **options, format="npy")
+        return requests.map_of(image, requests.array, **options, format="npy")
 
     @_Method
     def heat_map(self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return map_of(image, bytes, **options)
+        return requests.map_of(image, bytes, **options)
 
     @_Method
     def model(self) -> Request[ModelDescription]:
@@ -164,9 +152,6 @@ class _Service:
     def labels(self) -> Request[list[str]]:
         """List the classes, in index order."""
         return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels)
-
-    def _attempts(self) -> Attempts:
-        return Attempts(self._retries, self._http.base_url)
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True
@@ -213,12 +198,7 @@ class Client(_Service):
         self._http.close()
 
     def stream(
-        self,
-        images: Iterable[Source],
-        ask: Callable[[Source], Answer],
-        *,
-        concurrency: int = 8,
-        ordered: bool = True,
+        self, images: Iterable[Source], ask: Callable[[Source], Answer], *, concurrency: int = 8, ordered: bool = True
     ) -> Iterator[tuple[Source, Answer | ClientError | OSError]]:
         """Ask about any number of images, several at a time, and give each with its answer or its error.
 
@@ -243,7 +223,8 @@ class Client(_Service):
     @staticmethod
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         def send(self: Client, *arguments: Any, **options: Any) -> Any:
-            request, attempts = build(self, *arguments, **options), self._attempts()
+            request = build(self, *arguments, **options)
+            attempts = Attempts(self._retries, self._http.base_url)
             while True:
                 try:
                     return self._read(request, self._http.request(request.method, request.path, **request.options))
@@ -310,7 +291,8 @@ class AsyncClient(_Service):
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         async def send(self: AsyncClient, *arguments: Any, **options: Any) -> Any:
             # In a thread, as files are read and pictures are encoded.
-            request, attempts = await asyncio.to_thread(build, self, *arguments, **options), self._attempts()
+            request = await asyncio.to_thread(build, self, *arguments, **options)
+            attempts = Attempts(self._retries, self._http.base_url)
             while True:
                 try:
                     response = await self._http.request(request.method, request.path, **request.options)

@@ -37,6 +37,8 @@ def file_bytes(image: ImageSource) -> bytes:
         OSError: the file cannot be read.
         TypeError: this is no picture.
     """
+    if isinstance(image, bytes):
+        return image
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if hasattr(image, "getexif"):
@@ -50,10 +52,8 @@ def file_bytes(image: ImageSource) -> bytes:
     match pixels.format, pixels.shape:
         case "B", (_,):  # the bytes of a file
             return pixels.tobytes()
-        case "B", (rows, columns) | (rows, columns, 1):
-            return _encode_png(pixels.tobytes(), rows, columns, 1)
-        case "B", (rows, columns, 3 | 4 as channels):
-            return _encode_png(pixels.tobytes(), rows, columns, channels)
+        case "B", (rows, columns, *channels) if channels in ([], [1], [3], [4]):
+            return _encode_png(pixels.tobytes(), rows, columns, *channels)
     raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(pixels.shape or ())}")
 
 
@@ -68,17 +68,12 @@ def _encode_pil(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _encode_png(pixels: bytes, rows: int, columns: int, channels: int) -> bytes:
+def _encode_png(pixels: bytes, rows: int, columns: int, channels: int = 1) -> bytes:
     """Return a PNG (W3C PNG, third edition, section 5) of pixels of 8-bit grey, RGB or RGBA."""
     width = columns * channels
     lines = b"".join(b"\0" + pixels[start : start + width] for start in range(0, len(pixels), width or 1))
-    size = columns.to_bytes(4, "big") + rows.to_bytes(4, "big")
-    parts = {
-        b"IHDR": size + bytes([8, _PNG_COLOUR_TYPES[channels], 0, 0, 0]),
-        b"IDAT": zlib.compress(lines, 1),
-        b"IEND": b"",
-    }
+    head = columns.to_bytes(4, "big") + rows.to_bytes(4, "big") + bytes([8, _PNG_COLOUR_TYPES[channels], 0, 0, 0])
     file = b"\x89PNG\r\n\x1a\n"
-    for kind, body in parts.items():
+    for kind, body in ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")):
         file += len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
     return file
