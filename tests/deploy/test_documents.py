@@ -12,6 +12,7 @@ from service.engine.messages import EngineStatus
 from service.metrics.metrics import Metrics
 from service.metrics.nvml import GpuCollector
 from service.settings import ENV_PREFIX, Settings
+from service.web.app import _PUBLIC
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("deploy/**/*.yml")])
@@ -103,3 +104,11 @@ def test_links_lead_somewhere(document):
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
 
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_every_path_that_needs_no_key_is_documented():
+    section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
+    first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))
+
+    without_files = {path for path in _PUBLIC if "." not in path} | {"/openapi.json", "/metrics"}
+    assert set(re.findall(r"`(/\S*)`", first_cells)) == without_files
