@@ -254,8 +254,8 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
 
 @pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
 def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(component: str, tmp_path: Path) -> None:
-    section = DEPLOYMENT.split("## Kubernetes\n")[1].split("\n## ")[0]
-    overlay, patch = re.findall(r"^```yaml\n(.*?)^```", section, re.M | re.S)
+    operations = (REPOSITORY / "docs/operations.md").read_text()
+    [overlay], [patch] = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (operations, DEPLOYMENT))
     text = overlay.replace("checkpoint-init", component) + (patch if component == "checkpoint-image" else "")
     manifests = built(tmp_path, yaml.safe_load(text))
     pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
@@ -263,6 +263,17 @@ def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(comp
     images = [init["image"] for init in pod.get("initContainers", [])] or [volume["image"]["reference"]]
     assert images == ["registry.example.org/my-vit:1"]
     assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0"
+
+
+def test_the_documented_claim_is_the_one_that_pods_mount_and_the_pod_that_fills_it_is_valid(tmp_path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    [text] = re.findall(r"<<'END'\n(.*?)^END$", DEPLOYMENT, re.M | re.S)
+    claim, pod = yaml.safe_load_all(text)
+    for manifest in (claim, pod):
+        validator.validate(manifest, "1.33", strict=True)
+    volumes = one(built_with(tmp_path, "cpu", ["checkpoint-pvc"]), "Deployment")["spec"]["template"]["spec"]["volumes"]
+    sources = [volume.get("persistentVolumeClaim", {}) for volume in (*pod["spec"]["volumes"], *volumes)]
+    assert {source["claimName"] for source in sources if source} == {claim["metadata"]["name"]}
 
 
 def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
