@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-import socket
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
@@ -13,15 +11,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 _OTHER_FILES = 128
 """Descriptors that are left for everything that is no connection."""
 
-_FIRST_LOOK_SECONDS = 0.05
-_LONGEST_LOOK_SECONDS = 1.0
-
 _MOST_AT_ONCE = 32
 """Connections closed together, so that not every newcomer costs a look at all of them."""
 
 
-Rank = tuple[bool, int]
-"""Whether a connection ever brought a whole request, and the turn at which its last one began."""
+_NEWCOMER_SECONDS = 1.0
+"""Age at which a connection should have brought a request: before, its first one may be on its way."""
+
+_CRAWLER, _IDLE, _NEWCOMER = range(3)
+
+Rank = tuple[int, int]
+"""The order in which connections are closed: by kind, and by the turn at which the last request began."""
 
 
 CRAWLS = "vit.crawls"
@@ -42,25 +42,32 @@ class Connection(Protocol):
         """Close it."""
 
 
-def rank_of(cycle: RequestResponseCycle | None, turn: int) -> Rank | None:
-    """Return the rank of a connection by its newest request, which began at `turn`.
+def rank_of(cycle: RequestResponseCycle | None, turn: int, age: float) -> Rank | None:
+    """Return the rank of a connection of this age, in seconds, by its newest request, which began at `turn`.
 
     None if this is being received, unless its body crawls, or is being answered.
     """
-    if cycle is None or cycle.response_complete:
-        return cycle is not None and not cycle.more_body, turn
+    if cycle is None:
+        return _NEWCOMER if age < _NEWCOMER_SECONDS else _CRAWLER, turn
+    if cycle.response_complete:
+        return _CRAWLER if cycle.more_body else _IDLE, turn
     # Refused, and reading on only so that the caller sees it.
     refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
     crawls: Callable[[], bool] = cast(dict[str, Any], cycle.scope).get(CRAWLS, lambda: False)
-    return (False, turn) if refused or crawls() else None
+    return (_CRAWLER, turn) if refused or crawls() else None
 
 
 def make_room(connections: Iterable[Connection]) -> bool:
-    """Close those of the lowest ranks, at most an eighth of all that wait; return whether there was one."""
+    """Close those of the lowest ranks, at most an eighth of all that wait; return whether there was one.
+
+    A newcomer is closed only if there is nobody else, and then no second one.
+    """
     waiting = [(rank, connection) for connection in connections if (rank := connection.rank) is not None]
     count = max(1, min(_MOST_AT_ONCE, len(waiting) // 8))
-    for _, connection in heapq.nsmallest(count, waiting, key=lambda pair: pair[0]):
-        connection.close()
+    lowest = heapq.nsmallest(count, waiting, key=lambda pair: pair[0])
+    for number, ((kind, _), connection) in enumerate(lowest):
+        if number == 0 or kind != _NEWCOMER:
+            connection.close()
     return bool(waiting)
 
 
@@ -80,19 +87,3 @@ def connection_limit(wanted: int) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
-
-
-def watch_for_departure(
-    transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, seconds: float = _FIRST_LOOK_SECONDS
-) -> None:
-    """Cut a connection that sends no more as soon as its caller's system refuses what is sent to it."""
-
-    def look() -> None:
-        if transport.is_closing():
-            return
-        if transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            transport.abort()
-        else:
-            watch_for_departure(transport, loop, min(2 * seconds, _LONGEST_LOOK_SECONDS))
-
-    loop.call_later(seconds, look)

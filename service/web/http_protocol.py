@@ -7,26 +7,23 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
-from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.web.connections import GIVE_WAY, Rank, make_room, rank_of, watch_for_departure
-from service.web.early_refusal import EarlyRefusal
+from service.web.connections import GIVE_WAY, Rank, make_room, rank_of
 from service.web.http_head import check_head, may_discard
-from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, PROBES, answered_status, request_id_from
-from service.web.problems import problem_of
-from service.web.raw_answer import raw_answer
-from service.web.refusal_pace import WAITED, PacedFlow, RefusalPace
+from service.web.middleware import BROKEN_FRAMING, DISCARDS_BODY, request_id_from
+from service.web.problems import MEDIA_TYPE, Problem, body, problem_of
 from service.web.unread_answers import UnreadAnswers
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
 _MAX_WAITING = 8  # requests that came before their answers; one read may hold thousands
+SURPLUS = 64
+"""Connections beyond the limit: those that are refused, until their callers have read so, or that close slowly."""
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 HEARING_SECONDS = 0.5
@@ -50,8 +47,8 @@ class HttpProtocol(HttpToolsProtocol):
     _offer = False
     """Whether this head asks to go on in another protocol."""
     _refused = False
-    _has_refused_early = False
-    """Whether a request of the bytes that are being parsed was."""
+    _is_surplus = False
+    """Whether it was refused because there were too many."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -60,15 +57,14 @@ class HttpProtocol(HttpToolsProtocol):
         self,
         *arguments: Any,
         max_connections: int = sys.maxsize,
-        refuse_early: EarlyRefusal | None = None,
         on_connection: Callable[[], None] = lambda: None,
+        on_unparsed: Callable[[Problem, str], None] = lambda problem, request_id: None,
         unread_answers: UnreadAnswers | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self._refuse_early = refuse_early
         self._on_connection = on_connection
-        self._pace = RefusalPace() if refuse_early is None else refuse_early.pace
+        self._on_unparsed = on_unparsed
         self._max_connections = max_connections
         self._unread_answers = unread_answers or UnreadAnswers()
         self._turn = next(_TURNS)
@@ -76,20 +72,30 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock: a connection that never asks anything is closed; so are others, if there are too many."""
         super().connection_made(transport)
-        self.flow = self._flow = PacedFlow(transport)
+        self._made = self.loop.time()
         self._on_connection()
-        if len(self.connections) > self._max_connections:
-            others = (c for c in self.connections if isinstance(c, HttpProtocol) and c is not self)
-            if not make_room(others):
-                self._refuse(ReceivingFull(f"all {self._max_connections} connections are in use"))
-                self.transport.close()
-                return
-        self._start_head_timer()
+        if len(self.connections) <= self._max_connections or self._has_room():
+            self._start_head_timer()
+            return
+        self._is_surplus = True
+        self._refuse(ReceivingFull(f"all {self._max_connections} connections are in use"))
+        if len(self.connections) > self._max_connections + SURPLUS:
+            self.transport.close()
+
+    def _has_room(self) -> bool:
+        """Return whether there is room for this connection, or others gave way to it."""
+        others = [c for c in self.connections if isinstance(c, HttpProtocol) and c is not self]
+        # What closes, but has an answer to send, holds its descriptor.
+        held = sum(not (c.transport.is_closing() or c._is_surplus) for c in others)
+        is_full = held >= self._max_connections or len(others) >= self._max_connections + SURPLUS
+        return not is_full or make_room(others)
 
     @property
     def rank(self) -> Rank | None:
         """See `service.web.connections.Connection`."""
-        return None if self.transport.is_closing() else rank_of(self.cycle, self._turn)
+        if self._is_surplus or self.transport.is_closing():
+            return None
+        return rank_of(self.cycle, self._turn, self.loop.time() - self._made)
 
     def close(self) -> None:
         """Close the connection, but that of a request whose body crawls only after its answer."""
@@ -98,19 +104,10 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             cast(dict[str, Any], self.cycle.scope).get(GIVE_WAY, self.transport.close)()
 
-    def pause(self) -> None:
-        """Read nothing for a while."""
-        self._flow.hold(self.loop.time())
-
-    def resume(self) -> None:
-        """Read again."""
-        self._flow.let_go(self.loop.time())
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell the request that is being answered."""
         self._stop_head_timer()
         self._unread_answers.remove(self)
-        self._pace.resume(self)
         super().connection_lost(exc)
         # uvicorn tells the newest request, which may be one that waits for its turn behind this one.
         if self._running is not None and not self._running.response_complete:
@@ -129,25 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
             # A new head has begun, or a body is thrown away, and uvicorn has stopped its clock for idle connections.
             self._start_head_timer()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer the requests that came whole, then close: a caller that sends no more may still read."""
-        if self.pipeline and self.cycle.more_body:  # the last one will never be whole
-            self.pipeline.popleft()
-            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running)
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            return False
-        self.cycle.keep_alive = False
-        running = self._running
-        if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
-            # A caller that is gone looks the same, until its system refuses what is sent to it: an interim answer,
-            # which every client of HTTP/1.1 skips.
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            watch_for_departure(self.transport, self.loop)
-        return True
-
     def shutdown(self) -> None:
         """Close the connection once what is on its way has been heard; the server has stopped listening."""
-        self._pace.resume(self)
         self._close_after_turns(_HEARING_TURNS)
 
     def _close_after_turns(self, turns: int) -> None:
@@ -159,7 +139,6 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._has_refused_early = False
         rest = memoryview(data)
         try:
             while rest and not self._refused:
@@ -224,44 +203,11 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if may_discard(version, self.headers):
             cast(dict[str, Any], self.scope)[DISCARDS_BODY] = True
-            if self._is_refused_early():
-                return
-        if waited := self._flow.waited(self.loop.time()):
-            cast(dict[str, Any], self.scope)[WAITED] = waited
         super().on_headers_complete()
-
-    def _is_refused_early(self) -> bool:
-        """Answer a request that is refused whatever its body is; return whether it was."""
-        # Of requests that came at once only the first: thousands in one read would hold the event loop.
-        busy = self._has_refused_early or (self.cycle is not None and not self.cycle.response_complete)
-        # A caller that does not read its answers is to wait for them.
-        if self._refuse_early is None or busy or self.flow.write_paused:
-            return False
-        request_id = self._request_id()
-        problem = self._refuse_early(self.parser.get_method().decode("ascii"), self.url, self.headers, request_id)
-        if problem is None:
-            return False
-        self.transport.write(raw_answer(problem, request_id, self.server_state.default_headers))
-        self._has_refused_early = True
-        self.server_state.total_requests += 1
-        self._turn = next(_TURNS)
-        first = (self.scope, self.transport, self.flow, self.logger, self.access_logger)
-        self.cycle = RequestResponseCycle(
-            *first,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=True,
-            on_response=self.on_response_complete,
-        )
-        self.cycle.response_started = self.cycle.response_complete = True
-        return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._turn = next(_TURNS)
-        self._unset_keepalive_if_required()  # set by one that was refused, and came together with this one
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -280,21 +226,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:  # answered early, and now read to its end
             self.cycle.more_body = False
             self._stop_head_timer()
-            # The application was not asked, or had no room either.
-            if answered_status(cast(Scope, self.cycle.scope)) in (None, int(HTTPStatus.SERVICE_UNAVAILABLE)):
-                self._pace.refused(self, self.loop)
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-
-    def on_response_complete(self) -> None:
-        """Count a refusal after a whole body for the pace, too, and go on with the next request."""
-        running = cast(RequestResponseCycle, self._running)
-        super().on_response_complete()
-        scope = cast(Scope, running.scope)
-        is_refused = answered_status(scope) == HTTPStatus.SERVICE_UNAVAILABLE and scope["path"] not in PROBES
-        if is_refused and not (running.more_body or self.transport.is_closing()):
-            self._pace.refused(self, self.loop)
 
     def pause_writing(self) -> None:
         """Start the clock of a caller that does not read its answers."""
@@ -315,24 +249,34 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_head_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            if self.cycle.more_body:
+                cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = str(error)
+                self.cycle.more_body = False
+                self.cycle.message_event.set()
+                return
+        problem = problem_of(error)
+        request_id = request_id_from(dict(reversed(self.headers or ())).get(b"x-request-id", b"").decode("latin-1"))
+        self._on_unparsed(problem, request_id)
         if self.cycle is None or self.cycle.response_complete:
-            self._answer(error)
-            return
-        self.cycle.keep_alive = False
-        if self.cycle.more_body:
-            cast(dict[str, Any], self.cycle.scope)[BROKEN_FRAMING] = str(error)
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
+            self._answer(problem, request_id)
 
-    def _answer(self, error: ServiceError) -> None:
-        headers = [*self.server_state.default_headers, (b"connection", b"close")]
-        self.transport.write(raw_answer(problem_of(error), self._request_id(), headers))
+    def _answer(self, problem: Problem, request_id: str) -> None:
+        content = body(problem, request_id)
+        headers = {
+            "connection": "close",
+            "content-type": MEDIA_TYPE,
+            "content-length": str(len(content)),
+            "x-request-id": request_id,
+            **{name.lower(): value for name, value in problem.headers.items()},
+        }
+        lines = [name + b": " + value for name, value in self.server_state.default_headers]
+        lines += [f"{name}: {value}".encode() for name, value in headers.items()]
+        self.transport.write(STATUS_LINE[problem.status] + b"\r\n".join([*lines, b"", content]))
         # Closed with bytes unread, the connection would be reset, and the caller might never see the answer.
         self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
-
-    def _request_id(self) -> str:
-        return request_id_from(dict(reversed(self.headers or ())).get(b"x-request-id", b"").decode("latin-1"))
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

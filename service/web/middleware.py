@@ -25,19 +25,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
 from service.metrics.metrics import Metrics
-from service.web.early_refusal import EarlyRefusal
 from service.web.lifecycle import Lifecycle
 from service.web.problems import (
     CLIENT_DISCONNECTED,
     INFERENCE_PROTOCOL,
     INTERNAL_ERROR,
     MEDIA_TYPE,
+    Problem,
     body,
     problem_of,
     protocol_body,
     refusal_of,
 )
-from service.web.refusal_pace import WAITED
 from service.web.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -57,6 +56,9 @@ DISCARDS_BODY = "vit.discards_body"
 """Key of the scope under which the HTTP protocol says that it throws away what an answer leaves unread of a body."""
 
 _CONTEXT = "vit.context"
+
+_UNPARSED = "unparsed"
+"""Endpoint under which is counted what never became a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +87,11 @@ def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_CONTEXT])
 
 
-def answered_status(scope: Scope) -> int | None:
-    """Return the status with which the application answers a request; None if it was not asked, or does not yet."""
-    context: RequestContext | None = scope.get(_CONTEXT)
-    return None if context is None else context.status
-
-
 class RequestContext:
     """The context of one request: its answer on the way out, and the unread rest of its body.
 
     Attributes:
-        started: monotonic seconds at which its head had been read, or had come while its connection was paused.
+        started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
@@ -179,7 +175,6 @@ class RequestContextMiddleware:
         clock: monotonic seconds.
 
     Attributes:
-        refuse_early: for an HTTP protocol that refuses requests without calling the application.
         log: of the requests.
     """
 
@@ -205,7 +200,6 @@ class RequestContextMiddleware:
         self._tracer = tracer
         self._clock = clock
         self._linger = linger or LingerLimits()
-        self.refuse_early: EarlyRefusal | None = None
         self.log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,8 +207,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = self._clock() - scope.get(WAITED, 0.0)
-        context = RequestContext(scope, receive, send, self._lifecycle, started, self._linger)
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:
@@ -236,8 +229,6 @@ class RequestContextMiddleware:
             self.count(
                 scope["method"], scope["path"], status, seconds, *who, refusal=context.refusal, trace=context.trace
             )
-            if counted and self.refuse_early is not None and status < 400:
-                self.refuse_early.pace.answered()
 
     def count(
         self,
@@ -277,6 +268,13 @@ class RequestContextMiddleware:
                 self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
             answered = None if status == CLIENT_DISCONNECTED else status
             trace.end(answered, route, seconds, request_id=request_id, key_name=key_name)
+
+    def count_unparsed(self, problem: Problem, request_id: str) -> None:
+        """Count and log a refusal by the HTTP protocol: of what is no request, or of a connection too many."""
+        self._requests(_UNPARSED, str(problem.status)).inc()
+        self._metrics.rejected.labels(problem.code).inc()
+        if self.log.has_own_line(problem.code):
+            self.log.unparsed(problem.status, problem.detail, request_id)
 
 
 class ProblemMiddleware:

@@ -55,6 +55,11 @@ class RequestLog:
             extra={"fields": fields},
         )
 
+    def unparsed(self, status: int, detail: str, request_id: str) -> None:
+        """Log bytes that were answered with a status, but never became a request."""
+        fields = {"request_id": request_id, "status": status, "detail": detail}
+        logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
+
     def has_own_line(self, reason: str) -> bool:
         """Return whether a request that is refused now is to be logged by itself; if not, it is counted here.
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NoReturn, cast
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from service.settings import Settings
 from service.web.accepting import Acceptor
@@ -26,6 +25,7 @@ from service.web.descriptors import DescriptorWatch
 from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
+from service.web.middleware import RequestContextMiddleware
 from service.web.unread_answers import UnreadAnswers
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: RequestContextMiddleware,
         settings: Settings,
         lifecycle: Lifecycle,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
@@ -63,8 +63,8 @@ class Server(uvicorn.Server):
         protocol = partial(
             HttpProtocol,
             max_connections=connection_limit(settings.max_connections),
-            refuse_early=getattr(app, "refuse_early", None),
             on_connection=self._on_connection,
+            on_unparsed=app.count_unparsed,
             unread_answers=UnreadAnswers(settings.max_receiving_bytes // 4),
         )
         config = uvicorn.Config(

@@ -102,7 +102,7 @@ async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterato
             app_state={},
             _loop=clock,
             max_connections=service.settings.max_connections,
-            refuse_early=service.asgi.refuse_early,
+            on_unparsed=service.asgi.count_unparsed,
         ),
         "127.0.0.1",
         0,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from service.web.connections import Rank, connection_limit, make_room
+from service.web.connections import Rank, connection_limit, make_room, rank_of
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import pipeline_of, until
-from tests.service.web.listening import GET, Listening, listening, post
+from tests.service.web.listening import GET, Answer, Listening, listening, post
+from tests.service.web.wire import Clock
 
+CRAWLER, IDLE, NEWCOMER = range(3)
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
 
@@ -34,15 +39,29 @@ def closed_of(*ranks: Rank | None) -> list[int]:
 
 
 def test_the_one_that_waited_longest_makes_room_and_those_that_never_asked_come_first() -> None:
-    assert closed_of((True, 1), (False, 9), (False, 5), None) == [2]
-    assert closed_of((True, 4), (True, 3), None) == [1]
+    assert closed_of((IDLE, 1), (CRAWLER, 9), (CRAWLER, 5), None) == [2]
+    assert closed_of((IDLE, 4), (IDLE, 3), (NEWCOMER, 1), None) == [1]
     assert closed_of(None, None) == []
     assert closed_of() == []
 
 
 def test_of_many_an_eighth_makes_room_and_never_more_than_32() -> None:
-    assert closed_of(*((False, turn) for turn in range(80))) == list(range(10))
-    assert closed_of(*((False, turn) for turn in range(1000))) == list(range(32))
+    assert closed_of(*((CRAWLER, turn) for turn in range(80))) == list(range(10))
+    assert closed_of(*((CRAWLER, turn) for turn in range(1000))) == list(range(32))
+
+
+def test_newcomers_make_room_one_at_a_time_and_only_if_there_is_nobody_else() -> None:
+    assert closed_of(*((NEWCOMER, turn) for turn in range(80))) == [0]
+    assert closed_of(*((NEWCOMER, turn) for turn in range(80)), (IDLE, 99)) == [80]
+
+
+@pytest.mark.parametrize(
+    ("version", "age", "rank"),
+    [(None, 0.0, (NEWCOMER, 7)), (None, 0.99, (NEWCOMER, 7)), (None, 1.0, (CRAWLER, 7)), ("1.1", 0.5, (IDLE, 7))],
+)
+def test_one_that_just_came_is_given_a_second_to_ask(version: str | None, age: float, rank: Rank) -> None:
+    cycle: Any = version and SimpleNamespace(response_complete=True, more_body=False)
+    assert rank_of(cycle, 7, age) == rank
 
 
 @pytest.mark.parametrize(
@@ -83,13 +102,15 @@ async def test_callers_that_crawl_with_their_heads_make_room_oldest_first() -> N
 
 @on_a_loop
 async def test_a_caller_between_two_requests_stays_as_long_as_others_never_asked() -> None:
-    async with listening(max_connections=2) as server, AsyncExitStack() as stack:
+    clock = Clock()
+    async with listening(clock, max_connections=2) as server, AsyncExitStack() as stack:
         regular = await stack.enter_async_context(server.connect())
         await regular.send(GET)
         assert (await regular.answer()).status == 200
         crawler = await stack.enter_async_context(server.connect())
         await crawler.send(HALF_A_HEAD)
         await until(lambda: len(server.state.connections) == 2)
+        clock.advance(1)
         assert (await server.ask(GET)).status == 200
         assert await crawler.is_closed()
         await regular.send(GET)
@@ -114,18 +135,20 @@ async def test_a_caller_that_was_refused_and_does_not_leave_makes_room(request_b
 
 
 @on_a_loop
-async def test_a_request_that_was_refused_from_its_head_counts_as_one() -> None:
-    async with listening(max_connections=2, queue_size=1) as server, AsyncExitStack() as stack:
-        with pipeline_of(server.app).limiter.permit():
-            first, second = [await stack.enter_async_context(server.connect()) for _ in range(2)]
-            for caller in (first, second, first):
-                await caller.send(post(png(1)))
-                assert (await caller.answer()).code == "queue_full"
-            assert server.state.total_requests == 3
-            assert (await server.ask(GET)).status == 200
-            assert await second.is_closed()
-            await first.send(GET)
-            assert (await first.answer()).status == 200
+async def test_while_idle_callers_can_go_every_newcomer_is_answered_though_all_come_at_once() -> None:
+    async with listening(max_connections=64) as server, AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(server.connect()) for _ in range(64)]
+        for caller in idle:
+            await caller.send(GET)
+            assert (await caller.answer()).status == 200
+
+        async def ask() -> Answer:
+            async with server.connect() as newcomer:
+                await asyncio.sleep(0)  # others connect before it asks
+                await newcomer.send(GET)
+                return await newcomer.answer()
+
+        assert [answer.status for answer in await asyncio.gather(*(ask() for _ in range(48)))] == [200] * 48
 
 
 @on_a_loop

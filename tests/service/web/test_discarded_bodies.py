@@ -85,7 +85,7 @@ async def test_a_connection_whose_refused_body_ended_is_kept_as_long_as_any_othe
         assert protocol.rank is not None
         assert not protocol.rank[0], "it goes before those that brought a whole request"
         await connection.send(bytes(9))
-        await until(lambda: protocol.rank is not None and protocol.rank[0])
+        await until(lambda: protocol.rank is not None and bool(protocol.rank[0]))
         clock.advance(599)  # `listening` keeps idle connections for 600 s
         await connection.send(GET)
         assert (await connection.answer()).status == 200
