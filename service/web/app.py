@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api_keys import parse_keys
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import MEMORY, Settings
 from service.web.admission import Limiter
 from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline

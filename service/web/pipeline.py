@@ -35,13 +35,13 @@ from service.errors import (
     ServiceError,
     UploadTooLarge,
 )
+from service.http.exchange import exchange_of
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
-from service.web.connections import CRAWLS, GIVE_WAY
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
@@ -175,8 +175,7 @@ class Pipeline:
         """
         self.check_room()
         with self.upload() as upload:
-            request.scope[CRAWLS] = partial(self.receiving.crawls, upload.body)
-            request.scope[GIVE_WAY] = partial(self.receiving.end, upload.body)
+            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager

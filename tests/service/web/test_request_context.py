@@ -11,8 +11,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.errors import EngineUnavailable, QueueFull, Unauthorized
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware, request_context
 from service.web.problems import problem_of
 from tests.service.fakes import on_a_loop

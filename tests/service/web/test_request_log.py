@@ -11,9 +11,9 @@ import pytest
 from service.logs import JsonFormatter
 from service.web.request_log import LINES_A_SECOND, RequestLog
 from tests.service.fakes import on_a_loop, png
+from tests.service.http.listening import listening, post
+from tests.service.http.wire import Clock
 from tests.service.web.apps import pipeline_of
-from tests.service.web.listening import listening, post
-from tests.service.web.wire import Clock
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from service.web.http_head import may_discard
+from service.http.head import may_discard
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.listening import GET, listening, post
-from tests.service.web.wire import Wire
+from tests.service.http.listening import GET, listening, post
+from tests.service.http.wire import Wire
 
 WRONG_HOSTS = [
     (1, b""),

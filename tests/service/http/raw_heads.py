@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.service.web.raw_forms import FITS, GET, LENGTH, PNG, Form, closes, get, kept, post, refused
+from tests.service.http.raw_forms import FITS, GET, LENGTH, PNG, Form, closes, get, kept, post, refused
 
 REQUEST_LINES: dict[str, Form] = {
     "GET": kept(GET, 200),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from service.web.watchdog import Watchdog
+from service.http.watchdog import Watchdog
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import Clock
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.service.web.raw_forms import (
+from tests.service.http.raw_forms import (
     FITS,
     GET,
     LAST,

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.wire import Request, Wire
+from tests.service.http.wire import Request, Wire
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 CONNECT = b"CONNECT / HTTP/1.1\r\n\r\n"

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.wire import Wire
+from tests.service.http.wire import Wire
 
 HEAD_SECONDS, LINGER_SECONDS, STALL_SECONDS = 30.0, 2.0, 30.0
 GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import cast
 
-from service.web.unread_answers import STALL_SECONDS, UnreadAnswers
+from service.http.unread_answers import STALL_SECONDS, UnreadAnswers
 from tests.service.fakes import on_a_loop
+from tests.service.http.listening import GET, listening
+from tests.service.http.wire import Clock, Transport
 from tests.service.web.apps import until
-from tests.service.web.listening import GET, listening
-from tests.service.web.wire import Clock, Transport
 
 
 @dataclass(eq=False)
@@ -67,10 +67,10 @@ async def test_of_callers_that_do_not_read_the_last_one_stays() -> None:
             silent.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             count = min(number, 1) + 1
             await until(lambda count=count: len(server.protocols) == count)  # type: ignore[misc]
-            [protocol] = [one for one in server.protocols if not one.flow.write_paused]
+            [protocol] = [one for one in server.protocols if one.writable.is_set()]
             protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             protocol._unread_answers = answers
             protocol.transport.write(bytes(1 << 20))
-            await until(lambda: [one.flow.write_paused for one in server.protocols] == [True])
+            await until(lambda: [one.writable.is_set() for one in server.protocols] == [False])
             assert server.protocols == [protocol]
         assert (await server.ask(GET)).status == 200

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
+from service.http.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from tests.service.fakes import PATIENCE
 
 

@@ -7,15 +7,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from service.web.http_protocol import HttpProtocol
+from service.http.protocol import HttpProtocol
 from tests.service.fakes import PATIENCE
+from tests.service.http.wire import Clock
 from tests.service.web.apps import App, app
-from tests.service.web.wire import Clock
 
 
 @dataclass
@@ -100,9 +100,9 @@ async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterato
             config=config,
             server_state=state,
             app_state={},
-            _loop=clock,
+            _loop=cast(Any, clock),
             max_connections=service.settings.max_connections,
-            on_unparsed=service.asgi.count_unparsed,
+            app=service.asgi,
         ),
         "127.0.0.1",
         0,

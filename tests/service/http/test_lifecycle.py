@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from service.web.lifecycle import settle
+from service.http.lifecycle import settle
 
 
 class Cycle:

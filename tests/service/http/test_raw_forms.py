@@ -8,11 +8,11 @@ import json
 import pytest
 
 from tests.service.fakes import on_a_loop
+from tests.service.http.listening import Connection, Listening, listening
+from tests.service.http.raw_bodies import CHUNKS, CONNECTIONS, LENGTHS
+from tests.service.http.raw_forms import RED, Form, get
+from tests.service.http.raw_heads import HEADERS, REQUEST_LINES, TARGETS
 from tests.service.web.apps import pipeline_of
-from tests.service.web.listening import Connection, Listening, listening
-from tests.service.web.raw_bodies import CHUNKS, CONNECTIONS, LENGTHS
-from tests.service.web.raw_forms import RED, Form, get
-from tests.service.web.raw_heads import HEADERS, REQUEST_LINES, TARGETS
 
 FORMS = {
     "request lines": REQUEST_LINES,

@@ -7,7 +7,7 @@ import socket
 
 import uvloop
 
-from service.web.accepting import Acceptor
+from service.http.accepting import Acceptor
 from tests.service.fakes import PATIENCE
 
 CALLERS = 100

@@ -1,12 +1,18 @@
-"""How many connections a process holds, and which one is closed for one more."""
+"""How many connections a process holds, which one is closed for one more, and whether descriptors are left."""
 
 from __future__ import annotations
 
+import errno
 import heapq
+import logging
+import os
+import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Protocol
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from service.http.exchange import HttpExchange
+
+logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 128
 """Descriptors that are left for everything that is no connection."""
@@ -14,21 +20,16 @@ _OTHER_FILES = 128
 _MOST_AT_ONCE = 32
 """Connections closed together, so that not every newcomer costs a look at all of them."""
 
-
 _NEWCOMER_SECONDS = 1.0
 """Age at which a connection should have brought a request: before, its first one may be on its way."""
 
 _CRAWLER, _IDLE, _NEWCOMER = range(3)
 
+_QUIET_SECONDS = 60.0
+"""Seconds between two errors that say that no descriptors are left."""
+
 Rank = tuple[int, int]
 """The order in which connections are closed: by kind, and by the turn at which the last request began."""
-
-
-CRAWLS = "vit.crawls"
-"""Key of a request's scope under which a function says whether its body crawls; absent before its body is read."""
-
-GIVE_WAY = "vit.give_way"
-"""Key of a request's scope under which a function ends its body, so that it is answered; absent as `CRAWLS` is."""
 
 
 class Connection(Protocol):
@@ -42,19 +43,17 @@ class Connection(Protocol):
         """Close it."""
 
 
-def rank_of(cycle: RequestResponseCycle | None, turn: int, age: float) -> Rank | None:
+def rank_of(newest: HttpExchange | None, turn: int, age: float) -> Rank | None:
     """Return the rank of a connection of this age, in seconds, by its newest request, which began at `turn`.
 
     None if this is being received, unless its body crawls, or is being answered.
     """
-    if cycle is None:
+    if newest is None:
         return _NEWCOMER if age < _NEWCOMER_SECONDS else _CRAWLER, turn
-    if cycle.response_complete:
-        return _CRAWLER if cycle.more_body else _IDLE, turn
-    # Refused, and reading on only so that the caller sees it.
-    refused = cycle.response_started and cycle.chunked_encoding is False and cycle.expected_content_length == 0
-    crawls: Callable[[], bool] = cast(dict[str, Any], cycle.scope).get(CRAWLS, lambda: False)
-    return (_CRAWLER, turn) if refused or crawls() else None
+    if newest.complete:
+        return _CRAWLER if newest.more_body else _IDLE, turn
+    crawls = newest.arriving is not None and newest.arriving.crawls()
+    return (_CRAWLER, turn) if newest.is_refused or crawls else None
 
 
 def make_room(connections: Iterable[Connection]) -> bool:
@@ -87,3 +86,27 @@ def connection_limit(wanted: int) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
+
+
+class DescriptorWatch:
+    """Logs an error when the process has no file descriptor left, at most once a minute.
+
+    Without descriptors the event loop drops callers in silence.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._quiet_until = float("-inf")
+
+    def check(self) -> None:
+        """Take a file descriptor and give it back."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            now = self._clock()
+            if error.errno in (errno.EMFILE, errno.ENFILE) and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                logger.error("no file descriptors are left (ulimit -n): connections are dropped unanswered")

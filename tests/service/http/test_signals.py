@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.web.terminal import Terminal
+from service.http.signals import Terminal
 
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])

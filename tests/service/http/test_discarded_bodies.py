@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from service.web.http_head import DISCARDED_BYTES
-from service.web.http_protocol import HEAD_SECONDS
+from service.http.head import DISCARDED_BYTES
+from service.http.protocol import HEAD_SECONDS
 from tests.service.fakes import on_a_loop, png
+from tests.service.http.listening import GET, listening, post
+from tests.service.http.wire import Clock
 from tests.service.web.apps import pipeline_of, until
-from tests.service.web.listening import GET, listening, post
-from tests.service.web.wire import Clock
 
 BODY = bytes(5000)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.wire import Request, Wire
+from tests.service.http.wire import Request, Wire
 
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"

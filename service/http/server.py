@@ -9,24 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import uvicorn
 
+from service.http.accepting import Acceptor
+from service.http.connections import DescriptorWatch, connection_limit
+from service.http.handshakes import has_callers, heed_handshakes, ignore_handshakes
+from service.http.lifecycle import Lifecycle
+from service.http.protocol import Application, HttpProtocol
+from service.http.signals import exit_now, stop_signals
+from service.http.unread_answers import UnreadAnswers
 from service.settings import Settings
-from service.web.accepting import Acceptor
-from service.web.connections import connection_limit
-from service.web.descriptors import DescriptorWatch
-from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
-from service.web.http_protocol import HttpProtocol
-from service.web.lifecycle import Lifecycle
-from service.web.middleware import RequestContextMiddleware
-from service.web.unread_answers import UnreadAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: RequestContextMiddleware,
+        app: Application,
         settings: Settings,
         lifecycle: Lifecycle,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
@@ -62,9 +60,9 @@ class Server(uvicorn.Server):
     ) -> None:
         protocol = partial(
             HttpProtocol,
+            app=app,
             max_connections=connection_limit(settings.max_connections),
             on_connection=self._on_connection,
-            on_unparsed=app.count_unparsed,
             unread_answers=UnreadAnswers(settings.max_receiving_bytes // 4),
         )
         config = uvicorn.Config(
@@ -187,15 +185,3 @@ class Server(uvicorn.Server):
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
         exit_now(self._lifecycle.exit_code)
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under nohup."""
-    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGTERM, signal.SIGINT, *hang_up)
-
-
-def exit_now(code: int) -> NoReturn:
-    """End the process without waiting for its threads: one may be deep in a decoder or a kernel."""
-    logging.shutdown()
-    os._exit(code)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from service.web import server as server_module
-from service.web.server import Server
+from service.http import server as server_module
+from service.http.server import Server
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app, settle
 

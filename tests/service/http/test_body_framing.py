@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.wire import Request, Wire
+from tests.service.http.wire import Request, Wire
 
 MOST = 64 << 10
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from service.web.connections import Rank, connection_limit, make_room, rank_of
+from service.http.connections import Rank, connection_limit, make_room, rank_of
 from tests.service.fakes import on_a_loop, png
+from tests.service.http.listening import GET, Answer, Listening, listening, post
+from tests.service.http.wire import Clock
 from tests.service.web.apps import pipeline_of, until
-from tests.service.web.listening import GET, Answer, Listening, listening, post
-from tests.service.web.wire import Clock
 
 CRAWLER, IDLE, NEWCOMER = range(3)
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -60,8 +60,8 @@ def test_newcomers_make_room_one_at_a_time_and_only_if_there_is_nobody_else() ->
     [(None, 0.0, (NEWCOMER, 7)), (None, 0.99, (NEWCOMER, 7)), (None, 1.0, (CRAWLER, 7)), ("1.1", 0.5, (IDLE, 7))],
 )
 def test_one_that_just_came_is_given_a_second_to_ask(version: str | None, age: float, rank: Rank) -> None:
-    cycle: Any = version and SimpleNamespace(response_complete=True, more_body=False)
-    assert rank_of(cycle, 7, age) == rank
+    exchange: Any = version and SimpleNamespace(complete=True, more_body=False)
+    assert rank_of(exchange, 7, age) == rank
 
 
 @pytest.mark.parametrize(

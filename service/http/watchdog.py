@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.web.server import exit_now
+from service.http.signals import exit_now
 
 logger = logging.getLogger("vitserve")
 

@@ -15,14 +15,15 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import uvicorn
 
-from service.web import server as server_module
-from service.web.descriptors import DescriptorWatch
-from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
-from service.web.server import Server, stop_signals
+from service.http import server as server_module
+from service.http.connections import DescriptorWatch
+from service.http.handshakes import has_callers, heed_handshakes, ignore_handshakes
+from service.http.server import Server
+from service.http.signals import stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.http.listening import GET
+from tests.service.http.wire import Wire
 from tests.service.web.apps import App, Clock, app, until
-from tests.service.web.listening import GET
-from tests.service.web.wire import Wire
 
 HEARING_SECONDS = 0.5
 
@@ -360,7 +361,7 @@ def test_another_error_is_no_exhaustion(caplog: pytest.LogCaptureFixture, monkey
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOENT, "no /dev/null here")
 
-    monkeypatch.setattr("service.web.descriptors.os.open", refuse)
+    monkeypatch.setattr("service.http.connections.os.open", refuse)
     DescriptorWatch().check()
     assert caplog.records == []
 

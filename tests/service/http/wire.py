@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 from unittest.mock import patch
 
 import httptools
@@ -16,8 +16,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from service.web.http_protocol import HttpProtocol
-from service.web.middleware import BROKEN_FRAMING
+from service.http.exchange import exchange_of
+from service.http.lifecycle import Lifecycle
+from service.http.protocol import HttpProtocol
+from service.metrics.metrics import Metrics
+from service.web.middleware import RequestContextMiddleware
 
 TURNS = 200
 """Turns of the event loop after which whatever can happen has happened."""
@@ -209,7 +212,8 @@ class Wire:
                 config=config,
                 server_state=self.state,
                 app_state={},
-                _loop=self.clock,
+                _loop=cast(Any, self.clock),
+                app=RequestContextMiddleware(self._app, Metrics(), (), Lifecycle()),
                 **options,
             )
         self.protocol.connection_made(self.transport)
@@ -229,14 +233,14 @@ class Wire:
         body, more = b"", True
         while more:
             message = await receive()
-            if message["type"] == "http.disconnect" or BROKEN_FRAMING in scope:
+            if message["type"] == "http.disconnect" or exchange_of(scope).broken_framing is not None:
                 break
             body += message["body"]
             more = message["more_body"]
         else:
             self.requests.append(Request(scope["method"], scope["path"], body))
         await self.gate.wait()
-        status = 400 if BROKEN_FRAMING in scope else 200
+        status = 400 if exchange_of(scope).broken_framing is not None else 200
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
