@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.client.errors import ClientError, Unreachable
+import httpx
+
+from vitserve.errors import ClientError, Unreachable
 
 _LONGEST_PAUSE = 8.0
 """Seconds, unless the service asks for more."""
@@ -31,34 +33,36 @@ class Retries:
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
 
-    def begin(self) -> Attempts:
-        """Return the count of a request that is about to be sent for the first time."""
-        return Attempts(self)
-
 
 class Attempts:
-    """The tries of one request."""
+    """The tries of one request to the service at `address`."""
 
-    def __init__(self, retries: Retries) -> None:
-        self._retries = retries
+    def __init__(self, retries: Retries, address: httpx.URL) -> None:
+        self._retries, self._address = retries, address
         self._failed = 0
         self._ends_at = retries.clock() + retries.seconds
 
-    def pause_after(self, error: ClientError, *, answered_before: bool) -> float | None:
-        """Return the seconds to wait before the next try, never less than `Retry-After` names; None: give up.
+    def pause_after(self, error: ClientError | httpx.TransportError, *, answered_before: bool) -> float:
+        """Return the seconds to wait before the next try, never less than `Retry-After` names.
 
         Args:
             answered_before: whether the address ever answered. If not, a refused connection is rather a wrong
                 address than a server that starts again.
+
+        Raises:
+            ClientError: there is no next try; `Unreachable` for an error of httpx.
         """
         self._failed += 1
-        if not error.temporary or self._failed >= self._retries.tries:
-            return None
-        if isinstance(error, Unreachable) and error.never_connected and not answered_before:
-            return None
-        pause = min(self._retries.first_pause * 2 ** (self._failed - 1), _LONGEST_PAUSE)
-        if error.retry_after is None:
+        failure = error if isinstance(error, ClientError) else Unreachable(error, self._address)
+        if not failure.temporary or self._failed >= self._retries.tries:
+            raise failure
+        if isinstance(failure, Unreachable) and failure.never_connected and not answered_before:
+            raise failure
+        pause: float = min(self._retries.first_pause * 2 ** (self._failed - 1), _LONGEST_PAUSE)
+        if failure.retry_after is None:
             pause *= (1 + self._retries.jitter()) / 2
         else:
-            pause = error.retry_after + pause * self._retries.jitter()
-        return pause if self._retries.clock() + pause <= self._ends_at else None
+            pause = failure.retry_after + pause * self._retries.jitter()
+        if self._retries.clock() + pause > self._ends_at:
+            raise failure
+        return pause

@@ -16,17 +16,14 @@ ClientError
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
 
-from service.schemas import ProblemDocument
-
-_Answer = TypeVar("_Answer")
+from vitserve.documents import ProblemDocument
 
 _TEMPORARY = (429, 503)
 """Statuses that say: later."""
@@ -48,13 +45,15 @@ class ClientError(Exception):
 
 
 class Unreachable(ClientError, httpx.TransportError):
-    """No answer came; the error of httpx is its `__cause__`.
+    """No answer came from `address`; the error of httpx is its `__cause__`.
 
     A request whose time was up is not temporary: the server may be at work on it still.
     """
 
-    def __init__(self, error: httpx.TransportError) -> None:
-        super().__init__(str(error) or type(error).__name__)
+    def __init__(self, error: httpx.TransportError, address: httpx.URL) -> None:
+        named = str(address.copy_with(userinfo=b"")).rstrip("/")
+        super().__init__(f"{named}: {str(error) or type(error).__name__}")
+        self.__cause__ = error
         self.temporary = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         self.never_connected = isinstance(error, httpx.ConnectError)
 
@@ -130,14 +129,6 @@ def error_of(response: httpx.Response) -> ClientError:
         return ForeignAnswer(message, response.status_code, retry_after)
     kind = Unavailable if problem.status in _TEMPORARY else _BY_CODE.get(problem.code, ProblemError)
     return kind(problem, retry_after)
-
-
-def answer_or_error(result: Callable[[], _Answer]) -> _Answer | ClientError | OSError:
-    """Return what `result` returns, or the error that it raises if that concerns one image alone."""
-    try:
-        return result()
-    except (ClientError, OSError) as error:
-        return error
 
 
 def _retry_after(headers: httpx.Headers) -> int | None:

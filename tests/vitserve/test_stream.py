@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.client import AsyncClient, Client, ImageRefused, ProblemError, Retries
-from service.schemas import Classification
-from tests.service.client.test_client import CAT, FULL, URL
 from tests.service.fakes import PATIENCE, on_a_loop
+from tests.vitserve.test_client import CAT, FULL, URL
+from vitserve.client import AsyncClient, Client, ImageRefused, ProblemError, Retries
+from vitserve.documents import Classification
 
 
 def answer(request: httpx.Request) -> httpx.Response:

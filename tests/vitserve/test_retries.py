@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.client import AsyncClient, Client, ClientError, Retries
-from tests.service.client.test_client import FULL, URL
+from tests.vitserve.test_client import FULL, URL
+from vitserve.client import AsyncClient, Client, ClientError, Retries
 
 Step = int | Exception | tuple[int, str]
 """A status, a status with Retry-After, or an error in place of an answer."""

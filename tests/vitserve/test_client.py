@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 
-from service.client import (
+from model.images.decode import decode
+from vitserve.client import (
     AsyncClient,
     Client,
     ClientError,
@@ -29,7 +31,7 @@ from service.client import (
     Unavailable,
     Unreachable,
 )
-from service.schemas import AttentionDocument, BatchClassification, Classification
+from vitserve.documents import AttentionDocument, BatchClassification, Classification
 
 URL = "http://service"
 CAT = {
@@ -96,6 +98,82 @@ def test_an_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
         assert server.request.content == b"pixels"
         assert server.request.headers["content-type"] == "application/octet-stream"
         assert server.request.headers["authorization"] == "Bearer k"
+
+
+RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+"""Rows of pixels of which no two are alike."""
+
+
+@pytest.mark.parametrize(
+    ("array", "mode"),
+    [
+        (RGB, "RGB"),
+        (RGB[..., :1], "L"),
+        (RGB[..., 0], "L"),
+        (np.dstack([RGB, RGB[..., 0]]), "RGBA"),
+        (RGB[::-2], "RGB"),
+    ],
+    ids=["RGB", "one channel", "grey", "RGBA", "a view"],
+)
+def test_an_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", array)
+    sent = Image.open(io.BytesIO(server.request.content))
+    assert (sent.format, sent.mode) == ("PNG", mode)
+    np.testing.assert_array_equal(np.asarray(sent), array.squeeze())
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "F"])
+def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
+    server = Recorder(200, json=CAT)
+    image = Image.new("L", (7, 5), 200).convert(mode)
+    call(server, "classify", image)
+    sent = Image.open(io.BytesIO(server.request.content))
+    assert sent.format == "PNG"
+    np.testing.assert_array_equal(np.asarray(sent.convert("RGB")), np.asarray(image.convert("RGB")))
+
+
+def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # a quarter turn
+    Image.fromarray(RGB).save(file, "PNG", exif=exif)
+    server = Recorder(200, json=CAT)
+    call(server, "classify", Image.open(file))
+    expected, sent = (decode(data, max_pixels=1000) for data in (file.getvalue(), server.request.content))
+    assert expected.orientation == sent.orientation == 6
+    np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
+
+
+def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"pixels")
+    server = Recorder(200, json={"results": [CAT] * 5})
+    with (tmp_path / "cat.png").open("rb") as file:
+        held = (
+            file,
+            io.BytesIO(b"pixels"),
+            bytearray(b"pixels"),
+            memoryview(b"pixels"),
+            np.frombuffer(b"pixels", "u1"),
+        )
+        call(server, "classify_batch", held)
+    assert server.request.content.count(b"\r\n\r\npixels\r\n") == len(held)
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (RGB.astype(np.float32), r"float32 \[5, 7, 3\]"),
+        (RGB.transpose(2, 0, 1), r"uint8 \[3, 5, 7\]"),
+        (RGB[None], r"uint8 \[1, 5, 7, 3\]"),
+        ([1, 2], "list"),
+        (None, "NoneType"),
+        (io.StringIO("pixels"), "StringIO"),
+    ],
+    ids=["floats", "channels first", "a batch", "a list", "None", "text"],
+)
+def test_what_is_no_picture_is_an_error_that_says_what_is(call: Call, source: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=rf"^expected a path, .*, not {what}$"):
+        call(Recorder(200, json=CAT), "classify", source)
 
 
 def test_what_is_not_given_is_not_sent(call: Call) -> None:
@@ -246,15 +324,29 @@ def test_a_server_that_is_not_there_is_an_error_of_the_client(call: Call) -> Non
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("Connection refused")
 
-    with pytest.raises(Unreachable, match="Connection refused") as raised:
+    message = "^http://service: Connection refused$"
+    with pytest.raises(Unreachable, match=message) as raised:
         call(refuse, "labels")
     assert isinstance(raised.value, ClientError)
     assert isinstance(raised.value, httpx.TransportError)
+    assert isinstance(raised.value.__cause__, httpx.ConnectError)
 
 
-def test_both_clients_have_the_same_methods_and_arguments() -> None:
-    def signatures(client: type) -> dict[str, list[str]]:
-        public = inspect.getmembers(client, inspect.isfunction)
-        return {name: list(inspect.signature(f).parameters) for name, f in public if not name.startswith("_")}
+def test_an_error_names_the_address_without_a_password() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
 
-    assert signatures(Client) == signatures(AsyncClient)
+    with (
+        Client("http://me:secret@there:8000/vit/", retries=ONCE, transport=httpx.MockTransport(refuse)) as client,
+        pytest.raises(Unreachable, match=r"^http://there:8000/vit: refused$"),
+    ):
+        client.labels()
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_help_shows_what_a_method_takes_and_returns(client: type[Client | AsyncClient]) -> None:
+    signature = inspect.signature(client.classify)
+    assert list(signature.parameters) == ["self", "image", "top_k", "attention"]
+    assert signature.return_annotation == "Classification"
+    assert "Classify one image" in (inspect.getdoc(client.classify) or "")
+    assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

@@ -1,4 +1,4 @@
-"""The documents on the wire, as pydantic models: answers are built from them and documented by them."""
+"""The documents on the wire, as pydantic models: the service builds its answers from them, the client reads them."""
 
 from __future__ import annotations
 
@@ -118,12 +118,6 @@ class Labels(BaseModel):
 
     model: str
     labels: Annotated[list[str], Field(description="in index order")]
-
-
-class Status(BaseModel):
-    """The answer of GET /healthz and GET /readyz."""
-
-    status: Literal["ok", "ready"]
 
 
 class ModelDescription(BaseModel):
