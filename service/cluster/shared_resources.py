@@ -16,7 +16,6 @@ from service.errors import SettingsError
 from service.settings import Settings
 from service.web.ports import address_family
 
-
 _LARGEST_FILE = 256 << 20
 """Bytes that are enough for the pictures of a model's size that a worker and an engine share."""
 

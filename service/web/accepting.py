@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable
 
 _MORE_A_TURN = 16
 
+_LAST_TURNS = 128
+"""Turns in which callers are accepted before the end of listening: enough for as many as the kernel may hold (2048)."""
+
 
 class Acceptor:
     """Accepts further connections in each turn after one in which there was one.
@@ -31,11 +34,17 @@ class Acceptor:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
-        """Accept no more, and wait until those who were accepted have their protocols."""
+        """Accept all whom the kernel has accepted, give them their protocols, and accept no more.
+
+        When it returns, the listeners are to be closed at once: who comes until then is reset.
+        """
+        for _ in range(_LAST_TURNS):
+            if not self._accept():
+                break
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def accepted(self) -> None:
         """Look for more callers in the next turn: there was one."""
@@ -43,7 +52,8 @@ class Acceptor:
             self._is_due = True
             self._loop.call_soon(self._accept)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept some of those who wait; return whether there are more, or protocols to be waited for."""
         self._is_due = False
         for listener in self._listeners:
             with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
@@ -53,6 +63,7 @@ class Acceptor:
                     task = self._loop.create_task(self._connect(connection))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+        return bool(self._tasks)
 
     async def _connect(self, connection: socket.socket) -> None:
         try:

@@ -22,7 +22,6 @@ from service.settings import Settings
 from service.web.accepting import Acceptor
 from service.web.connections import connection_limit
 from service.web.descriptors import DescriptorWatch
-from service.web.handshakes import has_callers, heed_handshakes, ignore_handshakes
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import RequestContextMiddleware
@@ -32,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Load balancers keep idle connections for about a minute; the side that answers must keep them longer.
 _KEEP_ALIVE_SECONDS = 75
-
-_LAST_HANDSHAKES_SECONDS = 0.1
-"""Seconds in which connections that have begun are completed, before the listener is closed."""
 
 _BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
@@ -113,13 +109,12 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start what runs beside the server, and serve, on sockets that a predecessor may have stopped listening on."""
+        """Start what runs beside the server, and serve."""
         if self._beside is not None:
             self._beside_task = asyncio.create_task(self._beside())
         await super().startup(sockets)
-        for listener in self._listeners():
-            heed_handshakes(listener)
-        self._acceptor = Acceptor(self._listeners(), self._make_protocol)
+        listeners = [listener for server in self.servers for listener in server.sockets]
+        self._acceptor = Acceptor(listeners, self._make_protocol)
 
     def _on_connection(self) -> None:
         if self._acceptor is not None:
@@ -131,20 +126,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept the callers whom the kernel has accepted, then shut down as uvicorn does."""
-        listeners = self._listeners()
-        for listener in listeners:
-            ignore_handshakes(listener)
-        await asyncio.sleep(_LAST_HANDSHAKES_SECONDS)
-        for _ in range(len(listeners) * _BACKLOG):
-            if not any(has_callers(listener) for listener in listeners):
-                break
-            await asyncio.sleep(0)  # libuv accepts one caller in each turn of the loop
         if self._acceptor is not None:
             await self._acceptor.close()
         await super().shutdown(sockets)
-
-    def _listeners(self) -> list[socket.socket]:
-        return [listener for server in self.servers for listener in server.sockets]
 
     async def on_tick(self, counter: int) -> bool:
         """Look for exhausted file descriptors, and do what uvicorn does ten times a second."""
