@@ -32,6 +32,13 @@ logger = logging.getLogger(__name__)
 # Load balancers keep idle connections for about a minute; the side that answers must keep them longer.
 _KEEP_ALIVE_SECONDS = 75
 
+_UNSENT_BYTES = 128 << 10
+"""Bytes of a connection's answers that the kernel takes beyond what is on its way.
+
+By itself it takes 2.5 MiB: 300 callers who ask for a file of 1.7 MB and hardly read had 690 MiB of its memory, and the
+event loop copied their bytes at once. What it does not take, `UnreadAnswers` bounds.
+"""
+
 _BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
 
@@ -114,6 +121,9 @@ class Server(uvicorn.Server):
             self._beside_task = asyncio.create_task(self._beside())
         await super().startup(sockets)
         listeners = [listener for server in self.servers for listener in server.sockets]
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the connections of a listener inherit it
+            for listener in listeners:
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._acceptor = Acceptor(listeners, self._make_protocol)
 
     def _on_connection(self) -> None:

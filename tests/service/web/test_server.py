@@ -171,6 +171,18 @@ async def test_what_is_to_run_beside_a_server_runs_while_it_does() -> None:
     await running
 
 
+@on_a_loop
+async def test_what_a_slow_reader_leaves_waits_in_the_process_where_it_is_bounded() -> None:
+    async with started(app(port=0)) as server:
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.send(GET.replace(b"/healthz", b"/docs/swagger-ui-bundle.js"))
+            await until(lambda: [one.flow.write_paused for one in server.server_state.connections] == [True])  # type: ignore[union-attr]
+            [connection] = server.server_state.connections
+            assert connection.transport.get_write_buffer_size() > 1_000_000
+
+
 # Signals
 
 
