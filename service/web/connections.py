@@ -1,12 +1,20 @@
-"""How many connections a process holds, and which one is closed for one more."""
+"""How many connections a process holds, which one is closed for one more, and whether descriptors are left."""
 
 from __future__ import annotations
 
+import errno
 import heapq
+import logging
+import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+logger = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 60.0
 
 _OTHER_FILES = 128
 """Descriptors that are left for everything that is no connection."""
@@ -87,3 +95,25 @@ def connection_limit(wanted: int) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
+
+
+class DescriptorWatch:
+    """Logs an error when the process has no file descriptor left, at most once a minute.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._quiet_until = float("-inf")
+
+    def check(self) -> None:
+        """Take a file descriptor and give it back."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            now = self._clock()
+            if error.errno in (errno.EMFILE, errno.ENFILE) and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                logger.error("no file descriptors are left (ulimit -n): connections are dropped unanswered")

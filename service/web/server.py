@@ -20,8 +20,7 @@ import uvicorn
 
 from service.settings import Settings
 from service.web.accepting import Acceptor
-from service.web.connections import connection_limit
-from service.web.descriptors import DescriptorWatch
+from service.web.connections import DescriptorWatch, connection_limit
 from service.web.http_protocol import HttpProtocol
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import RequestContextMiddleware

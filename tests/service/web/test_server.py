@@ -16,7 +16,7 @@ import pytest
 
 from service.web import server as server_module
 from service.web.accepting import Acceptor
-from service.web.descriptors import DescriptorWatch
+from service.web.connections import DescriptorWatch
 from service.web.server import Server, stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, Clock, app, until
@@ -296,7 +296,7 @@ def test_another_error_is_no_exhaustion(caplog: pytest.LogCaptureFixture, monkey
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOENT, "no /dev/null here")
 
-    monkeypatch.setattr("service.web.descriptors.os.open", refuse)
+    monkeypatch.setattr("service.web.connections.os.open", refuse)
     DescriptorWatch().check()
     assert caplog.records == []
 
