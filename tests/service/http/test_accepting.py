@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
 import uvloop
 
+from service.http import accepting, server
 from service.http.accepting import Acceptor
 from tests.service.fakes import PATIENCE
 
@@ -90,6 +92,29 @@ def test_each_turn_accepts_sixteen_of_each_listener_though_another_has_none() ->
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+def test_at_the_end_of_listening_as_many_are_accepted_as_the_kernel_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(turns: int) -> int:
+        made: list[asyncio.Protocol] = []
+
+        def make_protocol() -> asyncio.Protocol:
+            made.append(asyncio.Protocol())
+            return made[-1]
+
+        monkeypatch.setattr(accepting, "_LAST_TURNS", turns)
+        with socket.create_server(("127.0.0.1", 0), backlog=CALLERS) as listener:
+            listener.setblocking(False)
+            acceptor = Acceptor([listener], make_protocol)
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(40)]
+            await acceptor.close()
+        for client in clients:
+            client.close()
+        return len(made)
+
+    assert accepting._LAST_TURNS * accepting._MORE_A_TURN == server._BACKLOG
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert [runner.run(run(turns)) for turns in (1, 2, 9)] == [16, 32, 40]
 
 
 def test_one_that_left_before_it_was_accepted_harms_nobody() -> None:

@@ -11,13 +11,14 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import cast
 
 import pytest
-import uvicorn
 
 from service.http import server as server_module
+from service.http.accepting import Acceptor
 from service.http.connections import DescriptorWatch
-from service.http.handshakes import has_callers, heed_handshakes, ignore_handshakes
+from service.http.protocol import HttpProtocol
 from service.http.server import Server
 from service.http.signals import stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
@@ -66,44 +67,21 @@ async def test_callers_that_only_the_kernel_has_accepted_are_answered_when_it_st
         for caller in callers[every_second::2]:
             caller.send(GET)
 
-    def at_the_last_moment(listener: socket.socket) -> None:
+    close = Acceptor.close
+
+    async def at_the_last_moment(acceptor: Acceptor) -> None:
         callers.extend(connect(server) for _ in range(50))
         speak(0)
         asyncio.get_running_loop().call_later(HEARING_SECONDS / 2, speak, 1)  # the others only once they are accepted
-        ignore_handshakes(listener)
+        await close(acceptor)
 
-    monkeypatch.setattr(server_module, "ignore_handshakes", at_the_last_moment)
+    monkeypatch.setattr(Acceptor, "close", at_the_last_moment)
     sockets = [socket.create_server(("127.0.0.1", 0), backlog=100)] if own_socket else None
     async with started(service, sockets) as server:
         server.drain()
     answers = await asyncio.gather(*(answer_to(caller) for caller in callers))
     assert len(answers) == 50
     assert all(answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer for answer in answers)
-
-
-@on_a_loop
-async def test_connections_that_have_begun_get_time_before_the_listener_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    happened: list[object] = []
-    sleep = asyncio.sleep
-
-    async def slept(seconds: float) -> None:
-        if happened == ["ignored"]:
-            happened.append(seconds)
-        await sleep(0 if seconds < 1 else seconds)
-
-    def looked(listener: socket.socket) -> bool:
-        happened.append("looked")
-        return has_callers(listener)
-
-    monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: happened.append("ignored"))
-    monkeypatch.setattr(server_module, "has_callers", looked)
-    async with started(app(port=0)) as server:
-        monkeypatch.setattr(asyncio, "sleep", slept)
-        server.should_exit = True
-        await until(lambda: not server.servers[0].is_serving())
-    assert happened == ["ignored", 0.1, "looked"]
 
 
 @on_a_loop
@@ -115,32 +93,6 @@ async def test_a_server_that_drains_stops_when_the_delay_for_load_balancers_is_o
         assert not server.should_exit
         await until(lambda: not server.started or server.should_exit)
         assert service.lifecycle.exit_code == 0
-
-
-@on_a_loop
-@pytest.mark.parametrize(("waiting", "turns"), [(3, 3), (1_000_000, 8)])
-async def test_callers_who_wait_are_accepted_without_a_pause_as_many_as_the_kernel_may_hold(
-    waiting: int, turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    looks = iter(range(waiting + 1))
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    async def shut_down(*_: object) -> None:
-        slept.append(-1)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(uvicorn.Server, "shutdown", shut_down)
-    monkeypatch.setattr(server_module, "_BACKLOG", 4)
-    monkeypatch.setattr(server_module, "ignore_handshakes", lambda _: None)
-    monkeypatch.setattr(server_module, "has_callers", lambda listener: listener == "b" and next(looks) < waiting)
-    service = app(port=0)
-    server = Server(service.asgi, service.settings, service.lifecycle)
-    monkeypatch.setattr(server, "_listeners", lambda: ["a", "b"])
-    await server.shutdown()
-    assert slept == [0.1, *[0] * turns, -1]
 
 
 @on_a_loop
@@ -188,24 +140,6 @@ async def test_a_request_that_waits_when_the_server_stops_is_the_last_of_its_con
         assert wire.closing
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/sys/net"), reason="needs Linux")  # noqa: PTH110
-def test_a_listener_begins_no_connection_while_it_ignores_handshakes() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        with socket.create_connection(address) as begun:
-            ignore_handshakes(listener)
-            with socket.socket() as late, pytest.raises(TimeoutError):
-                late.settimeout(0.05)
-                late.connect(address)
-            accepted, _ = listener.accept()
-            with accepted:
-                begun.send(b"x")
-                assert accepted.recv(1) == b"x"
-        for _ in range(2):
-            heed_handshakes(listener)
-            socket.create_connection(address, PATIENCE).close()
-
-
 @on_a_loop
 async def test_a_server_goes_on_for_the_delay_of_load_balancers_and_gives_the_signals_back(
     monkeypatch: pytest.MonkeyPatch,
@@ -241,11 +175,16 @@ async def test_what_is_to_run_beside_a_server_runs_while_it_does() -> None:
 
 
 @on_a_loop
-async def test_a_server_listens_on_a_socket_that_its_predecessor_had_given_up() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    ignore_handshakes(listener)
-    async with started(app(), [listener]) as server:
-        connect(server).close()
+async def test_what_a_slow_reader_leaves_waits_in_the_process_where_it_is_bounded() -> None:
+    async with started(app(port=0)) as server:
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.send(GET.replace(b"/healthz", b"/docs/swagger-ui-bundle.js"))
+            connections = cast("set[HttpProtocol]", server.server_state.connections)
+            await until(lambda: [one.writable.is_set() for one in connections] == [False])
+            [connection] = connections
+            assert connection.transport.get_write_buffer_size() > 1_000_000
 
 
 # Signals
