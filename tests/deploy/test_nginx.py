@@ -1,4 +1,4 @@
-"""The documented file for nginx, by a real nginx in front of a small server that says what it was asked."""
+"""The file for nginx, by a real nginx in front of a small server that says what it was asked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ pytestmark = [
     pytest.mark.timeout(60),  # processes start
     pytest.mark.skipif(not all(map(shutil.which, ("nginx", "openssl"))), reason="nginx or openssl is not installed"),
 ]
-[DOCUMENTED] = re.findall(
-    r"^```nginx\n(.*?)^```", (REPOSITORY / "docs/operations.md").read_text(), re.MULTILINE | re.DOTALL
-)
+DOCUMENTED = (REPOSITORY / "deploy/nginx/vitserve.conf").read_text()
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log stderr;
 events {{}}
