@@ -25,7 +25,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "name": (str, "NAME", "what the service calls the model (default: --out's name)"),
+    "name": (str, "NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
     "epochs": (int, "N", "times that every picture is seen"),
     "minutes": (float, "N", "wall time after which a shortened schedule ends"),

@@ -90,7 +90,7 @@ async def read_files(
                 raise refusal
             # A body's size is checked before its form, and without a Content-Length only reading on shows it.
         if not total:
-            raise MissingImage("the body is empty")
+            raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
         if refusal is not None:
             raise refusal
         files = reader.finish()
@@ -236,7 +236,7 @@ class _FormBody:
         if not self._ended:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
-            raise MissingImage(f"no part is named {FIELD!r}")
+            raise MissingImage(f"no part is named {FIELD!r}: {RIGHT_CALL}")
         return self._files
 
     def close(self) -> None:
