@@ -6,8 +6,6 @@ const WORDS = {
   unauthorized: "The service wants an API key, or does not know this one.",
   upload_too_large: "This file is larger than the service accepts.",
   image_too_large: "This picture has more pixels than the service accepts. Scale it down first.",
-  too_many_images: "These are more pictures than the service takes at once.",
-  unsupported_media_type: "This file is not a picture of a kind that the service reads.",
   invalid_image: "This picture is damaged or incomplete: it cannot be opened.",
   invalid_parameter: "The service does not offer this.",
   inference_failed: "The model failed on this picture.",
@@ -20,9 +18,8 @@ const WORDS = {
   not_found: "The service does not keep this picture any more.",
 };
 
-/** What another try cannot mend: it is the file's own fault. */
-const FINAL = ["unreadable", "upload_too_large", "image_too_large", "unsupported_media_type", "invalid_image", "invalid_parameter"];
-export const isFinal = (error) => FINAL.includes(error?.code);
+/** Whether another try cannot mend it: it is the file's own fault. */
+export const isFinal = (error) => /^unreadable|^unsupported|^invalid|_too_large$/.test(error?.code);
 
 export const plainWords = (problem) => WORDS[problem.code] ?? "The service could not answer.";
 

@@ -263,8 +263,10 @@ byId("copy").addEventListener("click", async () => {
 
 onUnauthorized(() => {
   const form = byId("key-form");
-  if (keyIsUsed() && (keyTried || form.hidden)) byId("key-note").textContent = "The service does not know this key.";
-  if (keyTried || form.hidden) setTimeout(() => byId("key").select()); // when the form is there
+  if (keyTried || form.hidden) {
+    if (keyIsUsed()) byId("key-note").textContent = "The service does not know this key.";
+    setTimeout(() => byId("key").select()); // when the form is there
+  }
   keyTried = form.hidden = false;
   arrange();
 });
