@@ -102,9 +102,9 @@ function arrange() {
   const locked = !byId("key-form").hidden;
   byId("intake").hidden = document.querySelector("footer").hidden = locked || !reached;
   byId("progress-line").hidden = byId("pictures").hidden = !pictures.length;
-  byId("answer").hidden = locked || !shown;
-  byId("where").hidden = locked || !shown || !service || hasNothing(shown);
-  document.body.classList.toggle("narrow", locked || pictures.every(hasNothing));
+  byId("answer").hidden = locked || !service || !shown;
+  byId("where").hidden = byId("answer").hidden || hasNothing(shown);
+  document.body.classList.toggle("narrow", locked || !service || pictures.every(hasNothing));
 }
 
 function thumbnail(picture) {
@@ -178,7 +178,7 @@ function showAnswer() {
   const { answer, error, state } = shown;
   byId("error").hidden = true;
   byId("bars").hidden = hasNothing(shown);
-  byId("top-k-row").hidden = !service || hasNothing(shown);
+  byId("top-k-row").hidden = hasNothing(shown);
   byId("timing").hidden = state === "failed" && !answer;
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
