@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve attention`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", help="one picture: PNG, or .npy for the numbers; several: a folder"
+        "-o", "--output", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png or OUT.npy"
     )
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
     parser.add_argument("--npy", action="store_true", help="write the numbers instead of a PNG")
@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("output", "say where to write: -o, --sheet or both")
     files = find_images(arguments.paths)
     output, numbers = arguments.output, arguments.npy
-    to_a_folder = output is not None and (len(files) > 1 or arguments.paths[0].is_dir() or output.is_dir())
+    to_a_folder = output is not None and (
+        len(files) > 1 or arguments.paths[0].is_dir() or output.is_dir() or not output.suffix
+    )
     if output is not None and not to_a_folder:
         numbers = numbers or output.suffix == ".npy"
         _require_place(output, ".npy" if numbers else ".png")
@@ -141,8 +143,8 @@ def _of_server(files: Sequence[Path], choice: MapChoice, arguments: argparse.Nam
 def _require_place(file: Path, suffix: str) -> None:
     if file.is_dir() or not file.parent.is_dir():
         raise InputError("output", f"{file}: not a file in a folder that exists")
-    if file.suffix.lower() not in ("", suffix):
-        raise InputError("output", f"{file}: what is written is {suffix}")
+    if file.suffix.lower() != suffix:
+        raise InputError("output", f"{file}: expected a name that ends in {suffix}, which is what is written")
 
 
 def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:

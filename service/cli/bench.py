@@ -45,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pictures", nargs="*", type=Path, metavar="FILE|FOLDER", help="default: the example picture")
     parser.add_argument("--url", default=local_url(), help="of the server (default: %(default)s) [VIT_PORT]")
     add_api_key_flag(parser)
-    parser.add_argument("--concurrency", type=int, default=32, help="clients, each with one request under way")
-    parser.add_argument("--seconds", type=float, default=10, help="how long to measure, after one second of warm-up")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, help="clients, each with one request under way (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="to measure, after one of warm-up (default: %(default)s)"
+    )
     parser.add_argument("--attention", action="store_true", help="ask for the attention map, too")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from model.errors import InputError
@@ -36,5 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
     except OSError as error:
         raise InputError("output", f"{arguments.output}: {error.strerror or error}") from None
-    print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with --checkpoint")  # noqa: T201
+    command = shlex.join(["vitserve", "serve", "--checkpoint", str(arguments.output)])
+    print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
     return 0

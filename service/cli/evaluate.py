@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
     add_api_key_flag(parser)
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way with --url")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="requests under way with --url (default: %(default)s)"
+    )
     parser.add_argument(
         "--robustness",
         action="store_true",

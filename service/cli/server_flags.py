@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import httpx
 
 from model.errors import InputError
+from service.api_keys import parse_keys
 from service.settings import Settings
 from vitserve.client import ClientError, Unauthorized, Unreachable
 
@@ -26,16 +27,27 @@ def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
-        help="key that the server asks for [VIT_API_KEY; for a server on this machine also the first of VIT_API_KEYS]",
+        help="key that the server asks for, without its name [VIT_API_KEY; for a server on this machine also the first "
+        "of VIT_API_KEYS, KEY of NAME:KEY]",
     )
 
 
 def api_key_for(url: str, given: str | None) -> str | None:
-    """Return the key that was given, or else, for a server on this machine alone, the first of the server's keys."""
-    candidates = [given or ""]
-    if httpx.URL(url).host in ("127.0.0.1", "localhost", "::1"):
-        candidates += os.environ.get("VIT_API_KEYS", "").split(",")
-    return next((key.strip() for key in candidates if key.strip()), None)
+    """Return the key that was given, or else, for a server on this machine alone, the first of the server's keys.
+
+    Raises:
+        InputError: the server's keys are not what `VIT_API_KEYS` may be.
+    """
+    if given and given.strip():
+        return given.strip()
+    if httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1"):
+        return None
+    written = (key.strip() for key in os.environ.get("VIT_API_KEYS", "").split(","))
+    try:
+        keys = parse_keys(key for key in written if key)
+    except ValueError as error:
+        raise InputError("api_keys", f"VIT_API_KEYS=***: {error}") from None
+    return keys[0].secret.decode() if keys else None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "name": (str, "NAME", "what the service calls the model"),
+    "name": (str, "NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
     "epochs": (int, "N", "times that every picture is seen"),
     "minutes": (float, "N", "wall time after which a shortened schedule ends"),
@@ -96,10 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     from model.training.train import run as train  # noqa: PLC0415
 
     logs.configure("text", "info")
+    path = _recipe_path(arguments)
     train(
         arguments.data,
         arguments.out,
-        read_recipe(_recipe_path(arguments)).override(_overrides(arguments)),
+        read_recipe(path).override(_default_name(path, arguments.out) | _overrides(arguments)),
         resume=arguments.resume,
         device=getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto"),
         memory=int(arguments.memory * 2**30),
@@ -121,6 +122,15 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
             raise TrainingError(f"{arguments.out}: nothing to resume: no {RECIPE_FILE}")
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
+
+
+def _default_name(recipe: Path, out: Path) -> dict[str, Any]:
+    """Return the name of the result's folder for the recipes that are for any pictures: theirs would name all alike."""
+    from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
+
+    if recipe.parent != RECIPES or recipe.stem not in ("finetune", "folder"):
+        return {}
+    return {"name": out.resolve().name}
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:

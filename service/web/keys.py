@@ -79,8 +79,10 @@ class KeyGuard:
         offered = bearer_token(authorization)
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
         matches = [hmac.compare_digest(offered or b"", key.secret) for key in self._keys]
-        if offered is None or not any(matches):
+        if not offered:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+        if not any(matches):
+            raise Unauthorized("the API key is wrong: it is none of the service's")
         return matches.index(True)
 
     def name(self, key: int) -> str:

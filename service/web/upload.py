@@ -31,6 +31,9 @@ RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg 
 # A body of nothing but tiny parts would cost the event loop a minute of parsing.
 _MAX_OTHER_PARTS = 1000
 
+# The beginnings of a JPEG, and of a PNG without its line breaks.
+_STRIPPED = (b"\xff\xd8\xff", b"\x89PNG\x1a")
+
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
 
@@ -58,7 +61,8 @@ async def read_files(
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
         MissingImage: the body is empty, or no part is named `file`.
-        UnsupportedMediaType: the body is declared as JSON, as another kind of multipart, or as compressed.
+        UnsupportedMediaType: the body is declared as JSON, as another kind of multipart, or as compressed; or it is
+            what `curl -d` leaves of a picture.
         MalformedRequest: the multipart form is broken.
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
@@ -86,10 +90,13 @@ async def read_files(
                 raise refusal
             # A body's size is checked before its form, and without a Content-Length only reading on shows it.
         if not total:
-            raise MissingImage("the body is empty")
+            raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
         if refusal is not None:
             raise refusal
-        return reader.finish()
+        files = reader.finish()
+        if kind == b"application/x-www-form-urlencoded" and _is_stripped(files[0]):
+            raise UnsupportedMediaType(f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}")
+        return files
     except BaseException:
         # The error, and with it what its traceback holds, lives on while the rest of the body is read and thrown away.
         reader.clear()
@@ -133,6 +140,19 @@ def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceEr
         name = kind.decode("latin-1")[:100]
         return UnsupportedMediaType(f"Content-Type {name!r}: send the picture itself: {RIGHT_CALL}")
     return None
+
+
+def _is_stripped(file: UploadedFile) -> bool:
+    """Return whether a body is a JPEG or PNG from which `curl -d` took every line break and NUL.
+
+    Both formats hold NULs: the length of a JPEG's scan header is two bytes, of which the first is zero (ITU-T T.81,
+    B.2.3), and so is that of a PNG's first chunk. So no whole picture is taken for one.
+    """
+    return (
+        not isinstance(file, UploadTooLarge)
+        and file.startswith(_STRIPPED)
+        and not any(byte in file for byte in (b"\0", b"\n", b"\r"))
+    )
 
 
 def _content_length(headers: Headers) -> int:
@@ -216,7 +236,7 @@ class _FormBody:
         if not self._ended:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
-            raise MissingImage(f"no part is named {FIELD!r}")
+            raise MissingImage(f"no part is named {FIELD!r}: {RIGHT_CALL}")
         return self._files
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 // The calls that give what is on screen, to paste into a shell.
 
 import { keyIsUsed } from "./api.js";
+import { FUSED } from "./picture.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
@@ -12,7 +13,7 @@ export function curlCalls({ name, topK, maps }) {
     const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
     return `curl ${target}${key}-F ${quoted(`file=@${formEscaped(name)}`)} ${quoted(url)}`;
   };
-  return [call("classify", { top_k: topK }),
+  return [call("classify", { top_k: topK, attention: FUSED }),
     ...maps.map((query, index) => call("attention", query, `-o map${maps.length > 1 ? index + 1 : ""}.png `))].join("\n");
 }
 

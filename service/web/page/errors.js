@@ -6,8 +6,6 @@ const WORDS = {
   unauthorized: "The service wants an API key, or does not know this one.",
   upload_too_large: "This file is larger than the service accepts.",
   image_too_large: "This picture has more pixels than the service accepts. Scale it down first.",
-  too_many_images: "These are more pictures than the service takes at once.",
-  unsupported_media_type: "This file is not a picture of a kind that the service reads (JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF).",
   invalid_image: "This picture is damaged or incomplete: it cannot be opened.",
   invalid_parameter: "The service does not offer this.",
   inference_failed: "The model failed on this picture.",
@@ -20,6 +18,9 @@ const WORDS = {
   not_found: "The service does not keep this picture any more.",
 };
 
+/** Whether another try cannot mend it: it is the file's own fault. */
+export const isFinal = (error) => /^unreadable|^unsupported|^invalid|_too_large$/.test(error?.code);
+
 export const plainWords = (problem) => WORDS[problem.code] ?? "The service could not answer.";
 
 const HEIC = /\.(heic|heif)$/i;
@@ -29,10 +30,12 @@ export const isHeic = (file) => HEIC.test(file.name) || /^image\/hei[cf]/.test(f
 export function explain(error, file) {
   if (error.name === "AbortError") return { lines: ["Cancelled."], own: "" };
   const lines = [error.message];
-  if (error.code === "unsupported_media_type" && isHeic(file)) {
+  const request = error.requestId && `request ${error.requestId}`;
+  if (error.code !== "unsupported_media_type") return { lines, own: [error.detail, request].filter(Boolean).join("; ") };
+  lines[0] = `This file is ${error.detail}.`; // it names the formats
+  if (isHeic(file)) {
     lines[0] = "This is a HEIC picture, as iPhones take them, and this service was installed without support for HEIC.";
     lines.push("Save it as JPEG (on an iPhone: Settings, Camera, Formats, Most Compatible), or ask whoever runs the service to add it.");
   }
-  const own = [error.detail, error.requestId && `request ${error.requestId}`].filter(Boolean).join("; ");
-  return { lines, own };
+  return { lines, own: request ?? "" };
 }

@@ -2,7 +2,7 @@
 
 import { keyIsUsed, onUnauthorized, send, setKey } from "./api.js";
 import { curlCalls } from "./curl.js";
-import { explain } from "./errors.js";
+import { explain, isFinal } from "./errors.js";
 import { percent } from "./heatmap.js";
 import { takePictures } from "./intake.js";
 import { watchLoad } from "./live.js";
@@ -19,6 +19,8 @@ const pictures = [];
 const emptyMap = document.querySelector("figure.map").cloneNode(true);
 let shown = null; // the picture on screen
 let service = null;
+let reached = false; // the service has answered, whatever it said
+let keyTried = false;
 let panels = [];
 const queue = new Queue(pictureChanged);
 
@@ -28,11 +30,14 @@ async function start() {
     service = { model, labels, methods: model.attention_methods };
   } catch (error) {
     if (error.code === "unauthorized") return; // the key comes first
-    showError(error, new File([], ""));
+    reached = true;
+    tell(byId("unready"), error, new File([], ""));
+    showProgress();
     setTimeout(start, 1000 * Math.min(error.retryAfter ?? 2, 10)); // a model that loads, a service that starts again
     return;
   }
-  byId("error").hidden = true;
+  reached = true;
+  byId("unready").hidden = byId("key-form").hidden = true;
   const { model } = service;
   byId("model").textContent = `${model.name} on ${model.device}, ${model.dtype}, input ${model.input_size[0]}×${model.input_size[1]}, ${model.classes} classes`;
   const allowed = TOP_K.filter((count) => count < model.classes).concat(model.classes <= 50 ? model.classes : []);
@@ -42,7 +47,8 @@ async function start() {
   panels = [];
   setPanels();
   if (shown) show(shown);
-  queue.add(pictures.filter((picture) => ["waiting", "failed"].includes(picture.state)));
+  queue.add(pictures.filter((picture) => picture.state === "waiting" || (picture.state === "failed" && mayBeTried(picture))));
+  arrange();
 }
 
 function setOptions() {
@@ -88,6 +94,18 @@ function addFiles(files) {
 }
 
 const isUnanswered = ({ state }) => ["failed", "cancelled"].includes(state);
+const hasNothing = (picture) => isUnanswered(picture) && !picture.answer;
+const mayBeTried = (picture) => isUnanswered(picture) && !isFinal(picture.error);
+
+/** Show the parts of the page that have something in them: a key that is needed comes alone. */
+function arrange() {
+  const locked = !byId("key-form").hidden;
+  byId("intake").hidden = document.querySelector("footer").hidden = locked || !reached;
+  byId("progress-line").hidden = byId("pictures").hidden = !pictures.length;
+  byId("answer").hidden = locked || !service || !shown;
+  byId("where").hidden = byId("answer").hidden || hasNothing(shown);
+  document.body.classList.toggle("narrow", locked || !service || pictures.every(hasNothing));
+}
 
 function thumbnail(picture) {
   const item = make("li");
@@ -122,12 +140,13 @@ function showProgress() {
   const { round, done, busy } = queue;
   byId("progress").value = round.length ? queue.progress : 0;
   byId("cancel").disabled = !busy && !pictures.some(({ asking }) => asking);
-  byId("again").disabled = !service || busy || !(pictures.some(isUnanswered) || panels.some((panel) => panel.failed));
+  byId("again").disabled = !service || busy || !(pictures.some(mayBeTried) || panels.some((panel) => panel.failed));
   const stopped = round.filter(({ state }) => state === "cancelled").length;
   const failed = round.filter(({ state }) => state === "failed").length;
   const rest = [stopped && `${stopped} cancelled`, failed && `${failed} failed`].filter(Boolean).map((text) => `, ${text}`).join("");
-  const text = round.length ? `${done} of ${round.length} done${rest}` : pictures.length ? "Waiting for the service" : "No picture yet";
+  const text = round.length ? `${done} of ${round.length} done${rest}` : "Waiting for the service";
   if (byId("progress-text").textContent !== text) byId("progress-text").textContent = text;
+  arrange();
 }
 
 function show(picture) {
@@ -158,9 +177,12 @@ function classOf(panel) {
 function showAnswer() {
   const { answer, error, state } = shown;
   byId("error").hidden = true;
+  byId("bars").hidden = hasNothing(shown);
+  byId("top-k-row").hidden = hasNothing(shown);
+  byId("timing").hidden = state === "failed" && !answer;
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
-  if (state === "failed") showError(error, shown.file);
+  if (state === "failed") tell(byId("error"), error, shown.file);
 }
 
 function bar({ label, index, score }) {
@@ -170,16 +192,18 @@ function bar({ label, index, score }) {
   fillPart.style.width = `${100 * score}%`;
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
-  row.addEventListener("click", () => panels[0].choose({ class: index }));
+  row.addEventListener("click", () => {
+    panels[0].choose({ class: index });
+    panels[0].find(".stage").scrollIntoView({ block: "nearest" }); // on a phone it is further down
+  });
   const item = make("li");
   item.append(row);
   return item;
 }
 
-function showError(error, file) {
+function tell(box, error, file) {
   const { lines, own } = explain(error, file);
-  const box = byId("error");
-  box.replaceChildren(lines.join(" "), make("small", { textContent: own }));
+  box.replaceChildren(make("strong", { textContent: file.name && `${file.name}: ` }), lines.join(" "), make("small", { textContent: own }));
   box.hidden = false;
 }
 
@@ -211,7 +235,7 @@ byId("smooth").addEventListener("change", (event) => {
   }
   mapsChanged();
 });
-byId("compare").addEventListener("change", () => service && setPanels());
+byId("compare").addEventListener("change", setPanels);
 byId("top-k").addEventListener("change", () => {
   setOptions();
   const again = pictures.filter(({ state }) => state === "answered");
@@ -222,7 +246,7 @@ byId("cancel").addEventListener("click", () => {
   for (const picture of pictures) picture.cancel(); // its maps
 });
 byId("again").addEventListener("click", () => {
-  queue.add(pictures.filter(isUnanswered));
+  queue.add(pictures.filter(mayBeTried));
   for (const panel of panels) if (panel.failed) panel.refresh();
 });
 byId("save-png").addEventListener("click", () => savePng(shown, panels, byId("opacity").value / 100));
@@ -238,17 +262,19 @@ byId("copy").addEventListener("click", async () => {
 });
 
 onUnauthorized(() => {
-  if (keyIsUsed() && byId("key-form").hidden) {
-    byId("key-note").textContent = "The service does not know this key.";
-    setTimeout(() => byId("key").select()); // when the form is there again
+  const form = byId("key-form");
+  if (keyTried || form.hidden) {
+    if (keyIsUsed()) byId("key-note").textContent = "The service does not know this key.";
+    setTimeout(() => byId("key").select()); // when the form is there
   }
-  byId("key-form").hidden = false;
+  keyTried = form.hidden = false;
+  arrange();
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("key").value.trim());
   byId("key-note").textContent = "";
-  byId("key-form").hidden = true;
+  keyTried = true;
   start();
 });
 

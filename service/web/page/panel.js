@@ -1,6 +1,6 @@
 // One map over the picture, with its choices and the share of the patch that is pointed at.
 
-import { explain } from "./errors.js";
+import { explain, isFinal } from "./errors.js";
 import { dimOutside, drawHeat, drawRamp, multiple, percent, readMap } from "./heatmap.js";
 
 const NAMES = { relevance: "Relevance for the class", cls: "Attention of one layer", rollout: "Rollout through all layers",
@@ -21,7 +21,7 @@ export class MapPanel {
     this.map = null; // its values as `readMap` returns them
     this.smooth = true;
     this.patch = null; // index of the one pointed at
-    this.failed = false;
+    this.failed = false; // another try may do better
     this.classChosen = false; // by hand: another answer of the same picture does not change it
     const { layers, heads } = service.model;
     fill(this.find(".method"), service.methods.map((name) => [name, NAMES[name] ?? name]));
@@ -117,7 +117,7 @@ export class MapPanel {
       note.textContent = picture.photo === null ? "Drawn over what the model saw of the picture" : "\u00a0";
     } catch (error) {
       if (wanted !== this.wanted) return;
-      this.failed = true;
+      this.failed = !isFinal(error);
       this.document = this.map = null;
       const { lines, own } = explain(error, picture.file);
       note.textContent = [...lines, own].join(" ");
@@ -181,7 +181,7 @@ export class MapPanel {
     this.patch = patch;
     const mark = this.find(".patch");
     mark.hidden = patch === null;
-    const readout = patch === null ? (this.map ? `Strongest: ${this.describe(this.map.strongest)}` : "Point at a patch to see its share") : this.describe(patch);
+    const readout = patch === null ? (this.map ? `Strongest: ${this.describe(this.map.strongest)}` : "\u00a0") : this.describe(patch);
     this.find(".readout").textContent = readout.charAt(0).toUpperCase() + readout.slice(1);
     if (patch === null) return;
     const { region } = this.ground;

@@ -4,7 +4,7 @@ import { sendPatiently } from "./api.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
 
-const FUSED = "relevance"; // the map that comes with the classes
+export const FUSED = "relevance"; // the map that comes with the classes
 
 let lastNumber = 0;
 let decoding = Promise.resolve(); // one at a time: a photo takes 50 MB and more until it is drawn small

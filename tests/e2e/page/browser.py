@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route, expect, sync_playwright  # noqa: E402
 
 from tests.launcher import PATIENCE  # noqa: E402
 
-__all__ = ["Browser", "Page", "Tab", "chromium", "expect", "tab"]
+__all__ = ["Browser", "Page", "Route", "Tab", "chromium", "expect", "tab"]
 
 BROWSER_PATIENCE = 1000 * PATIENCE
 """Milliseconds after which the browser gives up on what a test waits for."""

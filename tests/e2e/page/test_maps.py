@@ -125,11 +125,13 @@ def test_the_curl_calls_give_what_is_on_screen(open_page: Open, tmp_path: Path) 
     (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
     with open_page() as found:
         page = found.page
-        choose(page, tmp_path / "a dog, 'small'.jpg")
+        with page.expect_request("**/classify?*") as sent:
+            choose(page, tmp_path / "a dog, 'small'.jpg")
         labels = answers(page)
         map_shown(page)
         page.get_by_text("The same with curl").click()
         classify, attention = page.locator("#curl-text").inner_text().splitlines()
+        assert shlex.split(classify)[-1] == sent.value.url  # another request may have other scores
         run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=PATIENCE)
         answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
         assert [found["label"] for found in answer["predictions"]] == labels

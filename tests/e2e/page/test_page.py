@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.page.browser import Browser, expect, tab
+from tests.e2e.page.browser import Browser, Route, expect, tab
 from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, map_shown, pixels, send_event
 from tests.e2e.serving import Served
 
@@ -23,7 +23,20 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(open_page:
         expect(page.locator("#model")).to_have_text(
             f"{model['name']} on {model['device']}, {model['dtype']}, input 32\u00d732, 10 classes"
         )
+        assert page.evaluate("shifts.flat()") == []
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route("**/classify?*", hold)
         page.get_by_role("button", name="Example: a dog with a party hat").click()
+        expect(page.locator("#progress-text")).to_have_text("0 of 1 done")
+        expect(page.locator("#photo-caption")).to_have_text("dog.jpg")
+        # What has a place on the page has it now, so the answer moves nothing.
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
+        page.evaluate("shifts.length = 0")
+        held[0].continue_()
         assert answers(page)[0] == "dog"
         assert len(answers(page)) == 5
         expect(page.locator(".answer .score").first).to_have_text(re.compile(r"^9\d(\.\d)? %$"))
@@ -33,6 +46,34 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(open_page:
         assert (heat[..., 3] == 0).mean() > 0.2  # the photo stays clear where there is less than the even share
         expect(page.locator("#progress-text")).to_have_text("1 of 1 done")
         assert page.evaluate("shifts.flat()") == []
+
+
+@pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
+def test_an_empty_page_shows_only_how_to_give_it_a_picture(open_page: Open, options: dict[str, object]) -> None:
+    with open_page(**options) as found:
+        page = found.page
+        expect(page.get_by_role("button", name="Choose pictures")).to_be_visible()
+        expect(page.locator("select:visible, canvas:visible, progress:visible")).to_have_count(0)
+        assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
+        choose(page, DOG)
+        map_shown(page)
+        expect(page.locator("select:visible")).to_have_count(3)
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_on_a_phone_the_map_of_a_clicked_answer_comes_into_view(open_page: Open, motion: str) -> None:
+    with open_page(**PHONE, reduced_motion=motion) as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        row = page.locator(".answer").nth(2)
+        row.scroll_into_view_if_needed()
+        expect(page.locator(".map .stage")).not_to_be_in_viewport()
+        row.click()
+        expect(page.locator(".map .stage")).to_be_in_viewport(ratio=1)
+        expect(page.locator(".readout")).to_be_in_viewport(ratio=1)
+        smooth = page.evaluate("getComputedStyle(document.documentElement).scrollBehavior")
+        assert smooth == ("auto" if motion == "reduce" else "smooth")
 
 
 def test_pictures_come_in_every_way(open_page: Open) -> None:
@@ -105,7 +146,7 @@ def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(o
         page.unroute("**/classify?*")
         page.get_by_role("button", name="Try again").click()
         assert answers(page)[0] == "dog"
-        expect(page.get_by_role("button", name="Try again")).to_be_disabled()
+        expect(page.get_by_role("button", name="Try again")).to_be_hidden()
         (tmp_path / "gone.jpg").write_bytes(DOG.read_bytes())
 
         def change_file_and_send(route):
@@ -161,7 +202,7 @@ def test_what_was_not_sent_yet_can_be_cancelled(open_page: Open) -> None:
 
 def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
     refused = [
-        ("notes.txt", b"no picture", "not a picture of a kind"),
+        ("notes.txt", b"no picture", "not a picture of an allowed format"),
         ("IMG_1.HEIC", b"no picture", "Most Compatible"),
         ("cut.jpg", DOG.read_bytes()[:20_000], "damaged or incomplete"),
         ("big.jpg", bytes(300_000), "larger than the service accepts"),
@@ -173,6 +214,28 @@ def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
             expect(found.page.get_by_role("alert")).to_contain_text(words)
             expect(found.page.get_by_role("alert")).to_contain_text("request ")  # to find it in the logs
             expect(found.page.locator("#progress-text")).to_have_text("1 of 1 done, 1 failed")
+
+
+def test_a_file_that_is_no_picture_is_told_once_and_not_tried_again(open_page: Open) -> None:
+    sent: list[str] = []
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        choose(page, {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"})
+        alert = page.get_by_role("alert")
+        expect(alert).to_have_text(re.compile("^notes.txt: This file is not a picture of an allowed format: JPEG, "))
+        assert (alert.text_content() or "").count("JPEG") == 1
+        expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
+        # There is nothing to show of it.
+        expect(page.locator("select:visible, #where:visible")).to_have_count(0)
+        page.on("request", lambda request: sent.append(request.url))
+        page.route("**/classify?*", lambda route: route.abort(), times=1)
+        choose(page, DOG)
+        expect(alert).to_contain_text("The service does not answer")
+        page.get_by_role("button", name="Try again").click()
+        assert answers(page)[0] == "dog"
+        expect(page.locator("#progress-text")).to_have_text("1 of 1 done")  # without the one that can never be answered
+        assert len([url for url in sent if "/classify?" in url]) == 2
 
 
 def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> None:
@@ -195,12 +258,13 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> Non
         page = found.page
         page.route("**/model", refuse)
         page.reload()
-        page.get_by_label("Compare two maps").check()
+        choose(page, HARBOUR)
         expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
+        expect(page.locator("#progress-text")).to_have_text("Waiting for the service")
+        expect(page.locator("select:visible")).to_have_count(0)
         busy.pop("/model")
-        expect(page.locator("figure.map")).to_have_count(2)  # as was asked for when there was none
+        assert answers(page)  # of the picture that waited
         expect(page.get_by_role("alert")).to_be_hidden()
-        page.get_by_label("Compare two maps").uncheck()
         page.route("**/classify?*", refuse_once, times=1)
         page.route("**/attention?*", refuse_once, times=1)
         choose(page, DOG)
@@ -322,6 +386,10 @@ def test_deit_tiny_behind_a_key(browser: Browser, locked_server: Served) -> None
         found.refusals_expected = True
         page = found.page
         choose(page, DOG)  # it waits for the key
+        expect(page.get_by_label("API key")).to_be_focused()
+        expect(page.locator("button:visible")).to_have_text(["Use this key"])
+        expect(page.locator("main > :visible")).to_have_count(1)
+        expect(page.locator("footer")).to_be_hidden()
         for wrong in ("wrong", "\u043a\u043b\u044e\u0447"):  # the second cannot even be sent
             page.get_by_label("API key").fill(wrong)
             page.get_by_role("button", name="Use this key").click()

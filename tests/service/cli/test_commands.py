@@ -86,8 +86,9 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
         (["attention", "README.md", "examples", "-o", "README.md"], "README.md: File exists"),
         (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: No such file"),
-        (["attention", "README.md", "-o", "x.jpg"], "x.jpg: what is written is .png"),
-        (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: what is written is .npy"),
+        (["attention", "README.md", "-o", "x.jpg"], "x.jpg: expected a name that ends in .png"),
+        (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: expected a name that ends in .npy"),
+        (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
@@ -122,6 +123,9 @@ def test_attention_writes_a_picture_or_the_numbers(
     assert values.shape == (2, 2)
     assert values.sum() == pytest.approx(1, abs=1e-5)
     assert run(capsys, *common, "-o", tmp_path / "x.png", "--layer", "2")[0] == 1
+    assert run(capsys, *common, "-o", tmp_path / "maps")[0] == 0
+    with Image.open(tmp_path / "maps/a.heat.png") as picture:
+        assert picture.format == "PNG"
 
 
 def test_inspect_prints_what_was_understood(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +181,14 @@ def test_a_broken_checkpoint_is_one_line_and_exit_code_1(
 def test_convert_writes_a_folder_that_answers_the_same(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            f"{tmp_path}/my converted: tiny, float32; serve it with: "
+            f"vitserve serve --checkpoint '{tmp_path}/my converted'"
+        ],
+    )
     assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
     arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
     assert run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]

@@ -94,6 +94,8 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> N
         ({"VIT_API_KEY": "mine"}, "mine"),
         ({"VIT_API_KEYS": "first,second"}, "first"),
         ({"VIT_API_KEYS": " , second "}, "second"),
+        ({"VIT_API_KEYS": "web:first,second"}, "first"),
+        ({"VIT_API_KEY": "web:mine", "VIT_API_KEYS": "first"}, "web:mine"),  # a key may have a colon
         ({"VIT_API_KEY": "mine", "VIT_API_KEYS": "first"}, "mine"),
         ({"VIT_API_KEY": "", "VIT_API_KEYS": "first"}, "first"),
         ({"VIT_API_KEY": "", "VIT_API_KEYS": ""}, None),
@@ -112,7 +114,16 @@ def test_the_key_is_the_clients_or_else_on_this_machine_the_first_of_the_servers
     given = parser.get_default("api_key")
     assert server_flags.api_key_for("http://localhost:8000", given) == key
     assert server_flags.api_key_for("https://elsewhere.example", given) == (environment.get("VIT_API_KEY") or None)
-    assert "first" not in parser.format_help().replace("first of VIT_API_KEYS", "")
+    shown = " ".join(parser.format_help().split())
+    assert "KEY of NAME:KEY" in shown
+    assert "first" not in shown.replace("first of VIT_API_KEYS", "")
+
+
+def test_keys_of_the_environment_that_no_server_takes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_API_KEYS", "web:topsecret,web:other")
+    with pytest.raises(InputError) as caught:
+        server_flags.api_key_for("http://localhost:8000", None)
+    assert str(caught.value) == "VIT_API_KEYS=***: expected a name for one key only"
 
 
 @pytest.mark.parametrize(

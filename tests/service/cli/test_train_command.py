@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
-from model.training.recipe import RECIPES, read_recipe
+from model.training.recipe import RECIPES, Recipe, read_recipe
 from service.__main__ import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
@@ -105,6 +105,29 @@ def test_flags_override_the_recipe_and_the_record_holds_the_result(data: Path, s
             "optimiser.learning_rate": 3e-3,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ([], "rocks"),
+        (["--recipe", "folder", "--epochs", "1"], "rocks"),
+        (["--recipe", "cifar10"], "vit-cifar10"),
+        (["--name", "mine"], "mine"),
+        (["--set", "name=mine"], "mine"),
+    ],
+    ids=["folder", "folder recipe", "cifar10", "name", "set"],
+)
+def test_a_model_has_the_name_of_its_folder_unless_it_is_given_another(
+    more: list[str], name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes: list[Recipe] = []
+    monkeypatch.setattr("model.training.train.run", lambda data, out, recipe, **_: recipes.append(recipe))
+    monkeypatch.chdir(tmp_path)
+    Path("rocks").mkdir()
+    monkeypatch.chdir("rocks")
+    assert main(["train", "--data", str(data), "--out", ".", "--from", "bundled", *more]) == 0
+    assert recipes[0].name == name
 
 
 def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import nullcontext
 
 import pytest
 
 from service.api_keys import ApiKey, parse_keys
-from service.errors import SettingsError
+from service.errors import SettingsError, Unauthorized
 from service.logs import JsonFormatter
+from service.metrics.metrics import Metrics
 from service.settings import load_settings
-from service.web.keys import asks_admin_key
+from service.web.keys import KeyGuard, KeyLimiter, asks_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
 
@@ -45,6 +47,37 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
 )
 def test_the_admin_key_is_asked_for_where_models_are_loaded(path: str, asks: bool) -> None:
     assert asks_admin_key(path) is asks
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        ({}, "an API key is needed: Authorization: Bearer KEY"),
+        ({"authorization": "Bearer"}, "an API key is needed: Authorization: Bearer KEY"),
+        ({"authorization": "Basic d2ViOm9uZQ=="}, "an API key is needed: Authorization: Bearer KEY"),
+        ({"authorization": "Bearer two"}, "the API key is wrong: it is none of the service's"),
+        ({"authorization": "Bearer web:one"}, "the API key is wrong: it is none of the service's"),
+    ],
+)
+async def test_a_missing_key_and_a_wrong_one_are_told_apart(headers: dict[str, str], told: str) -> None:
+    refused = await app(api_keys="web:one").get("/model", **headers)
+    assert (refused.status, refused.code, refused.json["detail"]) == (401, "unauthorized", told)
+
+
+def test_every_key_is_compared_whatever_was_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(offered: bytes, secret: bytes) -> bool:
+        compared.append(secret)
+        return offered == secret
+
+    monkeypatch.setattr("service.web.keys.hmac.compare_digest", compare)
+    guard = KeyGuard(parse_keys(["one", "two"]), KeyLimiter(2, 0), Metrics())
+    for offered in ("", "Bearer x", "Bearer one"):
+        with nullcontext() if offered == "Bearer one" else pytest.raises(Unauthorized):
+            guard.find(offered)
+    assert compared == [b"one", b"two"] * 3
 
 
 @on_a_loop

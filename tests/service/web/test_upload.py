@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from PIL import Image
 
 from service.errors import (
     MalformedRequest,
@@ -105,7 +107,7 @@ def test_a_raw_body_is_the_picture(body: bytes, cuts: list[int]) -> None:
 )
 @pytest.mark.parametrize("headers", [{}, {"content_length": "0"}])
 def test_an_empty_body_holds_no_image_whatever_its_type(content_type: str | None, headers: dict[str, Any]) -> None:
-    with pytest.raises(MissingImage, match="empty"):
+    with pytest.raises(MissingImage, match=r"^the body is empty: send a picture: curl -F"):
         read(b"", content_type, **headers)
 
 
@@ -119,6 +121,26 @@ def test_json_and_other_multiparts_are_refused_with_the_right_call(content_type:
         read(b'{"image": "x"}', content_type)
     assert "curl -F file=@photo.jpg URL" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def _pictures() -> list[bytes]:
+    found = []
+    for form_, size in (("PNG", 1), ("JPEG", 1), ("JPEG", 300)):
+        buffer = io.BytesIO()
+        Image.effect_noise((size, size), 20).save(buffer, form_, quality=10)
+        found.append(buffer.getvalue())
+    return found
+
+
+@pytest.mark.parametrize("picture", _pictures(), ids=["PNG", "tiny JPEG", "JPEG"])
+def test_what_curl_leaves_of_a_picture_is_refused_with_the_right_call(picture: bytes) -> None:
+    """`curl -d @FILE` takes line breaks and NULs away (man curl, --data), and declares a form."""
+    stripped = picture.translate(None, b"\r\n\0")
+    form_type = "application/x-www-form-urlencoded"
+    with pytest.raises(UnsupportedMediaType, match=r"^curl -d .* curl --data-binary @photo\.jpg URL$"):
+        read([stripped[:40], stripped[40:]], form_type)
+    assert read(picture, form_type) == [picture]
+    assert read(stripped, "image/jpeg") == [stripped]  # whatever was sent, this was not by `curl -d`
 
 
 def test_an_encoded_body_is_refused() -> None:
@@ -191,7 +213,7 @@ def test_a_form_may_have_a_thousand_parts_beside_its_files(others: int, fits: bo
 
 
 def test_a_form_without_a_file_says_which_field_it_wants() -> None:
-    with pytest.raises(MissingImage, match="'file'"):
+    with pytest.raises(MissingImage, match=r"^no part is named 'file': curl -F file="):
         read(form(part(b"x", "image"), part(b"y", "File")))
 
 
