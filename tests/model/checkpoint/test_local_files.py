@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def test_an_npz_that_inflates_far_beyond_its_network_is_refused_before_it_does(t
     file = tmp_path / "model.npz"
     width = np.zeros((16, 2, 8), np.float32)
     block = "Transformer/encoderblock_0/"
-    arrays = {
+    arrays: dict[str, Any] = {
         "embedding/kernel": np.zeros((8, 8, 3, 16), np.float32),
         "cls": np.zeros((1, 1, 16), np.float32),
         "Transformer/posembed_input/pos_embedding": np.zeros((1, 5, 16), np.float32),
