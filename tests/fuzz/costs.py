@@ -36,9 +36,9 @@ PIXEL_SECONDS: Final = {"jpeg": 3e-8, "gif": 3e-8}
 """Of an accepted file; beyond it and some time for each pixel it is noted as amplified, which is no fault."""
 _OTHER_PIXEL_SECONDS = 8e-8
 
-_PATIENCE = 15.0
+_PATIENCE = 40.0
 """Seconds for an answer and the work that goes on behind it; who works for longer is ended."""
-_IDLE = 0.2
+_IDLE = 0.4
 """Seconds with less than a tenth of a core are the end of the work."""
 
 
