@@ -132,12 +132,12 @@ def jpeg_arithmetic(random: Random) -> bytes:
 
 def jpeg_scans(random: Random) -> bytes:
     """Hundreds of refinements of a progressive picture: each visits every block, and has some bytes alone."""
-    width, height = dimensions(random, 3e5, 4e6)
+    width, height = dimensions(random, 6e5, 4e6)
     blocks = -(-width // 8) * -(-height // 8)
     data = bytes(2 * -(-blocks // 16384) + 1)
     scans = [(_scan([1], 0, 0), bytes(-(-blocks // 8)) if random.random() < 0.5 else b"\0")]
     scans += [(_scan([1], 1, 63, 0, 1), data)]
-    scans += [(_scan([1], 1, 63, 1, 0), data)] * log_uniform(random, 100, 990)
+    scans += [(_scan([1], 1, 63, 1, 0), data)] * log_uniform(random, 400, 990)
     return _jpeg(0xC2, (width, height), [0x11], scans)
 
 
