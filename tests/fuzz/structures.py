@@ -132,7 +132,7 @@ def jpeg_arithmetic(random: Random) -> bytes:
 
 def jpeg_scans(random: Random) -> bytes:
     """Hundreds of refinements of a progressive picture: each visits every block, and has some bytes alone."""
-    width, height = dimensions(random, 6e5, 4e6)
+    width, height = dimensions(random, 6e5, 2e6)
     blocks = -(-width // 8) * -(-height // 8)
     data = bytes(2 * -(-blocks // 16384) + 1)
     scans = [(_scan([1], 0, 0), bytes(-(-blocks // 8)) if random.random() < 0.5 else b"\0")]
