@@ -18,7 +18,8 @@ help:
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
-	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again"
+	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again,"
+	@echo "             ONLY=structures measures pictures that cost more than they look, one by one"
 	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
 	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
@@ -84,7 +85,8 @@ test-ray: $(VENV)/.test
 	$(BIN)/pytest -m "ray or not ray" tests/service/test_ray_serve.py tests/e2e/test_ray_serve.py
 
 fuzz: $(VENV)/.test
-	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED)) \
+		$(if $(filter structures,$(ONLY)),--structures)
 
 # How many mutants are drawn, from which seed, and of which modules; none named: the core.
 SAMPLE ?= 60

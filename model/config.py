@@ -18,7 +18,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "ham
 Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
+Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
+"""Of pixels of 0...1; divided by less, they would overflow in the network."""
 
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
@@ -217,9 +219,9 @@ class PreprocessConfig(_Frozen):
     interpolation: Interpolation
     crop_rounding: Literal["half_even", "down"] = "half_even"
     """How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers."""
-    mean: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=4)]
+    mean: Annotated[tuple[Mean, ...], Field(min_length=1, max_length=4)]
     """Mean of each channel, of pixels scaled to 0...1."""
-    std: Annotated[tuple[Annotated[Finite, Field(gt=0)], ...], Field(min_length=1, max_length=4)]
+    std: Annotated[tuple[Deviation, ...], Field(min_length=1, max_length=4)]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

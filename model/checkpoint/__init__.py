@@ -16,6 +16,7 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
+from model.checkpoint.local_files import resolved_source
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.config import Size
 from model.errors import CheckpointError
@@ -81,10 +82,9 @@ def load_checkpoint(
 
 def _open(source: str) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
-    if path.is_dir():
-        return Folder(path, source)
-    if path.is_file():
-        return SingleFile(path, source)
+    found = resolved_source(path, source)
+    if found is not None:
+        return Folder(path, source) if found.is_dir() else SingleFile(path, source)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
         return Repository(source)

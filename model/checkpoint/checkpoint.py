@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from model.checkpoint.tensors import as_float32
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network.vit import VisionTransformer, meta_model
+
+MAX_TEXT: Final = 1000
+"""Characters of a label and of a name: every answer repeats them."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,24 @@ class Checkpoint:
         """Refuse parts that contradict each other.
 
         Raises:
-            CheckpointError: labels, input size or channels disagree with the architecture.
+            CheckpointError: labels, input size or channels disagree with the architecture, or a label or the name
+                is longer than `MAX_TEXT` or cannot be written as UTF-8.
         """
         classes, size = self.config.num_classes, self.config.image_size
         if len(self.labels) != classes:
             raise CheckpointError(f"{self.source}: {len(self.labels)} labels for {classes} classes")
+        for what, text in (
+            ("name", self.name),
+            *((f"label {index}", label) for index, label in enumerate(self.labels)),
+        ):
+            if len(text) > MAX_TEXT:
+                raise CheckpointError(
+                    f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are allowed"
+                )
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise CheckpointError(f"{self.source}: {what}, {text!a:.100}, cannot be written as UTF-8") from None
         if self.preprocess.size != size:
             raise CheckpointError(f"{self.source}: preprocessing gives {self.preprocess.size}, the model takes {size}")
         if len(self.preprocess.mean) != self.config.in_channels:

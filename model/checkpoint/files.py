@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.refusals import reading
+from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors, without_prefixes
 from model.errors import CheckpointError
 
@@ -20,7 +19,6 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 _MAX_SHARDS: Final = 1000
-_MAX_JSON_BYTES: Final = 64 << 20
 
 
 class Files(ABC):
@@ -97,11 +95,11 @@ class Files(ABC):
         for shard in shards:
             if PurePosixPath(shard).name != shard or not shard.endswith(".safetensors"):
                 raise CheckpointError(f"{where}: {shard!r} is not the name of a safetensors file beside it")
-            part = read_safetensors(self.required(shard), self.where(shard))
-            twice = tensors.keys() & part.keys()
+            read = read_safetensors(self.required(shard), self.where(shard))
+            twice = tensors.keys() & read.keys()
             if twice:
                 raise CheckpointError(f"{self.where(shard)}: {min(twice)!r} is in another shard too")
-            tensors.update(part)
+            tensors.update(read)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())
             raise CheckpointError(f"{where}: {odd!r} is in the index or in the shards, but not in both")
@@ -116,9 +114,8 @@ class Folder(Files):
         self.folder = folder
 
     def path(self, name: str) -> Path | None:
-        """Return the path of `name` in the folder, or None where there is no such file."""
-        path = self.folder / name
-        return path if path.exists() else None
+        """Return the resolved path of `name` in the folder, or None where there is no such file."""
+        return resolved_part(self.folder, name, self.where(name))
 
 
 class SingleFile(Files):
@@ -148,12 +145,3 @@ class SingleFile(Files):
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the file's tensors, which are read once, without usual prefixes that all their names share."""
         return self._tensors
-
-
-def read_json(path: Path, where: str | None = None) -> Any:
-    """Return the JSON value in a file of bounded size; CheckpointError where there is none."""
-    where = where or str(path)
-    with reading(where, "not JSON", ValueError, RecursionError):
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{where}: larger than {_MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_bytes())

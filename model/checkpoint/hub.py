@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.local_files import resolved_part
 from model.checkpoint.refusals import first_line
 from model.errors import CheckpointError
 
@@ -110,7 +111,7 @@ class Repository(Files):
             raise self._not_here(f"on the hub: {name} could not be fetched: {first_line(error)}") from None
         if self.revision is None:
             self._pin(path)
-        return path
+        return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
         """Return None for a part that the cached repository lacks; refuse one that only the network could give."""

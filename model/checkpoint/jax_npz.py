@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -19,10 +19,11 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
-from model.checkpoint.tensor_files import read_npz
+from model.checkpoint.tensor_files import npz_shapes, read_npz
 from model.checkpoint.tensors import TensorSource
 from model.config import ViTConfig
 from model.errors import CheckpointError
+from model.network.vit import meta_model
 
 FORMAT: Final = "jax"
 
@@ -41,9 +42,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert isinstance(files, SingleFile)
     where = files.place
     options.refuse_architecture(where)
-    arrays = _unstacked(_unprefixed(read_npz(files.file), where), where)
-    stored = TensorSource(arrays, where)
-    config = _config(stored)
+    shapes = npz_shapes(files.file)
+    prefix = _prefix(shapes, where)
+    shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+    config = _config(TensorSource(_unstacked(_unprefixed(shapes, prefix), where), where))
+    _check_size(shapes, config, where)
+    arrays = _unprefixed(read_npz(files.file, shapes), prefix)
+    stored = TensorSource(_unstacked(arrays, where), where)
     tensors = _convert(stored, config)
     stored.finish()
     match = _RELEASED.fullmatch(files.file.name)
@@ -62,12 +67,27 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
-def _unprefixed(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return arrays without the optimiser's or the two-tower model's prefix; what lies outside it is left out."""
+def _prefix(names: Collection[str], where: str) -> str:
+    """Return the prefix of the network's arrays: none, the optimiser's or the two-tower model's."""
     for prefix in _PREFIXES:
-        if f"{prefix}embedding/kernel" in arrays:
-            return {n.removeprefix(prefix): t for n, t in arrays.items() if n.startswith(prefix)}
+        if f"{prefix}embedding/kernel" in names:
+            return prefix
     raise CheckpointError(f"{where}: missing key 'embedding/kernel'")
+
+
+def _unprefixed(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items()}
+
+
+def _check_size(shapes: Mapping[str, Tensor], config: ViTConfig, where: str) -> None:
+    """Refuse far more numbers than the network has before they are unpacked, as zeros pack to a thousandth.
+
+    A few arrays more, as of a head that is not read, are named when all are taken.
+    """
+    stored = sum(array.numel() for array in shapes.values())
+    needed = sum(tensor.numel() for tensor in meta_model(config).state_dict().values())
+    if stored > 2 * needed:
+        raise CheckpointError(f"{where}: holds {stored:,} numbers, a network of its shapes has {needed:,}")
 
 
 def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:

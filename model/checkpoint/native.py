@@ -31,7 +31,8 @@ class NativeConfig(BaseModel):
     architecture: ViTConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
+    """`vitserve train` fits 0.05 to 20; far below, scores overflow."""
     multi_label: bool
     training: dict[str, Any] = Field(default_factory=dict)
     """How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it."""

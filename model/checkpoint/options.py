@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from model.checkpoint.files import read_json
+from model.checkpoint.local_files import read_json, read_text_file, resolved_source
 from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig, Size
 from model.errors import CheckpointError
@@ -125,7 +125,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
     if name in PREPROCESS_PRESETS:
         return PREPROCESS_PRESETS[name]
     path = Path(name).expanduser()
-    if not path.is_file():
+    if resolved_source(path, str(path)) is None:
         raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")
     with validating(str(path)):
         return PreprocessConfig.model_validate(read_json(path))
@@ -142,7 +142,7 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
     path = Path(name).expanduser()
     if name == "imagenet-1k":
         labels = imagenet_labels()
-    elif not path.is_file():
+    elif resolved_source(path, str(path)) is None:
         raise CheckpointError(f"VIT_LABELS {name!r}: neither a file nor one of {', '.join(LABEL_PRESETS)}")
     elif path.suffix.lower() == ".json":
         value = read_json(path)
@@ -153,8 +153,8 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
         labels = tuple(value)
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = read_text_file(path, str(path)).decode("utf-8").splitlines()
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
         labels = tuple(line.strip() for line in lines if line.strip())
     if len(labels) != classes:

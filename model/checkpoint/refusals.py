@@ -12,7 +12,7 @@ from model.errors import CheckpointError, first_problem
 
 
 @contextmanager
-def reading(where: str, refusal: str, *malformed: type[Exception]) -> Iterator[None]:
+def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Iterator[None]:
     """Turn errors that are raised while a file is read into a CheckpointError.
 
     Args:

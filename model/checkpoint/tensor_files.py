@@ -10,6 +10,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,9 @@ _TRANSFORMERS_ADVICE: Final = (
 
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
+_MEMORY: Final = Path("/proc/meminfo")
+_CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
+"""Of this process, as a container sees it."""
 
 _MALFORMED: Final = (
     RuntimeError,
@@ -84,6 +88,7 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
     with reading(where, "not a file that torch.save wrote", *_MALFORMED), warnings.catch_warnings():
         # What torch warns of (other pickle protocols, old formats) it then reads or refuses.
         warnings.simplefilter("ignore", UserWarning)
+        _refuse_packed(path, where)
         try:
             value = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
@@ -92,6 +97,15 @@ def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
                 raise
             raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}") from None
     return _state_dict(value, where)
+
+
+def _refuse_packed(path: Path, where: str) -> None:
+    """Refuse an archive that unpacks to more than itself: torch packs nothing, but unpacks what others did."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(info.file_size for info in archive.infolist())
+        if size > path.stat().st_size:
+            raise CheckpointError(f"{where}: unpacks to {size} bytes, more than it has: torch.save packs nothing")
 
 
 def _found(text: str) -> str:
@@ -117,6 +131,8 @@ def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{where}: {name!r} holds a {type(tensor).__name__}, expected a tensor")
+        if tensor.layout == torch.strided and tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{where}: {name!r} has shape {list(tensor.shape)}, more than the file holds")
         tensors[name] = tensor.detach()
     return without_prefixes(tensors, _WRAPPERS)
 
@@ -134,28 +150,63 @@ def without_prefixes(tensors: Mapping[str, Tensor], prefixes: Collection[str] = 
     return stripped
 
 
-def read_npz(path: Path) -> dict[str, Tensor]:
-    """Return all arrays of an `.npz` file; pickled objects are refused.
+def npz_shapes(path: Path) -> dict[str, Tensor]:
+    """Return the arrays of an `.npz` file by their headers alone: tensors of the device `meta`, which hold nothing.
 
     Raises:
-        CheckpointError: no such file, damaged, holding objects, or implausibly large.
+        CheckpointError: no such file, damaged, holding objects, or more arrays than any model has.
     """
-    with reading(str(path), "not a valid .npz file", *_MALFORMED):
-        with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-            if len(infos) > _MAX_NPZ_ARRAYS or sum(info.file_size for info in infos) > _MAX_NPZ_BYTES:
-                raise CheckpointError(f"{path}: more than {_MAX_NPZ_ARRAYS} arrays or {_MAX_NPZ_BYTES} bytes")
-            # An array's header may claim more than the archive holds; that is refused before it is allocated.
-            for info in infos:
-                with archive.open(info) as member:
-                    _check_header(member, info, path)
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
+    with reading(str(path), "not a valid .npz file", *_MALFORMED), zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        if len(infos) > _MAX_NPZ_ARRAYS:
+            raise CheckpointError(f"{path}: more than {_MAX_NPZ_ARRAYS} arrays")
+        return {_array_name(info): _header(archive, info, path) for info in infos}
 
 
-def _check_header(member: Any, info: zipfile.ZipInfo, path: Path) -> None:
-    version = np.lib.format.read_magic(member)
-    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = reader(member)
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize > info.file_size:
-        raise CheckpointError(f"{path}: {info.filename} holds objects, or less than its header claims")
+def read_npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Return the arrays of these names of an `.npz` file.
+
+    Raises:
+        CheckpointError: no such file, damaged, holding objects, or more than the memory that is free.
+    """
+    with reading(str(path), "not a valid .npz file", *_MALFORMED), zipfile.ZipFile(path) as archive:
+        infos = {_array_name(info): info for info in archive.infolist()}
+        size, free = sum(infos[name].file_size for name in names), free_memory()
+        if size > free:
+            raise CheckpointError(f"{path}: unpacks to {size >> 20} MiB, {free >> 20} MiB of memory are free")
+        tensors = {}
+        for name in names:
+            with archive.open(infos[name]) as member:
+                array = np.lib.format.read_array(member, allow_pickle=False)
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(array))
+        return tensors
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still take: the machine's, or its control group's if fewer.
+
+    Where the system does not say (it is not Linux), it is more than any file unpacks to.
+    """
+    free = [_MAX_NPZ_BYTES]
+    with suppress(OSError):
+        free += [int(found) << 10 for found in re.findall(r"^MemAvailable:\s+(\d+)", _MEMORY.read_text(), re.MULTILINE)]
+    with suppress(OSError, ValueError):  # no limit is the word `max`
+        limit = int((_CONTROL_GROUP / "memory.max").read_text())
+        cached = re.findall(r"^inactive_file (\d+)", (_CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE)
+        free.append(limit - int((_CONTROL_GROUP / "memory.current").read_text()) + sum(map(int, cached)))
+    return max(min(free), 0)
+
+
+def _array_name(info: zipfile.ZipInfo) -> str:
+    return info.filename.removesuffix(".npy")
+
+
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> Tensor:
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = reader(member)
+    # A header may claim more than the archive holds; that is refused before it is allocated.
+    if dtype.hasobject or dtype.itemsize > 8 or math.prod(shape) * dtype.itemsize > info.file_size:
+        raise CheckpointError(f"{path}: {info.filename} holds objects, text, or less than its header claims")
+    return torch.empty(shape, device="meta")

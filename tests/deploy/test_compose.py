@@ -110,6 +110,52 @@ def test_every_variable_of_opentelemetry_that_is_documented_reaches_the_containe
     assert documented == {name for name in BASE["services"]["vitserve"]["environment"] if name.startswith("OTEL_")}
 
 
+def documented_memory() -> list[tuple[str, int]]:
+    """The rows of the table of docs/reliability.md: what, and the bytes at most by default."""
+    text = (REPOSITORY / "docs/reliability.md").read_text().partition("\n## Memory\n")[2].partition("\n### ")[0]
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    return [(row[0], bytes_of(re.sub(r"\(.*\)", "", row[2]).rpartition("=")[2])) for row in rows[1:]]
+
+
+def bytes_of(text: str) -> int:
+    """What `7g`, `128m`, `7Gi` or `1.5 GiB` is."""
+    found = re.fullmatch(r"([\d.]+) ?(?:([kmg])(?:i?b?)?)?", text.strip(), re.IGNORECASE)
+    assert found, text
+    return round(float(found[1]) * (1 << 10 * " kmg".index((found[2] or " ").lower())))
+
+
+def test_the_documented_memory_adds_up_and_is_that_of_the_settings():
+    *rows, (name, total) = documented_memory()
+    assert name == "sum"
+    assert sum(size for _, size in rows) == pytest.approx(total, abs=0.05 * 2**30)
+    sizes = dict(rows)
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert sizes["kept pictures"] == defaults["recent_bytes"]
+    picture = 7 * defaults["max_image_pixels"]
+    assert sizes["decoder processes"] == pytest.approx(4 * (picture + (60 << 20)), rel=0.01)
+    [bodies] = [size for name, size in rows if name.startswith("bodies")]
+    assert bodies == defaults["max_receiving_bytes"] * 9 // 8
+
+
+def test_the_limits_of_containers_have_room_for_the_documented_memory():
+    *_, (_, total) = documented_memory()
+    service = BASE["services"]["vitserve"]
+    [deployment] = load_documents(REPOSITORY / "deploy/kubernetes/base/deployment.yaml")
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    assert bytes_of(default(service["mem_limit"])) >= total
+    assert bytes_of(container["resources"]["limits"]["memory"]) >= total
+    assert bytes_of(default(GPU["services"]["vitserve"]["mem_limit"])) >= total
+
+
+def test_what_the_container_may_fill_is_bounded():
+    service = BASE["services"]["vitserve"]
+    assert int(default(str(service["pids_limit"]))) >= 256
+    [temporary] = service["tmpfs"]
+    place, _, size = temporary.partition(":size=")
+    assert place == "/tmp"
+    assert bytes_of(size) == next(size for name, size in documented_memory() if "`/tmp`" in name)
+
+
 def test_caches_are_in_the_volume():
     environment = image_environment()
     (target,) = [mount.split(":")[1] for mount in BASE["services"]["vitserve"]["volumes"] if mount.startswith("cache:")]

@@ -1,4 +1,7 @@
-"""`make fuzz`: hostile pictures, hostile bytes and schemathesis against one real server, and a table of what it did."""
+"""`make fuzz`: hostile pictures, hostile bytes and schemathesis against a real server, and a table of what it did.
+
+Pictures of hostile structure go to a server of their own, one by one, and each is measured.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from pathlib import Path
 
 import httpx
 
-from tests.fuzz import pictures, streams
+from tests.fuzz import costs, pictures, streams
 from tests.fuzz.openapi import schemathesis
 from tests.fuzz.tally import Tally, table
 from tests.launcher import ServerProcess
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_WARM_UP, _PICTURES, _STREAMS, _OPENAPI = 0.05, 0.5, 0.25, 0.2
+_WARM_UP, _STRUCTURES, _PICTURES, _STREAMS, _OPENAPI = 0.05, 0.3, 0.3, 0.2, 0.15
 """Shares of the time."""
 
 _SHOWN = 3000
@@ -30,16 +33,25 @@ _SHOWN = 3000
 
 
 def main() -> int:
-    """Run all kinds for the minutes given; return 1 on an unexpected server error, a lost answer or a dead server."""
+    """Run all kinds for the minutes given.
+
+    Return 1 on an unexpected server error, a lost answer, a dead server, or a file that costs too much.
+    """
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--seed", type=int, help="of an earlier run, whose cases are then sent again")
     parser.add_argument("--out", type=Path, default=_REPOSITORY / "runs" / "fuzz", help="for cases that went wrong")
+    parser.add_argument("--structures", action="store_true", help="this kind alone, for all of the time")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    print(f"seed {seed}: make fuzz MINUTES={options.minutes:g} SEED={seed}", flush=True)
+    alone = " ONLY=structures" if options.structures else ""
+    print(f"seed {seed}: make fuzz MINUTES={options.minutes:g} SEED={seed}{alone}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     shared = Path(os.environ.get("VIT_SHARED", _REPOSITORY.parent / "shared"))
+    if options.structures:
+        tally = _structures(shared, seed, options.minutes * 60, options.out)
+        print(table([tally]))
+        return int(bool(tally.faults))
     with tempfile.TemporaryDirectory() as folder, ServerProcess(Path(folder) / "log") as server:
         return fuzz(server, shared, seed, options.minutes * 60, Path(folder), options.out)
 
@@ -52,6 +64,7 @@ def fuzz(server: ServerProcess, shared: Path, seed: int, seconds: float, folder:
     warm_up.kind = "warm-up"
     before = _memory(server)
     tallies = [
+        _structures(shared, seed, _STRUCTURES * seconds, out),
         warm_up,
         *_measured(server, lambda: [asyncio.run(pictures.send(port, files, seed, out, seconds=_PICTURES * seconds))]),
         *_measured(server, lambda: asyncio.run(streams.send(port, seed, out, seconds=_STREAMS * seconds))),
@@ -67,6 +80,12 @@ def fuzz(server: ServerProcess, shared: Path, seed: int, seconds: float, folder:
     if not good:
         print(f"Cases that went wrong: {out}. Again: SEED={seed}")
     return 0 if good else 1
+
+
+def _structures(shared: Path, seed: int, seconds: float, out: Path) -> Tally:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        return costs.send(lambda: ServerProcess(log), seed, shared / "data" / "hostile", out, seconds=seconds)
 
 
 def _measured(server: ServerProcess, run: Callable[[], list[Tally]]) -> list[Tally]:

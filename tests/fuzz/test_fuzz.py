@@ -122,3 +122,11 @@ def test_the_table_tells_refusals_from_failures() -> None:
     text = table([tally])
     assert text.splitlines()[1].split() == ["pictures", "6", "1", "0", "1", "3", "1", "1", "+3.0"]
     assert text.splitlines()[2:] == ["pictures 0: 500", "pictures 7: lost: gone"]
+
+
+def test_the_table_tells_the_most_costly_file_and_what_is_no_fault() -> None:
+    tally = Tally("structures", sent=1, seconds=1.234, peak=5 << 20, notes=["structures 3: 0.5 CPU-s"])
+    lines = table([tally]).splitlines()
+    assert lines[0].endswith("CPU-s a file  MiB a file")
+    assert lines[1].split()[-2:] == ["1.23", "+5"]
+    assert lines[2:] == ["no fault, but amplified: structures 3: 0.5 CPU-s"]

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,22 @@ def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     for value in ([torch.zeros(2)], {"a": 1}, torch.zeros(2), {}):
         torch.save(value, file)
         assert "weights.pth" in refusal(file, architecture="vit_tiny_patch16_224")
+
+
+def test_a_pickle_that_unpacks_to_more_than_itself_is_refused(tmp_path: Path) -> None:
+    file, packed = tmp_path / "plain.pth", tmp_path / "weights.pth"
+    torch.save({"head.weight": torch.zeros(1000, 1000)}, file)
+    with zipfile.ZipFile(file) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in plain.namelist():
+            archive.writestr(name, plain.read(name))
+    assert torch.load(packed, weights_only=True)["head.weight"].shape == (1000, 1000)
+    assert "unpacks to 4000" in refusal(packed, architecture="vit_tiny_patch16_224")
+
+
+def test_a_tensor_of_more_numbers_than_are_stored_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({"head.weight": torch.zeros(1).expand(10**6, 10**4)}, file)
+    assert "has shape [1000000, 10000], more than the file holds" in refusal(file, architecture="vit_tiny_patch16_224")
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04" + b"\0" * 50])

@@ -299,3 +299,58 @@ def test_an_architecture_for_a_folder_that_says_its_own_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("size", [(20, 16), (1, 1), (65536, 65536), (16384, 16384)])
 def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path: Path) -> None:
     assert "size" in refusal(native_folder(tmp_path), image_size=size)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("\ud800", "label 1, '\\ud800', cannot be written as UTF-8"),
+        ("x" * 1001, "label 1 has 1001 characters, at most 1000 are allowed"),
+    ],
+)
+def test_a_label_that_no_answer_could_hold_is_refused(kind: str, label: str, said: str, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path)
+
+    def change(config: dict[str, Any]) -> None:
+        if kind == "huggingface":
+            config["id2label"]["1"] = label
+        else:
+            config["labels" if kind == "native" else "label_names"][1] = label
+
+    edit(folder / "config.json", change)
+    message = refusal(folder)
+    # pydantic itself knows no text that cannot be encoded.
+    assert said in message or "labels.1: Input should be a valid string" in message
+    message.encode()
+
+
+def test_a_name_that_no_answer_could_hold_is_refused(tmp_path: Path) -> None:
+    folder = FOLDERS["timm"](tmp_path)
+    edit(folder / "config.json", lambda config: config["pretrained_cfg"].update(tag="\ud800"))
+    assert "cannot be written as UTF-8" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("temperature", 1e-300),
+        ("temperature", 1e300),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("preprocess.std", [1e-300] * 3),
+        ("preprocess.mean", [1e300] * 3),
+    ],
+)
+def test_numbers_that_make_every_score_overflow_are_refused(keys: str, value: Any, tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    *parents, name = keys.split(".")
+
+    def change(config: dict[str, Any]) -> None:
+        for parent in parents:
+            config = config[parent]
+        config[name] = value
+
+    edit(folder / "config.json", change)
+    assert f"config.json: {keys}" in refusal(folder)

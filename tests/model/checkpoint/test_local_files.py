@@ -1,0 +1,266 @@
+"""Only regular files inside the folder that was named are read; what may not be read is said with the way out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint, tensor_files
+from model.checkpoint.local_files import MAX_TEXT_BYTES
+from model.errors import CheckpointError
+from tests.model.checkpoint.folders import FOLDERS, huggingface_folder, native_folder, refusal, tiny
+
+PARTS = [
+    ("native", "config.json"),
+    ("native", "model.safetensors"),
+    ("timm", "config.json"),
+    ("timm", "model.safetensors"),
+    ("huggingface", "config.json"),
+    ("huggingface", "preprocessor_config.json"),
+    ("huggingface", "model.safetensors"),
+]
+NOBODY = 65534
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def outside(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(str(path))
+
+
+@pytest.mark.timeout(30)  # who reads a pipe waits for ever
+@pytest.mark.parametrize(("kind", "name"), PARTS)
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (pipe, "a named pipe, expected a regular file"),
+        (unix_socket, "a socket, expected a regular file"),
+        (Path.mkdir, "a folder, expected a regular file"),
+        (device, "a symbolic link out of its folder: put the file itself there"),
+        (outside, "a symbolic link out of its folder: put the file itself there"),
+    ],
+)
+def test_a_part_that_is_no_regular_file_of_its_folder_is_refused(
+    kind: str, name: str, put: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = FOLDERS[kind](tmp_path / "model")
+    monkeypatch.chdir(folder)  # the path of a socket is short
+    (folder / name).unlink()
+    put(Path(name))
+    assert refusal(folder) == f"{folder / name}: {said}"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("suffix", "options"), [(".safetensors", {}), (".pth", {}), (".npz", {}), (".json", {"preprocess": "FILE"})]
+)
+def test_a_single_file_that_is_none_is_refused(suffix: str, options: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / f"weights{suffix}"
+    pipe(file)
+    source = native_folder(tmp_path / "model") if options else file
+    options = {name: str(file) for name in options}
+    assert refusal(source, **options) == f"{file}: a named pipe, expected a regular file"
+    file.unlink()
+    device(file)
+    assert refusal(source, **options) == f"{file}: a device, expected a regular file"
+
+
+def test_links_within_a_folder_are_followed_as_kubernetes_makes_them(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    native_folder(mount / "..2026_11_22")
+    (mount / "..data").symlink_to("..2026_11_22")
+    for name in ("config.json", "model.safetensors"):
+        (mount / name).symlink_to(f"..data/{name}")
+    assert load_checkpoint(str(mount)).build()
+    assert load_checkpoint(str(mount / "..data")).build()
+
+
+def test_a_link_that_is_named_is_followed_wherever_it_leads(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path / "releases" / "3")
+    (tmp_path / "current").symlink_to(folder)
+    assert load_checkpoint(str(tmp_path / "current")).build()
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Path) -> None:
+    cache = tmp_path / "models--owner--name"
+    snapshot = native_folder(cache / "snapshots" / ("a" * 40))
+    (cache / "blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).rename(cache / "blobs" / name[:5])
+        (snapshot / name).symlink_to(f"../../blobs/{name[:5]}")
+    assert load_checkpoint(str(snapshot)).build()
+    (cache / "blobs" / "confi").rename(cache / "other")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("../../other")
+    assert "a symbolic link out of its folder" in refusal(snapshot)
+    moved = tmp_path / "name" / "snapshots" / "1"
+    shutil.copytree(snapshot, moved, symlinks=True)
+    shutil.copytree(cache / "blobs", tmp_path / "name" / "blobs")
+    assert "a symbolic link out of its folder" in refusal(moved)
+
+
+def test_nobody_learns_through_a_link_what_exists_outside(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    said = []
+    for target in ("/etc/hostname", "/no/such/file"):
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to(target)
+        said.append(refusal(folder))
+    assert said[0] == said[1]
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    assert "config.json: Too many levels of symbolic links" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_a_config_of_many_megabytes_is_refused(name: str, tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    good = (folder / name).read_bytes()
+    (folder / name).write_bytes(good + b" " * (MAX_TEXT_BYTES - len(good)))
+    assert load_checkpoint(str(folder))
+    (folder / name).write_bytes(good + b" " * (MAX_TEXT_BYTES - len(good) + 1))
+    assert refusal(folder) == f"{folder / name}: larger than 10485760 bytes"
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """A user who owns nothing here."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that everybody may enter, which pytest's own is not."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may become somebody else")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o755)
+        yield folder
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS)
+def test_a_part_that_may_not_be_read_is_said_with_the_way_out(kind: str, name: str, public: Path) -> None:
+    folder = FOLDERS[kind](public / "model")
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    load_checkpoint(str(folder))  # what is imported for it may lie where nobody may look
+    with nobody():
+        assert load_checkpoint(str(folder)).build()
+    (folder / name).chmod(0o600)
+    with nobody():
+        said = refusal(folder)
+    assert said == f"{folder / name} cannot be read by uid {NOBODY}: chmod a+r {folder / name}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "part.safetensors", "pytorch_model.bin"])
+def test_other_weights_that_may_not_be_read_are_said_too(name: str, public: Path) -> None:
+    folder = native_folder(public / "model")
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(tiny(), folder / name)
+    else:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        index = '{"weight_map": {"head.bias": "part.safetensors"}}'
+        (folder / "model.safetensors.index.json").write_text(index)
+        (folder / "part.safetensors").chmod(0o644)
+    (folder / name).chmod(0o600)
+    with nobody():
+        assert refusal(folder) == f"{folder / name} cannot be read by uid {NOBODY}: chmod a+r {folder / name}"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".npz"])
+def test_a_single_file_that_may_not_be_read_is_said(suffix: str, public: Path) -> None:
+    file = public / f"weights{suffix}"
+    file.touch(0o600)
+    with nobody():
+        assert refusal(file) == f"{file} cannot be read by uid {NOBODY}: chmod a+r {file}"
+
+
+@pytest.mark.parametrize("option", ["preprocess", "labels"])
+def test_a_file_of_the_options_that_may_not_be_read_is_said(option: str, public: Path) -> None:
+    folder, file = native_folder(public / "model"), public / "own.json"
+    for part in folder.iterdir():
+        part.chmod(0o644)
+    file.touch(0o600)
+    with nobody():
+        assert refusal(folder, **{option: str(file)}).endswith(f"cannot be read by uid {NOBODY}: chmod a+r {file}")
+
+
+@pytest.mark.parametrize("barring", ["model", "", "both"])
+@pytest.mark.parametrize("named", ["model", "model/model.safetensors"])
+def test_a_folder_that_may_not_be_entered_is_said(barring: str, named: str, public: Path) -> None:
+    native_folder(public / "model")
+    closed = public / barring if barring != "both" else public
+    for folder in {closed, public / "model"} if barring == "both" else {closed}:
+        folder.chmod(0o700)
+    (public / "model" / "model.safetensors").chmod(0o600)
+    with nobody():
+        said = refusal(public / named)
+    assert said == f"{public / named} cannot be read by uid {NOBODY}: chmod a+rx {closed}"
+
+
+def test_an_npz_that_inflates_far_beyond_its_network_is_refused_before_it_does(tmp_path: Path) -> None:
+    file = tmp_path / "model.npz"
+    width = np.zeros((16, 2, 8), np.float32)
+    block = "Transformer/encoderblock_0/"
+    arrays: dict[str, Any] = {
+        "embedding/kernel": np.zeros((8, 8, 3, 16), np.float32),
+        "cls": np.zeros((1, 1, 16), np.float32),
+        "Transformer/posembed_input/pos_embedding": np.zeros((1, 5, 16), np.float32),
+        f"{block}MultiHeadDotProductAttention_1/query/kernel": width,
+        f"{block}MlpBlock_3/Dense_0/kernel": np.zeros((16, 32), np.float32),
+        f"{block}LayerNorm_0/scale": np.zeros(16, np.float32),
+        "head/kernel": np.zeros((16, 3), np.float32),
+    }
+    np.savez_compressed(file, **arrays, more=np.zeros(100_000_000, np.float32))
+    assert file.stat().st_size < 500_000
+    said = refusal(file)
+    assert said.startswith(f"{file}: holds 100,00")
+    assert "numbers, a network of its shapes has" in said
+
+
+def test_an_npz_beyond_the_memory_that_is_free_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.npz"
+    np.savez_compressed(file, zeros=np.zeros(4 << 20, np.float32))
+    assert tensor_files.read_npz(file, ["zeros"])["zeros"].shape == (4 << 20,)
+    (tmp_path / "memory.max").write_text("20971520\n")
+    (tmp_path / "memory.current").write_text("10485760\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1048576\n")
+    monkeypatch.setattr(tensor_files, "_CONTROL_GROUP", tmp_path)
+    assert tensor_files.free_memory() == 11 << 20
+    with pytest.raises(CheckpointError, match="unpacks to 16 MiB, 11 MiB of memory are free"):
+        tensor_files.read_npz(file, ["zeros"])
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemAvailable:      1024 kB\n")
+    monkeypatch.setattr(tensor_files, "_MEMORY", tmp_path / "meminfo")
+    assert tensor_files.free_memory() == 1 << 20
