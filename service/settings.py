@@ -259,6 +259,9 @@ class Settings(BaseSettings):
     batch_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
     )
+    load_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
+    )
 
     # What may be sent.
     max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
