@@ -90,9 +90,11 @@ def engine_of(
 
 def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
     """Log where the service answers and what to try."""
+    in_container = settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks)
     if settings.grpc_port is not None:
-        logger.info("gRPC: %s:%d", _reachable(settings.host), settings.grpc_port)
-    if settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks):
+        where = "port " if in_container else f"{_reachable(settings.host)}:"
+        logger.info("gRPC: %s%d%s", where, settings.grpc_port, " of this container" if in_container else "")
+    if in_container:
         # Where a container's port is published is known outside of it only.
         logger.info("ready: port %d of this container (API: /docs)", port)
         return

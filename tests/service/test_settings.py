@@ -102,6 +102,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("queue_size", "16", 16),
     ("request_timeout", "0.5", 0.5),
     ("batch_timeout", "2.5", 2.5),
+    ("load_timeout", "2.5", 2.5),
     ("max_upload_bytes", "1000", 1000),
     ("max_upload_bytes", "5MiB", 5 * 1024**2),
     ("max_request_bytes", "5MB", 5_000_000),

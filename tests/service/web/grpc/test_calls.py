@@ -299,6 +299,18 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
         assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
 
 
+@on_a_loop
+async def test_probes_are_logged_for_debugging_only_and_are_no_load(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.web")
+    async with calling() as caller:
+        for method in ("ServerLive", "ServerReady"):
+            await caller.call(method)
+        assert caplog.messages == []
+        await caller.call("ServerMetadata")
+        assert len(caplog.messages) == 1
+        assert caller.service.metric("vit_inflight_requests") == 0
+
+
 def test_every_error_of_a_call_has_a_status_code() -> None:
     only_http = {403, 405, 409, 417, 501, 505}  # 403 and 409: loading of models
     assert {status for status, _ in TABLE.values()} - only_http <= {int(status) for status in STATUS_CODES}
