@@ -79,7 +79,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     CUDA_CACHE_PATH=/cache/cuda \
     TMPDIR=/cache/tmp \
     NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility,video
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for backend in torch auto; do \
@@ -88,7 +88,7 @@ VOLUME /cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # The long start period is for a large model that is compiled before it is ready; a success ends it early.
-HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 CMD ["python", "/app/healthcheck.py"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=900s --retries=3 CMD ["python", "/app/healthcheck.py"]
 ENTRYPOINT ["vitserve"]
 CMD ["serve"]
 # Last, as they change with each build. `make image` gives what git and the clock know; SOURCE is your repository's URL.

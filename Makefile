@@ -10,7 +10,7 @@ TORCH_INDEX_URL ?=
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
 .PHONY: help run test test-ray check format chaos soak swaps fuzz simulate mutants bench bench-peers screenshots
-.PHONY: dashboard dashboard-picture protocol image sbom bundle bundle-check clean
+.PHONY: dashboard dashboard-picture rules protocol image sbom bundle bundle-check clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -33,6 +33,7 @@ help:
 	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
 	@echo "make dashboard-picture  draw it for docs/images, from services that are loaded for MINUTES=10, or from those that"
 	@echo "             PROMETHEUS=http://... has watched; needs Prometheus"
+	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
 	@echo "make image   build the container's image with its labels; for the one without a GPU, and for the next three:"
 	@echo "             make image COMPOSE_FILE=docker-compose.yml:docker-compose.cpu.yml"
 	@echo "make sbom    write what is in the image, as CycloneDX, to $(DIST)/sbom.cdx.json"
@@ -140,6 +141,12 @@ dashboard: $(VENV)/.test
 
 dashboard-picture: $(VENV)/.test
 	$(BIN)/python -m deploy.grafana.picture --minutes $(or $(MINUTES),10) $(if $(PROMETHEUS),--prometheus $(PROMETHEUS))
+
+PROMETHEUS_RULE := deploy/kubernetes/components/monitoring/prometheusrule.yaml
+
+rules:
+	sed -i '/^  groups:$$/q' $(PROMETHEUS_RULE)
+	sed --separate '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml >>$(PROMETHEUS_RULE)
 
 # In an environment of its own: nothing else needs the generator. Its version is that of the oldest protobuf that what
 # it writes has to run with.

@@ -1,37 +1,51 @@
-"""The client of the service, its errors, and the types of its answers."""
+"""The client of the service, blocking and asynchronous, on httpx; its errors, and the types of its answers.
+
+with Client("http://127.0.0.1:8000") as client:
+    print(client.classify("photo.jpg").predictions[0].label)
+"""
 
 from __future__ import annotations
 
-from service.client import (
-    AsyncClient,
-    Client,
-    ClientError,
-    DeadlineExceeded,
-    DrawingOptions,
-    ForeignAnswer,
-    ImageRefused,
-    ImageSource,
-    InferenceFailed,
-    InvalidParameter,
-    MapOptions,
-    NotFound,
-    ProblemError,
-    Retries,
-    Unauthorized,
-    Unavailable,
-    Unreachable,
-)
-from service.schemas import (
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import wraps
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, Unpack, overload
+
+import httpx
+
+from vitserve import requests
+from vitserve.documents import (
     Attention,
     AttentionDocument,
     BatchClassification,
     Classification,
     FailedItem,
+    Labels,
     ModelDescription,
     Prediction,
     ProblemDocument,
     Timings,
 )
+from vitserve.errors import (
+    ClientError,
+    DeadlineExceeded,
+    ForeignAnswer,
+    ImageRefused,
+    InferenceFailed,
+    InvalidParameter,
+    NotFound,
+    ProblemError,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from vitserve.pictures import ImageSource
+from vitserve.requests import Answer, Array, DrawingOptions, MapOptions, Request, WithAttention
+from vitserve.retries import Attempts, Retries
+from vitserve.streams import Source, Window, answer_or_error
 
 __all__ = [
     "AsyncClient",
@@ -61,3 +75,238 @@ __all__ = [
     "Unavailable",
     "Unreachable",
 ]
+
+_Arguments = ParamSpec("_Arguments")
+
+
+class _Method(Generic[_Arguments, Answer]):
+    """A method of both clients, written as the function that returns its request: one sends it, the other awaits it."""
+
+    def __init__(self, build: Callable[Concatenate[Any, _Arguments], Request[Answer]]) -> None:
+        self._build = build
+        # For `help`: what a caller gets is the answer.
+        build.__annotations__["return"] = build.__annotations__["return"].removeprefix("Request[").removesuffix("]")
+
+    @overload
+    def __get__(self, client: Client | None, kind: type[Client]) -> Callable[_Arguments, Answer]: ...
+
+    @overload
+    def __get__(
+        self, client: AsyncClient | None, kind: type[AsyncClient]
+    ) -> Callable[_Arguments, Coroutine[Any, Any, Answer]]: ...
+
+    def __get__(self, client: Client | AsyncClient | None, kind: type[Client | AsyncClient]) -> Callable[..., Any]:
+        function = wraps(self._build)(kind._sender(self._build))
+        return function if client is None else MethodType(function, client)
+
+
+class _Service:
+    """The methods of both clients, and what they know of the service."""
+
+    _retries: Retries
+    _http: httpx.Client | httpx.AsyncClient
+    _answered = False
+
+    @_Method
+    def classify(
+        self, image: ImageSource, *, top_k: int | None = None, attention: WithAttention = False
+    ) -> Request[Classification]:
+        """Classify one image; with `attention`, add the map that /classify offers under this name."""
+        options = requests.body(image) | requests.query(top_k=top_k, attention=attention)
+        return Request("POST", "/classify", Classification.model_validate_json, options)
+
+    @_Method
+    def classify_batch(
+        self, images: Sequence[ImageSource], *, top_k: int | None = None, attention: WithAttention = False
+    ) -> Request[BatchClassification]:
+        """Classify several images; the results are in their order, each an answer or an error of its own."""
+        options = requests.form(images) | requests.query(top_k=top_k, attention=attention)
+        return Request("POST", "/classify/batch", BatchClassification.model_validate_json, options)
+
+    @_Method
+    def attention(
+        self, image: ImageSource | Classification, **options: Unpack[MapOptions]
+    ) -> Request[list[AttentionDocument]]:
+        """Return the map of each class that is asked for, of the best one if none is, with its facts.
+
+        Of a `Classification`, the maps are those of its picture, which is not sent again.
+        """
+        return requests.map_of(image, requests.documents, **options, format="json")
+
+    @_Method
+    def attention_array(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> Request[Array]:
+        """Return a map as float32 [rows, columns], or [maps, rows, columns] for several classes."""
+        return requests.map_of(image, requests.array, **options, format="npy")
+
+    @_Method
+    def heat_map(self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]) -> Request[bytes]:
+        """Return a map drawn as PNG."""
+        return requests.map_of(image, bytes, **options)
+
+    @_Method
+    def model(self) -> Request[ModelDescription]:
+        """Describe the model that is served."""
+        return Request("GET", "/model", ModelDescription.model_validate_json)
+
+    @_Method
+    def labels(self) -> Request[list[str]]:
+        """List the classes, in index order."""
+        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels)
+
+    def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
+        self._answered = True
+        return request.read(response)
+
+
+class Client(_Service):
+    """A blocking client, for as many threads as like; use it as a context manager so that its connections are closed.
+
+    Args:
+        url: of the service.
+        api_key: sent as `Authorization: Bearer`.
+        timeout: seconds of silence after which a request is given up.
+        retries: how often and how long a refusal for the moment, or a broken connection, is tried again.
+        sleep: waits between two tries.
+
+    Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the service refuses,
+    `Unreachable` when it cannot be reached. One that reads a file raises `OSError` when it cannot.
+    """
+
+    _http: httpx.Client
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout = 30,
+        retries: Retries = Retries(),  # noqa: B008  it is immutable
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
+        self._retries, self._sleep = retries, sleep
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def stream(
+        self, images: Iterable[Source], ask: Callable[[Source], Answer], *, concurrency: int = 8, ordered: bool = True
+    ) -> Iterator[tuple[Source, Answer | ClientError | OSError]]:
+        """Ask about any number of images, several at a time, and give each with its answer or its error.
+
+        Images are taken from `images` as there is room, and never more than twice `concurrency` of them are under way
+        or wait to be given out, so memory is bounded. An iteration that is left early waits for the requests under way.
+
+        Args:
+            ask: a method of this client, or a function that calls some; it runs in several threads.
+            concurrency: how many requests are under way at once, at least 1.
+            ordered: give the answers in the images' order; else as they come.
+        """
+        with ThreadPoolExecutor(concurrency) as pool:
+            window = Window(images, lambda image: pool.submit(ask, image), concurrency, ordered)
+            try:
+                while window.fill():
+                    wait(window.jobs(), return_when=FIRST_COMPLETED)
+                    image, future = window.pop()
+                    yield image, answer_or_error(future.result)
+            finally:
+                window.cancel()
+
+    @staticmethod
+    def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
+        def send(self: Client, *arguments: Any, **options: Any) -> Any:
+            request = build(self, *arguments, **options)
+            attempts = Attempts(self._retries, self._http.base_url)
+            while True:
+                try:
+                    return self._read(request, self._http.request(request.method, request.path, **request.options))
+                except (ClientError, httpx.TransportError) as error:
+                    pause = attempts.pause_after(error, answered_before=self._answered)
+                self._sleep(pause)
+
+        return send
+
+
+class AsyncClient(_Service):
+    """An asynchronous client with the arguments, the methods and the errors of `Client`."""
+
+    _http: httpx.AsyncClient
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout = 30,
+        retries: Retries = Retries(),  # noqa: B008  it is immutable
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._http = httpx.AsyncClient(base_url=url, transport=transport, **_connection(api_key, timeout))
+        self._retries, self._sleep = retries, sleep
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def stream(
+        self,
+        images: Iterable[Source],
+        ask: Callable[[Source], Coroutine[Any, Any, Answer]],
+        *,
+        concurrency: int = 8,
+        ordered: bool = True,
+    ) -> AsyncIterator[tuple[Source, Answer | ClientError | OSError]]:
+        """Do as `Client.stream`, with `ask` a coroutine function; closing the iterator ends the requests under way."""
+        room = asyncio.Semaphore(concurrency)
+
+        async def bounded(image: Source) -> Answer:
+            async with room:
+                return await ask(image)
+
+        window = Window(images, lambda image: asyncio.create_task(bounded(image)), concurrency, ordered)
+        try:
+            while window.fill():
+                await asyncio.wait(window.jobs(), return_when=asyncio.FIRST_COMPLETED)
+                image, task = window.pop()
+                yield image, answer_or_error(task.result)
+        finally:
+            await asyncio.gather(*window.cancel(), return_exceptions=True)
+
+    @staticmethod
+    def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
+        async def send(self: AsyncClient, *arguments: Any, **options: Any) -> Any:
+            # In a thread, as files are read and pictures are encoded.
+            request = await asyncio.to_thread(build, self, *arguments, **options)
+            attempts = Attempts(self._retries, self._http.base_url)
+            while True:
+                try:
+                    response = await self._http.request(request.method, request.path, **request.options)
+                    return self._read(request, response)
+                except (ClientError, httpx.TransportError) as error:
+                    pause = attempts.pause_after(error, answered_before=self._answered)
+                await self._sleep(pause)
+
+        return send
+
+
+def _connection(api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
+    """Return httpx's arguments; a request may wait for one of the client's connections as long as it takes."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if not isinstance(timeout, httpx.Timeout):
+        timeout = httpx.Timeout(timeout, pool=None)
+    return {"headers": headers, "timeout": timeout}

@@ -19,7 +19,7 @@ from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_
 from service.cli.image_files import find_images
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.client import Client
+from vitserve.client import Client
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "alpha", "colormap", "size")
 """Arguments that say how a map is drawn, under the names that the service has for them."""

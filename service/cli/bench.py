@@ -19,8 +19,8 @@ import numpy as np
 from model.errors import InputError
 from service.cli.image_files import EXAMPLE_IMAGE, find_images
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking, local_url
-from service.client import AsyncClient
-from service.schemas import Classification, ModelDescription
+from vitserve.client import AsyncClient
+from vitserve.documents import Classification, ModelDescription
 
 
 @dataclass(slots=True)

@@ -23,9 +23,9 @@ from model.errors import ImageError, InputError
 from service.cli.image_files import find_images, read_pixels
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.client import Client
-from service.schemas import Prediction
 from service.web.documents import ranked_predictions
+from vitserve.client import Client
+from vitserve.documents import Prediction
 
 _DEFAULT_TOP_K = 5
 

@@ -17,7 +17,7 @@ from model.errors import InputError
 from service.cli import explanations
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.client import Client, ClientError
+from vitserve.client import Client, ClientError
 
 if TYPE_CHECKING:
     from model.evaluation.evaluate import Evaluation

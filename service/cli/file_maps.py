@@ -32,8 +32,8 @@ from model.prediction import (
 )
 from service.cli.image_files import read_input, read_photo
 from service.cli.server_flags import while_reachable
-from service.client import Client, ClientError
 from service.engine.messages import ModelInfo
+from vitserve.client import Client, ClientError
 
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor

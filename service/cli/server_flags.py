@@ -11,8 +11,8 @@ from typing import Final, TypeVar
 import httpx
 
 from model.errors import InputError
-from service.client import ClientError, Unauthorized, Unreachable
 from service.settings import Settings
+from vitserve.client import ClientError, Unauthorized, Unreachable
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -46,12 +46,12 @@ def asking(url: str) -> Iterator[None]:
     try:
         yield
     except (httpx.InvalidURL, httpx.TransportError, ClientError) as error:
-        hint = ""
+        message = str(error) if isinstance(error, Unreachable) else f"{url}: {error}"
         if isinstance(error, Unauthorized):
-            hint = ": give one of the server's keys with --api-key or VIT_API_KEY"
+            message += ": give one of the server's keys with --api-key or VIT_API_KEY"
         elif isinstance(error, Unreachable | httpx.NetworkError | httpx.TimeoutException):
-            hint = ": is the server running?"
-        raise InputError("url", f"{url}: {error}{hint}") from None
+            message += ": is the server running?"
+        raise InputError("url", message) from None
 
 
 def while_reachable(answers: Iterable[tuple[_Item, _Answer]], count: int) -> Iterator[tuple[_Item, _Answer]]:

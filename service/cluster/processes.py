@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from service.web.server import exit_now, stop_signals
+from service.http.signals import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 
 _PR_SET_PDEATHSIG = 1
+_ARGUMENTS = slice(45, 47)
+"""Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat after its name."""
 
 
 class OperatingSystem:
@@ -81,11 +83,20 @@ def _live(name: str, main: Callable[[], int], parent: int, signals: set[signal.S
             for number in signals:
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            _set_title(f"vitserve: {name}")
             code = main()
     except Exception:
         logger.exception("%s failed", name)
     finally:
         exit_now(code)
+
+
+def _set_title(title: str) -> None:
+    """Write a title over the command line of this process, which `ps`, `docker top` and `systemctl status` show."""
+    with contextlib.suppress(OSError), Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
+        memory.seek(first)
+        memory.write(title.encode()[: end - first - 1].ljust(end - first, b"\0"))
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -15,10 +15,10 @@ from service.cluster.supervisor import Child, Supervisor
 from service.cluster.swap import Swap
 from service.cluster.swap_board import GROUPS
 from service.cluster.worker import CHANGED, run_web
+from service.http.signals import Terminal
 from service.metrics.metrics import Metrics, count_in_files
 from service.settings import Settings
 from service.web.single_process import Loader, log_address
-from service.web.terminal import Terminal
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
@@ -82,7 +82,7 @@ def engine_child(settings: Settings, shared: SharedResources, index: int, load: 
     """Return the child process of one device's engine; only those of the first group are started at once."""
     counters, channel = shared.groups[group].counters, shared.groups[group].channels[index]
     child = Child(
-        f"engine {channel.device}" + (" of the second group" if group else ""),
+        "engine" if channel.device == "auto" else f"engine {channel.device}",
         partial(_be_engine, settings, shared, index, load, group),
         STOP,
         is_running=lambda: bool(counters.engine_ready[index]),

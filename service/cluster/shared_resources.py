@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from dataclasses import dataclass
 
@@ -11,8 +12,12 @@ from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.shared_metrics import SharedMetrics
 from service.cluster.swap_board import GROUPS, SwapBoard
+from service.errors import SettingsError
 from service.settings import Settings
 from service.web.ports import address_family
+
+_LARGEST_FILE = 256 << 20
+"""Bytes that are enough for the pictures of a model's size that a worker and an engine share."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,13 @@ class SharedResources:
         listening: whether this process still holds the listeners.
         image_file: memory for the pictures that are kept for GET /attention.
         metrics: memory in which each process counts.
+
+    Raises:
+        SettingsError: the system allows no files that are large enough, or no folder or memory for the counters.
     """
 
     def __init__(self, settings: Settings) -> None:
+        _check_file_size(max(settings.recent_bytes, _LARGEST_FILE))
         devices = settings.devices
         self.supervisor = os.getpid()
         self.listeners = listen(settings.host, settings.port, settings.workers)
@@ -96,3 +105,13 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
         listeners.append(socket.create_server((host, port), family=family, backlog=2048, reuse_port=True))
         port = listeners[0].getsockname()[1]
     return listeners
+
+
+def _check_file_size(size: int) -> None:
+    """Check that files may have `size` bytes, which holds for shared memory too; raises `SettingsError` if not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < size:
+        raise SettingsError(
+            f"several processes share memory in files of up to {size} bytes, and this system's limit is {limit} "
+            "(ulimit -f, RLIMIT_FSIZE)"
+        )

@@ -192,7 +192,7 @@ class Supervisor:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._signal(self._children, signal.SIGKILL)
-        # SIGHUP comes together with SIGTERM, or twice: see `service.web.server`.
+        # SIGHUP comes together with SIGTERM, or twice: see `service.http.server`.
         self._hung_up = number == signal.SIGHUP
 
     def _drain(self, exit_code: int) -> None:

@@ -19,19 +19,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api_keys import parse_keys
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import MEMORY, Settings
 from service.web.admission import Limiter
-from service.web.early_refusal import EarlyRefusal
 from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline
 from service.web.receiving import ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
-from service.web.refusal_pace import LONGEST_PAUSE
 from service.web.routes import (
     attention,
     classify,
@@ -161,7 +159,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = Pipeline(
+    app.state.pipeline = pipeline = Pipeline(
         settings, engine, metrics, limiter, receiving, pictures, lifecycle, lanes, clock, tracer
     )
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
@@ -190,16 +188,6 @@ def create_app(
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
     outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, clock=clock, linger=linger)
-    pipeline: Pipeline = app.state.pipeline
-    outermost.refuse_early = EarlyRefusal(
-        pipeline.refused_heads,
-        pipeline.check_room,
-        outermost.count,
-        metrics,
-        tracer,
-        # Such a pause counts as a part of a request's time.
-        longest_pause=min(LONGEST_PAUSE, settings.request_timeout / 4),
-    )
     return outermost
 
 

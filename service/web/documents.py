@@ -1,4 +1,4 @@
-"""Conversion of the model's results to the documents of `service.schemas`."""
+"""Conversion of the model's results to the documents of `vitserve.documents`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from model.images.region import Region
 from model.prediction import AttentionMap, Rollout
-from service.schemas import Prediction, RegionDocument
+from vitserve.documents import Prediction, RegionDocument
 
 
 def ranked_predictions(

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, cast
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, Unauthorized
+from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, ServiceError, Unauthorized
+from service.http.exchange import Header, exchange_of
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
-from service.web.early_refusal import EarlyRefusal
-from service.web.lifecycle import Lifecycle
 from service.web.problems import (
     CLIENT_DISCONNECTED,
     INFERENCE_PROTOCOL,
@@ -37,8 +37,7 @@ from service.web.problems import (
     protocol_body,
     refusal_of,
 )
-from service.web.refusal_pace import WAITED
-from service.web.request_log import RequestLog
+from service.web.request_log import Answered, RequestLog
 
 if TYPE_CHECKING:
     from service.tracing.request_spans import RequestTrace, RequestTracer
@@ -52,13 +51,10 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/h
 }
 """Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
 
-BROKEN_FRAMING = "vit.broken_framing"
-"""Key of the scope under which the HTTP protocol says how a body broke its framing."""
-
-DISCARDS_BODY = "vit.discards_body"
-"""Key of the scope under which the HTTP protocol says that it throws away what an answer leaves unread of a body."""
-
 _CONTEXT = "vit.context"
+
+_UNPARSED = "unparsed"
+"""Endpoint under which is counted what never became a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +83,11 @@ def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_CONTEXT])
 
 
-def answered_status(scope: Scope) -> int | None:
-    """Return the status with which the application answers a request; None if it was not asked, or does not yet."""
-    context: RequestContext | None = scope.get(_CONTEXT)
-    return None if context is None else context.status
-
-
 class RequestContext:
     """The context of one request: its answer on the way out, and the unread rest of its body.
 
     Attributes:
-        started: monotonic seconds at which its head had been read, or had come while its connection was paused.
+        started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
@@ -116,7 +106,7 @@ class RequestContext:
         self.key_name: str | None = None
         self.refusal: str | None = None
         self.trace: RequestTrace | None = None
-        self._scope = scope
+        self._exchange = exchange_of(scope)
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
@@ -127,14 +117,14 @@ class RequestContext:
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if it broke its framing."""
         message = await self._receive_any()
-        if BROKEN_FRAMING in self._scope:
-            raise MalformedRequest(self._scope[BROKEN_FRAMING])
+        if self._exchange.broken_framing is not None:
+            raise MalformedRequest(self._exchange.broken_framing)
         return message
 
     async def _receive_any(self) -> Message:
         message = await self._receive()
         # What comes after broken framing is no body, and has no end but the connection's.
-        ended = not message.get("more_body", False) and BROKEN_FRAMING not in self._scope
+        ended = not message.get("more_body", False) and self._exchange.broken_framing is None
         if message["type"] == "http.disconnect" or ended:
             self._unread = False
         return message
@@ -147,7 +137,7 @@ class RequestContext:
             if self.trace is not None:
                 headers.append(self.trace.response_header)
             # The rest of a body that came too slowly is not waited for.
-            discarded = DISCARDS_BODY in self._scope and self.status != HTTPStatus.REQUEST_TIMEOUT
+            discarded = self._exchange.discards_body and self.status != HTTPStatus.REQUEST_TIMEOUT
             self._lingers = self._unread and (self._lifecycle.draining or not discarded)
             if self._lifecycle.draining or self._lingers:
                 headers.append((b"connection", b"close"))
@@ -181,7 +171,6 @@ class RequestContextMiddleware:
         clock: monotonic seconds.
 
     Attributes:
-        refuse_early: for an HTTP protocol that refuses requests without calling the application.
         log: of the requests.
     """
 
@@ -207,7 +196,6 @@ class RequestContextMiddleware:
         self._tracer = tracer
         self._clock = clock
         self._linger = linger or LingerLimits()
-        self.refuse_early: EarlyRefusal | None = None
         self.log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,8 +203,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = self._clock() - scope.get(WAITED, 0.0)
-        context = RequestContext(scope, receive, send, self._lifecycle, started, self._linger)
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:
@@ -234,34 +221,20 @@ class RequestContextMiddleware:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
             status = context.status or CLIENT_DISCONNECTED
-            who = context.request_id, context.key_name, context.endpoint
-            self.count(
-                scope["method"], scope["path"], status, seconds, *who, refusal=context.refusal, trace=context.trace
-            )
-            if counted and self.refuse_early is not None and status < 400:
-                self.refuse_early.pace.answered()
+            answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
+            self.count(answered, context.endpoint, refusal=context.refusal, trace=context.trace)
 
     def count(
-        self,
-        method: str,
-        path: str,
-        status: int,
-        seconds: float,
-        request_id: str,
-        key_name: str | None = None,
-        route: str | None = None,
-        *,
-        refusal: str | None = None,
-        trace: RequestTrace | None = None,
+        self, answered: Answered, route: str | None, *, refusal: str | None = None, trace: RequestTrace | None = None
     ) -> None:
-        """Count a request that was answered with a status after some seconds, and log it.
+        """Count and log a request that was answered.
 
         Args:
-            key_name: of its API key, None without one.
             route: path of the route that answered, None if there is none.
             refusal: code of the problem that says that there was no room for it, None if there was.
             trace: is ended, after the line is logged.
         """
+        path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
         route = path if path in self._endpoints else route
         endpoint = route or "other"
         self._requests(endpoint, str(status)).inc()
@@ -271,14 +244,27 @@ class RequestContextMiddleware:
         if status == CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         if path in PROBES:
-            self.log.answered(logging.DEBUG, method, path, status, seconds, request_id, key_name)
+            self.log.answered(logging.DEBUG, answered)
         elif refusal is None or self.log.has_own_line(refusal):
-            self.log.answered(logging.INFO, method, path, status, seconds, request_id, key_name)
+            self.log.answered(logging.INFO, answered)
         if trace is not None:
             if trace.exemplar is not None:
                 self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
-            answered = None if status == CLIENT_DISCONNECTED else status
-            trace.end(answered, route, seconds, request_id=request_id, key_name=key_name)
+            sent = None if status == CLIENT_DISCONNECTED else status
+            trace.end(sent, route, seconds, request_id=answered.request_id, key_name=key_name)
+
+    def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
+        """Return status, headers and body for what is no request, or a connection too many; count and log it."""
+        problem = problem_of(error)
+        request_id = request_id_from(dict(reversed(headers)).get(b"x-request-id", b"").decode("latin-1"))
+        self._requests(_UNPARSED, str(problem.status)).inc()
+        self._metrics.rejected.labels(problem.code).inc()
+        if self.log.has_own_line(problem.code):
+            self.log.unparsed(problem.status, problem.detail, request_id)
+        content = body(problem, request_id)
+        own = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
+        named = own | {name.lower(): value for name, value in problem.headers.items()}
+        return problem.status, [(name.encode(), value.encode()) for name, value in named.items()], content
 
 
 class ProblemMiddleware:

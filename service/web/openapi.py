@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from service.schemas import FIELD, ProblemDocument
 from service.web.problems import MEDIA_TYPE
+from vitserve.documents import FIELD, ProblemDocument
 
 BINARY = {"type": "string", "format": "binary"}
 _SCHEME = "api_key"

@@ -31,19 +31,17 @@ from service.errors import (
     InferenceFailed,
     MissingImage,
     NotDecoded,
-    QueueFull,
     RequestTimeout,
     ServiceError,
     UploadTooLarge,
 )
+from service.http.exchange import exchange_of
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
-from service.web.connections import CRAWLS, GIVE_WAY
-from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Control, Deadline, Lane, PictureTooBig
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
@@ -120,7 +118,6 @@ class Pipeline:
     lanes: Lanes
     clock: Callable[[], float] = time.monotonic
     tracer: RequestTracer | None = None
-    refused_heads: RefusedHeads = field(default_factory=RefusedHeads)
     generation: Generation | None = None
     last_pinned: list[Pipeline] = field(default_factory=list, repr=False, compare=False)
 
@@ -176,14 +173,9 @@ class Pipeline:
 
         A place must be free, but the request takes its places only when its body is here.
         """
-        try:
-            self.check_room()
-        except QueueFull:
-            self.refused_heads.remember(request.scope, request_context(request.scope).key_name)
-            raise
+        self.check_room()
         with self.upload() as upload:
-            request.scope[CRAWLS] = partial(self.receiving.crawls, upload.body)
-            request.scope[GIVE_WAY] = partial(self.receiving.end, upload.body)
+            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager

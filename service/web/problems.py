@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from model import errors as model_errors
 from service import errors
-from service.schemas import ProblemDocument
+from vitserve.documents import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 

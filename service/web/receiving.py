@@ -42,7 +42,7 @@ class ByteBudget:
 
 
 class Body:
-    """A request's body.
+    """A request's body, an `ArrivingBody` of `service.http.exchange`.
 
     Attributes:
         size: bytes of it that are counted.
@@ -51,11 +51,20 @@ class Body:
         paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, receiving: Receiving) -> None:
         self.size = 0
         self.gave_way = False
         self.began = 0.0
         self.paid_until = 0.0
+        self._receiving = receiving
+
+    def crawls(self) -> bool:
+        """Return whether it arrives more slowly than it must, see `Receiving.crawls`."""
+        return self._receiving.crawls(self)
+
+    def give_way(self) -> None:
+        """End it, if it still arrives: the room of its connection is wanted."""
+        self._receiving.end(self)
 
 
 class Receiving:
@@ -90,7 +99,7 @@ class Receiving:
     @contextmanager
     def body(self) -> Iterator[Body]:
         """Return a new body, whose bytes count until the context ends."""
-        body = Body()
+        body = Body(self)
         try:
             yield body
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from service.web.problems import shortened
@@ -19,6 +20,24 @@ _MAX_PATH = 200
 """Characters of a request's path in its line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that was answered, over HTTP or gRPC.
+
+    Attributes:
+        status: of HTTP; `CLIENT_DISCONNECTED` where the caller left.
+        seconds: from its head to the end of its answer.
+        key_name: of its API key, None without one.
+    """
+
+    method: str
+    path: str
+    status: int
+    seconds: float
+    request_id: str
+    key_name: str | None = None
+
+
 class RequestLog:
     """Logs requests. Belongs to one event loop.
 
@@ -30,22 +49,20 @@ class RequestLog:
         self._own_lines = 0
         self._more: Counter[str] = Counter()
 
-    def answered(
-        self, level: int, method: str, path: str, status: int, seconds: float, request_id: str, key_name: str | None
-    ) -> None:
-        """Log a request that was answered with a status after some seconds."""
+    def answered(self, level: int, request: Answered) -> None:
+        """Log a request that was answered."""
         if not logger.isEnabledFor(level):
             return
         fields: dict[str, Any] = {
-            "request_id": request_id,
-            "method": method,
-            "path": shortened(path, _MAX_PATH),
-            "status": status,
-            "duration_ms": round(1000 * seconds, 1),
+            "request_id": request.request_id,
+            "method": request.method,
+            "path": shortened(request.path, _MAX_PATH),
+            "status": request.status,
+            "duration_ms": round(1000 * request.seconds, 1),
         }
         line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
-        if key_name is not None:
-            fields["key"] = key_name
+        if request.key_name is not None:
+            fields["key"] = request.key_name
             line += " %(key)s"
         logger.log(
             level,
@@ -54,6 +71,11 @@ class RequestLog:
             {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
             extra={"fields": fields},
         )
+
+    def unparsed(self, status: int, detail: str, request_id: str) -> None:
+        """Log bytes that were answered with a status, but never became a request."""
+        fields = {"request_id": request_id, "status": status, "detail": detail}
+        logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
 
     def has_own_line(self, reason: str) -> bool:
         """Return whether a request that is refused now is to be logged by itself; if not, it is counted here.

@@ -11,15 +11,15 @@ from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
 from service.engine.swapping import LocalSwap
+from service.http.lifecycle import Lifecycle, settle
+from service.http.server import Server
+from service.http.signals import Terminal
+from service.http.watchdog import Watchdog
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
-from service.web.lifecycle import Lifecycle, settle
-from service.web.server import Server
-from service.web.terminal import Terminal
-from service.web.watchdog import Watchdog
 
 logger = logging.getLogger("vitserve")
 

@@ -23,7 +23,7 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.schemas import FIELD
+from vitserve.documents import FIELD
 
 RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
 """How a picture is sent, for those who sent something else."""

@@ -18,8 +18,8 @@ from model.data import cifar10
 from model.data.labelled_images import Images
 from model.evaluation.evaluate import measure, predict_scores
 from model.runtime.predictor import Predictor
-from service.schemas import Classification
 from tests.launcher import ServerProcess
+from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 

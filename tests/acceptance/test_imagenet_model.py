@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
 from model.runtime.predictor import Predictor
-from service.client import Client
 from tests.launcher import ServerProcess
 from tests.timm_reference import timm
+from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 

@@ -78,8 +78,8 @@ def test_the_image_asks_for_what_cuda_and_the_metrics_of_a_gpu_need():
     environment = image_environment()
 
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
-    # `compute` is CUDA; `utility` is NVML and nvidia-smi.
-    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) >= {"compute", "utility"}
+    # `compute` is CUDA, `utility` is NVML and nvidia-smi, `video` is the chip's decoder of JPEGs.
+    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility", "video"}
 
 
 def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
@@ -94,6 +94,20 @@ def test_docker_waits_longer_than_the_service_drains():
 
     assert seconds
     assert int(seconds[1]) > Settings.model_fields["drain_timeout"].default
+
+
+def test_a_first_start_has_time_to_download_and_compile_before_docker_gives_it_up():
+    (period,) = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", (REPOSITORY / "Dockerfile").read_text(), re.M)
+
+    assert int(period) >= 900
+
+
+def test_every_variable_of_opentelemetry_that_is_documented_reaches_the_container():
+    rows = re.findall(r"^\| (`OTEL_.*?) \|", (REPOSITORY / "docs/tracing.md").read_text(), re.M)
+    documented = set(re.findall(r"`(OTEL_\w+)`", " ".join(rows)))
+
+    assert len(documented) > 7
+    assert documented == {name for name in BASE["services"]["vitserve"]["environment"] if name.startswith("OTEL_")}
 
 
 def test_caches_are_in_the_volume():
@@ -130,13 +144,13 @@ def test_prometheus_accepts_its_configuration():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def docker_compose(*arguments: str) -> subprocess.CompletedProcess[str]:
+def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run `docker compose` in the repository, without the caller's settings, .env file and other compose files."""
     environment = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "DOCKER_CONFIG"}}
     return subprocess.run(
         ["docker", "compose", "--env-file", os.devnull, *arguments],
         cwd=REPOSITORY,
-        env=environment,
+        env=environment | settings,
         capture_output=True,
         text=True,
         check=False,
@@ -173,3 +187,16 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
     assert config["services"].keys() == BASE["services"].keys()
     assert devices(config) == reserved  # a count of -1 is `all`
     assert config["services"]["vitserve"]["environment"]["VIT_DEVICE"] == device
+
+
+@pytest.mark.usefixtures("compose_v2")
+@pytest.mark.parametrize("files", [[], ["docker-compose.yml", "docker-compose.cpu.yml"]], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("extras", ["", "gpu gpu-decode hub"], ids=["default", "chosen"])
+def test_the_extras_of_the_build_can_be_chosen(files, extras):
+    named = [argument for file in files for argument in ("-f", file)]
+
+    done = docker_compose(*named, "config", "--format", "json", **({"EXTRAS": extras} if extras else {}))
+
+    (image,) = re.findall(r'^ARG EXTRAS="(.*)"$', (REPOSITORY / "Dockerfile").read_text(), re.M)
+    given = json.loads(done.stdout)["services"]["vitserve"]["build"]["args"]["EXTRAS"].split()
+    assert given == extras.split() if extras else set(given) == {*image.split()} | ({"openvino"} if files else set())

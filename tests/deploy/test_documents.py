@@ -12,6 +12,7 @@ from service.engine.messages import EngineStatus
 from service.metrics.metrics import Metrics
 from service.metrics.nvml import GpuCollector
 from service.settings import ENV_PREFIX, Settings
+from service.web.app import _PUBLIC
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("deploy/**/*.yml")])
@@ -104,3 +105,38 @@ def test_links_lead_somewhere(document):
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
 
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_every_path_that_needs_no_key_is_documented():
+    section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
+    first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))
+
+    without_files = {path for path in _PUBLIC if "." not in path} | {"/openapi.json", "/metrics"}
+    assert set(re.findall(r"`(/\S*)`", first_cells)) == without_files
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_signal_is_sent_by_compose_which_then_takes_the_service_for_stopped(document):
+    # https://github.com/moby/moby/issues/41302: it would not be started again after a crash.
+    assert not re.search(r"docker[ -](?:compose )?.*kill .*(?:-s\b|--signal)", document.read_text())
+
+
+def test_who_has_no_gpu_finds_the_command_and_what_the_other_says():
+    readme, gpu, deployment = (
+        (REPOSITORY / name).read_text() for name in ("README.md", "docs/gpu.md", "docs/deployment.md")
+    )
+    [section] = re.findall(r"^## Docker\n(.*?)^## ", readme, re.M | re.S)
+    commands = re.findall(r"^docker compose .*?(?=  )", section, re.M)
+
+    assert commands == ["docker compose -f docker-compose.yml -f docker-compose.cpu.yml up", "docker compose up"]
+    assert all('could not select device driver "nvidia"' in text for text in (section, gpu, deployment))
+
+
+def test_a_host_without_a_gpu_is_told_where_the_small_torch_is():
+    deployment = (REPOSITORY / "docs/deployment.md").read_text()
+    [systemd] = re.findall(r"^## systemd\n(.*?)^## ", deployment, re.M | re.S)
+    [start] = re.findall(r"^## Start\n(.*?)^## ", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    [index] = re.findall(r"TORCH_INDEX_URL-(\S+)\}", (REPOSITORY / "docker-compose.cpu.yml").read_text())
+
+    assert f"--index-url {index} torch" in systemd
+    assert f"TORCH_INDEX_URL={index}" in start

@@ -23,8 +23,13 @@ from tests.strict_yaml import load_documents
 KUBERNETES = REPOSITORY / "deploy/kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdir())
-CUSTOM = {"ServiceMonitor", "ScaledObject", "InferenceService"}
+CHECKPOINTS = [name for name in COMPONENTS if name.startswith("checkpoint-")]
+SCALERS = ["hpa", "keda"]
+TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
+"""Components that one overlay may have; a checkpoint comes from one place, and one scaler counts the pods."""
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that Kubernetes itself does not know."""
+DEPLOYMENT = (REPOSITORY / "docs/deployment.md").read_text()
 (INFERENCE_SERVICE,) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
@@ -54,28 +59,28 @@ def build(overlay: str) -> list[dict[str, Any]]:
     return kustomize(KUBERNETES / "overlays" / overlay)
 
 
-def built_with(folder: Path, overlay: str, components: list[str]) -> list[dict[str, Any]]:
+def built_with(folder: Path, overlay: str, components: list[str], **more: Any) -> list[dict[str, Any]]:
     """The manifests of an overlay of one's own: one of ours, with components."""
+    named = [f"../../components/{name}" for name in components]
+    return built(folder, {"namespace": "pictures", "resources": [f"../{overlay}"], "components": named, **more})
+
+
+def built(folder: Path, kustomization: dict[str, Any]) -> list[dict[str, Any]]:
+    """The manifests of an overlay of one's own, made in a copy of ours."""
     shutil.copytree(KUBERNETES, folder, dirs_exist_ok=True)
     own = folder / "overlays" / "own"
     own.mkdir()
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": "pictures",
-        "resources": [f"../{overlay}"],
-        "components": [f"../../components/{name}" for name in components],
-    }
-    (own / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(kind | kustomization))
     return kustomize(own)
 
 
 def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The only manifest of a kind, but for those of Redis."""
+    """The manifest of a kind that is the service's own: its name is `vitserve`, and a ConfigMap's has a hash."""
     [found] = [
         manifest
         for manifest in manifests
-        if manifest["kind"] == kind and manifest["metadata"]["name"] != "vitserve-redis"
+        if manifest["kind"] == kind and re.fullmatch(r"vitserve(-[a-z0-9]{10})?", manifest["metadata"]["name"])
     ]
     return found
 
@@ -93,7 +98,7 @@ def settings_of(manifests: list[dict[str, Any]]) -> dict[str, str]:
 @pytest.mark.parametrize(("overlay", "version"), [*product(OVERLAYS, ["1.29", "1.33", "1.37"])])
 def test_kubernetes_own_schemas_accept_every_manifest(overlay: str, version: str, tmp_path: Path) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    known = [item for item in built_with(tmp_path, overlay, COMPONENTS) if item["kind"] not in CUSTOM]
+    known = [item for item in built_with(tmp_path, overlay, TOGETHER) if item["kind"] not in CUSTOM]
     assert len(known) >= 6
     for manifest in known:
         validator.validate(manifest, version, strict=True)
@@ -125,7 +130,7 @@ def test_custom_resources_are_as_their_definitions_ask(tmp_path: Path) -> None:
         for definition in definitions
         for version in definition["spec"]["versions"]
     }
-    for manifest in [*built_with(tmp_path, "cpu", COMPONENTS), INFERENCE_SERVICE]:
+    for manifest in [*built_with(tmp_path, "cpu", TOGETHER), INFERENCE_SERVICE]:
         if manifest["kind"] in CUSTOM:
             group, _, version = manifest["apiVersion"].partition("/")
             schema = closed(schemas[group, version, manifest["kind"]])
@@ -172,7 +177,7 @@ def test_probes_ask_what_they_are_for_and_give_a_model_time_to_load(overlay: str
         "/readyz",
         "/healthz",
     ]
-    assert ours["startupProbe"]["periodSeconds"] * ours["startupProbe"]["failureThreshold"] >= 600
+    assert ours["startupProbe"]["periodSeconds"] * ours["startupProbe"]["failureThreshold"] >= 900
     [port] = ours["ports"]
     assert {ours[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")} == {port["name"]}
     assert f"VIT_PORT={port['containerPort']}" in (REPOSITORY / "Dockerfile").read_text()
@@ -195,19 +200,102 @@ def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
 
 
 def test_selectors_find_the_pods(tmp_path: Path) -> None:
-    manifests = built_with(tmp_path, "cpu", COMPONENTS)
+    manifests = built_with(tmp_path, "cpu", TOGETHER)
     labels = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
     service = one(manifests, "Service")
     assert service["spec"]["selector"].items() <= labels.items()
-    for kind, path in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
-        assert one(manifests, kind)["spec"][path]["matchLabels"].items() <= labels.items()
+    assert one(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    for policy in (manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"):
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     monitor = one(manifests, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-    for kind in ("ScaledObject", "HorizontalPodAutoscaler"):
-        assert (
-            one(manifests, kind)["spec"]["scaleTargetRef"]["name"] == one(manifests, "Deployment")["metadata"]["name"]
-        )
+
+
+@pytest.mark.parametrize("component", SCALERS)
+def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: Path) -> None:
+    alone = one(build("cpu"), "Deployment")
+    assert alone["spec"]["replicas"] == 2
+    manifests = built_with(tmp_path, "cpu", [component])
+    deployment = one(manifests, "Deployment")
+    assert "replicas" not in deployment["spec"]
+    [scaler] = [item for item in manifests if item["kind"] in {"HorizontalPodAutoscaler", "ScaledObject"}]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("overlay", "component"), [*product(["cpu", "gpu"], CHECKPOINTS)])
+def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
+    overlay: str, component: str, tmp_path: Path
+) -> None:
+    [path] = re.findall(rf"^\| `{component}` \|.*\| `(.*)` \|$", DEPLOYMENT, re.M)
+    setting = {"name": "vitserve", "behavior": "merge", "literals": [f"VIT_CHECKPOINT={path}"]}
+    image = {"name": "vitserve-checkpoint", "newName": "example.org/my-vit", "newTag": "1"}
+    manifests = built_with(tmp_path, overlay, [component], configMapGenerator=[setting], images=[image])
+    assert settings_of(manifests)["VIT_CHECKPOINT"] == path
+    pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
+    [mount] = [mount for mount in ours["volumeMounts"] if mount["name"] == "checkpoints"]
+    assert mount["readOnly"]
+    # A path that is not absolute begins in the folder that the image names as its own.
+    [folder] = re.findall(r"^WORKDIR (.*)$", (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[-1], re.M)
+    assert Path(folder, path).is_relative_to(mount["mountPath"])
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "checkpoints"]
+    assert {*volume} - {"name"} == {
+        {"pvc": "persistentVolumeClaim", "image": "image", "init": "emptyDir"}[component[11:]]
+    }
+    for init in pod.get("initContainers", []):
+        assert init["image"] == "example.org/my-vit:1"
+        assert init["command"][-1] == mount["mountPath"] == init["volumeMounts"][0]["mountPath"]
+        for key in ("allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"):
+            assert init["securityContext"][key] == ours["securityContext"][key]
+    validator = pytest.importorskip("kubernetes_validate")
+    for version in ["1.33", "1.37"] if component == "checkpoint-image" else ["1.29", "1.33", "1.37"]:
+        validator.validate(one(manifests, "Deployment"), version, strict=True)
+
+
+@pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
+def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(component: str, tmp_path: Path) -> None:
+    operations = (REPOSITORY / "docs/operations.md").read_text()
+    [overlay], [patch] = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (operations, DEPLOYMENT))
+    text = overlay.replace("checkpoint-init", component) + (patch if component == "checkpoint-image" else "")
+    manifests = built(tmp_path, yaml.safe_load(text))
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "checkpoints"]
+    images = [init["image"] for init in pod.get("initContainers", [])] or [volume["image"]["reference"]]
+    assert images == ["registry.example.org/my-vit:1"]
+    assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0"
+
+
+def test_the_documented_claim_is_the_one_that_pods_mount_and_the_pod_that_fills_it_is_valid(tmp_path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    [text] = re.findall(r"<<'END'\n(.*?)^END$", DEPLOYMENT, re.M | re.S)
+    claim, pod = yaml.safe_load_all(text)
+    for manifest in (claim, pod):
+        validator.validate(manifest, "1.33", strict=True)
+    volumes = one(built_with(tmp_path, "cpu", ["checkpoint-pvc"]), "Deployment")["spec"]["template"]["spec"]["volumes"]
+    sources = [volume.get("persistentVolumeClaim", {}) for volume in (*pod["spec"]["volumes"], *volumes)]
+    assert {source["claimName"] for source in sources if source} == {claim["metadata"]["name"]}
+
+
+def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
+    def ports(components: list[str]) -> set[int]:
+        manifests = built_with(tmp_path / "-".join(["with", *components]), "cpu", components)
+        policies = [item["spec"] for item in manifests if item["kind"] == "NetworkPolicy"]
+        return {port["port"] for policy in policies for rule in policy["egress"] for port in rule["ports"]}
+
+    assert ports([]) == {53}
+    assert ports(["hub"]) == {53, 443}
+    assert ports(["otlp"]) == {53, 4318}
+    settings = settings_of(built_with(tmp_path / "otlp", "cpu", ["otlp"]))
+    assert urlsplit(settings["OTEL_EXPORTER_OTLP_ENDPOINT"]).port == 4318
+    assert settings["VIT_OTEL"] == "true"
+
+
+def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:
+    rule = one(built_with(tmp_path, "cpu", ["monitoring"]), "PrometheusRule")
+    files = sorted((REPOSITORY / "deploy/prometheus/rules").glob("*.yml"))
+    assert rule["spec"]["groups"] == [group for file in files for group in load_documents(file)[0]["groups"]], (
+        "make rules"
+    )
 
 
 def test_the_gpu_overlay_asks_for_a_gpu_and_the_cpu_overlay_for_none() -> None:

@@ -17,9 +17,9 @@ from random import Random
 from tests.fuzz.caller import Caller, Lost
 from tests.fuzz.mutation import case, damaged
 from tests.fuzz.tally import Tally
-from tests.service.web.raw_bodies import CHUNKS, CONNECTIONS, LENGTHS
-from tests.service.web.raw_heads import HEADERS, REQUEST_LINES, TARGETS
-from tests.service.web.wire import Wire
+from tests.service.http.raw_bodies import CHUNKS, CONNECTIONS, LENGTHS
+from tests.service.http.raw_heads import HEADERS, REQUEST_LINES, TARGETS
+from tests.service.http.wire import Wire
 
 KIND = "streams"
 _CALLERS = 32

@@ -14,8 +14,8 @@ from tests.fuzz.mutation import case, damaged
 from tests.fuzz.tally import Tally, table
 from tests.model.images.test_hostile_images import valid_files
 from tests.service.fakes import on_a_loop
-from tests.service.web.listening import listening
-from tests.service.web.raw_forms import GET
+from tests.service.http.listening import listening
+from tests.service.http.raw_forms import GET
 
 FAILED = b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/problem+json\r\nContent-Length: 2\r\n\r\n{}"
 ODD = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 0\r\n\r\n"

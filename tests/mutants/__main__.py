@@ -20,7 +20,7 @@ from tests.mutants.mutations import Mutant, iterate
 from tests.mutants.runner import Runner, Verdict, preload
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ("model/images", "service/engine", "service/web", "service/cluster")
+CORE = ("model/images", "service/engine", "service/http", "service/web", "service/cluster")
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 

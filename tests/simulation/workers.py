@@ -11,8 +11,8 @@ from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
+from service.http.lifecycle import Lifecycle
 from service.web.admission import Limiter
-from service.web.lifecycle import Lifecycle
 from service.web.pipeline import Pipeline
 from tests.simulation.scheduler import Process
 from tests.simulation.watch import WatchedBalancer

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 from starlette.types import Message
@@ -19,6 +19,7 @@ from service.web.keys import KeyGuard
 from service.web.middleware import PROBES, request_id_from
 from service.web.pipeline import Pipeline
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
+from service.web.request_log import Answered
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +43,8 @@ _MAX_QUESTION_BYTES: Final = 64 << 10
 """Of a message that asks about the server or a model."""
 
 
-class Count(Protocol):
-    """Counts and logs a request that was answered, see `RequestContextMiddleware.count`."""
-
-    def __call__(
-        self,
-        method: str,
-        path: str,
-        status: int,
-        seconds: float,
-        request_id: str,
-        key_name: str | None,
-        route: str,
-        *,
-        refusal: str | None,
-    ) -> None:
-        """Count a request."""
+Count = Callable[..., None]
+"""Counts and logs a call that was answered, see `RequestContextMiddleware.count`."""
 
 
 class Call:
@@ -174,7 +161,7 @@ class Calls:
             metrics.inflight.dec(counted)
             seconds = clock() - call.started
             name = None if key is None else self._guard.name(key)
-            self._count("gRPC", path, status, seconds, call.request_id, name, path, refusal=refusal)
+            self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)
 
     @staticmethod
     async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:

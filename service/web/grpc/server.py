@@ -9,8 +9,8 @@ from typing import Final
 
 import grpc
 
+from service.http.connections import connection_limit
 from service.settings import Settings
-from service.web.connections import connection_limit
 from service.web.grpc.calls import Calls, Count
 from service.web.grpc.methods import METHODS, PUBLIC
 from service.web.inference_protocol import GRPC_SERVICE

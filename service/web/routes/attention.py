@@ -31,7 +31,6 @@ from model.prediction import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.schemas import AttentionDocument
 from service.settings import Settings
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, region_document
@@ -39,6 +38,7 @@ from service.web.lanes import Control, Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.endpoint import Endpoint
+from vitserve.documents import AttentionDocument
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 

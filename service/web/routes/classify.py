@@ -15,7 +15,6 @@ from model.images.region import Region
 from model.prediction import AttentionMap, MapRequest
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
-from service.schemas import Attention, BatchClassification, Classification, FailedItem, Timings
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.classification import Classified, classify_upload
 from service.web.documents import map_fields, ranked_predictions, region_document
@@ -25,6 +24,7 @@ from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile
+from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Timings
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from model.prediction import METHODS
 from service.engine.messages import attributes
-from service.schemas import Labels, ModelDescription, Status
 from service.web.openapi import problems
 from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint
+from vitserve.documents import Labels, ModelDescription
+
+
+class Status(BaseModel):
+    """The answer of GET /healthz and GET /readyz."""
+
+    status: Literal["ok", "ready"]
+
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from service.client import Client
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 

@@ -12,8 +12,8 @@ import pytest
 
 from model.errors import InputError
 from service.cli import bench, classify, evaluate, server_flags
-from service.client import ClientError, Unreachable
 from tests.service.cli.command_line import run
+from vitserve.client import ClientError, Unreachable
 
 UNAUTHORIZED = (
     b'{"type": "about:blank", "title": "Unauthorized", "status": 401, "detail": "no key", "code": "unauthorized", '
@@ -77,7 +77,7 @@ def test_an_address_without_its_scheme_is_told_with_one() -> None:
 
 
 def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> None:
-    gone = Unreachable(httpx.ConnectError("refused"))
+    gone = Unreachable(httpx.ConnectError("refused"), httpx.URL("http://u"))
     answers = enumerate([gone] * 7 + ["an answer"] + [gone] * 992)
     seen = []
     with pytest.raises(ClientError, match="no answer any more, 984 of 1000 files were not asked about"):

@@ -68,6 +68,26 @@ until_ended()
     assert (lines[0], lines[-1]) == ("the child failed", "RuntimeError: it does not work")
 
 
+@pytest.mark.parametrize("name", ["engine cuda:0", "worker " + 9000 * "0"], ids=["short", "longer than its arguments"])
+def test_a_process_is_shown_by_its_name(name: str) -> None:
+    script = """
+from pathlib import Path
+
+def cut(arguments):
+    return arguments.strip(b"\\0").decode()
+
+own = Path("/proc/self/cmdline").read_bytes()
+read_end, write_end = os.pipe()
+pid = system.spawn(NAME, lambda: os.write(write_end, b"!") and signal.pause() or 0)
+os.read(read_end, 1)
+shown = Path(f"/proc/{pid}/cmdline").read_bytes()
+print(cut(shown) == f"vitserve: {NAME}"[: len(own) - 1], Path("/proc/self/cmdline").read_bytes() == own)
+system.kill(pid, signal.SIGKILL)
+until_ended()
+"""
+    assert run(f"{PROLOGUE}NAME = {name!r}\n{script}") == "True True"
+
+
 def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:
     script = """
 for number in (signal.SIGTERM, signal.SIGKILL):

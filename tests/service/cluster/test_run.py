@@ -221,9 +221,22 @@ def test_a_service_is_a_supervisor_of_all_its_processes_and_leaves_nothing_behin
     monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     assert run.run_cluster(settings, lambda _: (FakePredictor(), model_info())) == 6
-    first = ["engine cuda:0", "engine cuda:1"]
-    assert seen == [["worker 0", "worker 1"], [*first, *(f"{name} of the second group" for name in first)]]
+    engines = ["engine cuda:0", "engine cuda:1"]
+    assert seen == [["worker 0", "worker 1"], engines * 2]  # those that a swap starts have the same names
     assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_whose_device_is_not_chosen_yet_are_not_named_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = load_settings({"workers": 2, "device": "auto"})
+    shared = SharedResources(settings)
+    names = [
+        engine_child(settings, shared, 0, lambda _: (FakePredictor(), model_info()), group).name for group in range(2)
+    ]
+    shared.close()
+    assert names == ["engine", "engine"]
 
 
 def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(

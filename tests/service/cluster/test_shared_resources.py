@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -127,3 +128,25 @@ def test_a_machine_without_temporary_files_is_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "gettempdir", none)
     with pytest.raises(SettingsError, match="TMPDIR"):
         SharedResources(load_settings({"workers": 2, "port": 0}))
+
+
+@pytest.mark.parametrize(
+    ("limit", "recent", "allowed"),
+    [
+        (0, "0", False),
+        ((256 << 20) - 1, "0", False),
+        (256 << 20, "0", True),
+        (256 << 20, "1GiB", False),
+        (resource.RLIM_INFINITY, "1GiB", True),
+    ],
+)
+def test_a_limit_on_files_that_is_too_low_is_told_in_one_line(
+    limit: int, recent: str, allowed: bool, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit) if kind == resource.RLIMIT_FSIZE else None)
+    settings = load_settings({"workers": 2, "port": 0, "recent_bytes": recent})
+    if allowed:
+        SharedResources(settings).close()
+        return
+    with pytest.raises(SettingsError, match=rf"limit is {limit} \(ulimit -f, RLIMIT_FSIZE\)"):
+        SharedResources(settings)

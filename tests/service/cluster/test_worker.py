@@ -200,7 +200,7 @@ async def test_a_second_signal_leaves_a_worker_draining(
 ) -> None:
     """The supervisor repeats what it is sent; it kills by itself who drains for too long."""
     server = made(drain_delay=0).server
-    monkeypatch.setattr("service.web.server.exit_now", pytest.fail)
+    monkeypatch.setattr("service.http.server.exit_now", pytest.fail)
     server._on_signal(signal.SIGHUP)  # a terminal sends it to all, and the supervisor knows what it means
     assert not server._lifecycle.draining
     for _ in range(2):

@@ -17,7 +17,7 @@ from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed,
 from service.tracing.traceparent import traceparent_of
 from tests.service.fakes import on_a_loop, png
 from tests.service.tracing.recorder import CALLER, SPAN_ID, TRACE_ID, UNSAMPLED, Recorder, attributes, ids, parent_of
-from tests.service.web.apps import App, form, pipeline_of, until
+from tests.service.web.apps import App, form, until
 from tests.service.web.fake_engine import FakeEngine
 
 BATCH = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -297,28 +297,3 @@ async def test_a_defect_of_ours_is_in_the_span_with_its_traceback(recorder: Reco
     [event] = span.events
     assert event.name == "exception"
     assert "ZeroDivisionError: of ours" in str((event.attributes or {})["exception.stacktrace"])
-
-
-@on_a_loop
-async def test_a_request_that_is_refused_from_its_head_alone_has_a_span(recorder: Recorder) -> None:
-    service = recorder.app(queue_size=1)
-    assert service.asgi.refuse_early is not None
-    with pipeline_of(service).limiter.permit():
-        await post(service, "/classify?top_k=2")
-        head = [(b"host", b"photos.example"), (b"traceparent", CALLER.encode())]
-        problem = service.asgi.refuse_early("POST", b"/classify?top_k=2", head, "mine")
-    assert problem is not None
-    _, span = recorder.spans
-    assert (span.name, parent_of(span)) == ("POST /classify", CALLER)
-    assert attributes(span) == {
-        "http.request.method": "POST",
-        "http.route": "/classify",
-        "http.response.status_code": 503,
-        "error.type": "queue_full",
-        "url.scheme": "http",
-        "url.path": "/classify",
-        "url.query": "top_k=2",
-        "server.address": "photos.example",
-        "network.protocol.version": "1.1",
-        "vitserve.request_id": "mine",
-    }

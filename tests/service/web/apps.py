@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline
 from service.web.receiving import ByteBudget

@@ -8,11 +8,11 @@ from typing import NoReturn
 
 import pytest
 
-from service.web import server as server_module
-from service.web.server import Server
+from service.http import server as server_module
+from service.http.server import Server
 from tests.service.fakes import on_a_loop, png
+from tests.service.http.listening import post
 from tests.service.web.apps import App, app, until
-from tests.service.web.listening import post
 
 
 class Ended(BaseException):

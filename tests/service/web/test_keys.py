@@ -12,7 +12,6 @@ from service.api_keys import ApiKey, parse_keys
 from service.errors import SettingsError
 from service.logs import JsonFormatter
 from service.settings import load_settings
-from service.web.early_refusal import RefusedHeads
 from service.web.keys import asks_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
@@ -131,12 +130,3 @@ async def test_probes_with_a_key_do_not_count() -> None:
     assert (await service.get("/metrics", authorization="Bearer one")).status == 200
     service.engine.gate.set()
     await held
-
-
-def test_a_head_that_is_refused_early_is_counted_for_its_key() -> None:
-    heads = RefusedHeads()
-    scope = {"method": "POST", "raw_path": b"/classify", "path": "/classify", "query_string": b"", "headers": []}
-    heads.remember(scope, "web")
-    heads.remember({**scope, "raw_path": b"/v2/models/fake/infer", "path": "/v2/models/fake/infer"}, "web")
-    assert heads.find("POST", b"/classify", []) == ("/classify", "web")
-    assert heads.find("POST", b"/v2/models/fake/infer", []) is None  # its errors are of another form

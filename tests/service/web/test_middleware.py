@@ -14,11 +14,11 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
+from service.http.exchange import exchange_of
+from service.http.lifecycle import Lifecycle
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import (
-    BROKEN_FRAMING,
     LingerLimits,
     RequestContext,
     RequestContextMiddleware,
@@ -271,7 +271,7 @@ async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
     for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
         headers = {"content-type": content_type, "x-request-id": "mine"}
         communicator = service.communicator("POST", path, headers=headers, body=None)
-        communicator.scope[BROKEN_FRAMING] = "Invalid HTTP request received."
+        exchange_of(communicator.scope).broken_framing = "Invalid HTTP request received."
         communicator.feed(png(1)[:10], more=False)
         communicator.disconnect()
         await communicator.run()

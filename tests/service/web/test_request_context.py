@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.errors import EngineUnavailable, QueueFull, Unauthorized
+from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
-from service.web.lifecycle import Lifecycle
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware, request_context
 from service.web.problems import problem_of
 from tests.service.fakes import on_a_loop
@@ -41,26 +41,21 @@ class Trace:
 
 
 class Layers:
-    """Both layers, with a tracer and what refuses early; `ask` sends one request."""
+    """Both layers, with a tracer; `ask` sends one request."""
 
     def __init__(self, answer: Callable[[Scope, Receive, Send], Any], exemplar: dict[str, str] | None = None) -> None:
         self.metrics, self.clock, self.trace = Metrics(), Clock(), Trace(exemplar)
         self.sent: list[Message] = []
         self.begun: list[str] = []
-        self.answered = 0
         tracer: Any = SimpleNamespace(begin=self._begin)
         problems = ProblemMiddleware(answer, self.metrics, hold_seconds=3)
         self.asgi = RequestContextMiddleware(
             problems, self.metrics, ["/known"], Lifecycle(), tracer, clock=self.clock
         )  # fmt: skip
-        self.asgi.refuse_early = cast(Any, SimpleNamespace(pace=SimpleNamespace(answered=self._count)))
 
     def _begin(self, scope: Scope) -> Trace:
         self.begun.append(scope["path"])
         return self.trace
-
-    def _count(self) -> None:
-        self.answered += 1
 
     async def ask(self, path: str = "/known") -> None:
         async def receive() -> Message:
@@ -92,7 +87,6 @@ async def test_an_answer_carries_its_trace_which_hears_how_it_ended(monkeypatch:
     assert layers.sent[0]["headers"] == [(b"x-request-id", b"mine"), Trace.response_header]
     assert layers.trace.ended == [(200, "/known", 2.0, "mine", "name")]
     assert layers.trace.crashes == []
-    assert layers.answered == 1
     assert layers.metric("vit_inflight_requests") == 0
     assert layers.metric("vit_requests_total", endpoint="/known", code="200") == 1
     assert layers.metric("vit_key_requests_total", key="name", code="200") == 1
@@ -108,12 +102,12 @@ async def test_a_request_that_nobody_answered_left_before() -> None:
     layers = Layers(answer)
     await layers.ask("/other")
     assert layers.trace.ended == [(None, None, 0.0, "mine", None)]
-    assert (layers.answered, layers.metric("vit_cancelled_total")) == (0, 1)
+    assert layers.metric("vit_cancelled_total") == 1
     assert layers.metric("vit_requests_total", endpoint="other", code="499") == 1
 
 
 @on_a_loop
-async def test_probes_have_no_trace_and_are_no_answers_that_count() -> None:
+async def test_probes_have_no_trace_and_are_not_counted() -> None:
     async def answer(_: Scope, __: Receive, send: Send) -> None:
         assert layers.metric("vit_inflight_requests") == 0
         await send(START)
@@ -121,7 +115,7 @@ async def test_probes_have_no_trace_and_are_no_answers_that_count() -> None:
 
     layers = Layers(answer)
     await layers.ask("/healthz")
-    assert (layers.begun, layers.answered) == ([], 0)
+    assert layers.begun == []
     assert layers.sent[0]["headers"] == [(b"x-request-id", b"mine")]
 
 
@@ -151,7 +145,7 @@ async def test_a_refusal_is_counted_and_only_a_missing_engine_is_waited_for(
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "sleep", sleep)
         await layers.ask(path)
-    assert (slept, layers.sent[0]["status"], layers.answered) == (held, status, 0)
+    assert (slept, layers.sent[0]["status"]) == (held, status)
     code = problem_of(error).code
     assert layers.metric("vit_rejected_total", reason=code) == rejected
     assert layers.trace.error_type == (code if layers.begun else None)

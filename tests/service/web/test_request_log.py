@@ -11,9 +11,9 @@ import pytest
 from service.logs import JsonFormatter
 from service.web.request_log import LINES_A_SECOND, RequestLog
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import pipeline_of
-from tests.service.web.listening import listening, post
-from tests.service.web.wire import Clock
+from tests.service.http.listening import GET, listening, post
+from tests.service.http.wire import Clock
+from tests.service.web.apps import pipeline_of, until
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(caplog: py
     refused = LINES_A_SECOND + 5
     async with listening(queue_size=1) as server, server.connect() as connection:
         with pipeline_of(server.app).limiter.permit():
-            for _ in range(refused):  # the first by the application, the others without it
+            for _ in range(refused):
                 await connection.send(post(png(1)))
                 assert (await connection.answer()).status == 503
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="503") == refused
@@ -73,3 +73,65 @@ async def test_what_is_answered_otherwise_always_has_its_line(caplog: pytest.Log
             await connection.send(post(png(1), path="/nowhere"))
             assert (await connection.answer()).status == 404
     assert len([line for line in caplog.messages if " 404 " in line]) == LINES_A_SECOND + 5
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_request"),  # TLS
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400, "malformed_request"),
+        (b"GET /" + b"a" * (65 << 10), 400, "malformed_request"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
+        (b"CONNECT x:443 HTTP/1.1\r\n\r\n", 405, "method_not_allowed"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nExpect: magic\r\n\r\n", 417, "expectation_failed"),
+    ],
+    ids=["TLS", "framing", "long", "no host", "tunnel", "expectation"],
+)
+async def test_what_never_becomes_a_request_is_counted_and_logged(
+    sent: bytes, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with listening() as server:
+        answer = await server.ask(sent)
+        assert (answer.status, answer.code) == (status, code)
+        assert server.app.metric("vit_requests_total", endpoint="unparsed", code=str(status)) == 1
+        assert server.app.metric("vit_rejected_total", reason=code) == 1
+    [line] = [line for line in caplog.messages if line.startswith(f"no request: {status} ")]
+    assert line.endswith(answer.headers["x-request-id"])
+
+
+@on_a_loop
+async def test_of_many_that_never_become_requests_all_are_counted_and_few_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    count = LINES_A_SECOND + 5
+    async with listening() as server:
+        for _ in range(count):
+            assert (await server.ask(b"hello\r\n\r\n")).status == 400
+        assert server.app.metric("vit_requests_total", endpoint="unparsed", code="400") == count
+        assert len([line for line in caplog.messages if line.startswith("no request: ")]) <= LINES_A_SECOND
+        server.app.asgi.log.end_second()
+    assert caplog.messages[-1] == "refused 5 more: 5 malformed_request"
+
+
+@on_a_loop
+async def test_garbage_behind_a_request_is_counted_though_only_the_request_is_answered() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(GET + b"\x00garbage\r\n\r\n")
+        assert (await connection.answer()).status == 200
+        assert await connection.is_closed()
+        assert server.app.metric("vit_rejected_total", reason="malformed_request") == 1
+
+
+@on_a_loop
+async def test_a_connection_too_many_is_counted() -> None:
+    async with listening(max_connections=1) as server, server.connect() as busy:
+        server.app.engine.gate.clear()
+        await busy.send(post(png(1)))
+        await until(lambda: server.app.engine.waiting == 1)
+        assert (await server.ask(GET)).code == "receiving_full"
+        assert server.app.metric("vit_rejected_total", reason="receiving_full") == 1
+        server.app.engine.gate.set()
+        assert (await busy.answer()).status == 200

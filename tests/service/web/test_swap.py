@@ -156,20 +156,6 @@ async def test_everything_that_describes_the_model_follows() -> None:
         assert metadata["inputs"][1]["shape"] == [-1, 2 * SIZE, SIZE, 3]
 
 
-@on_a_loop
-async def test_a_full_service_refuses_early_after_a_swap_too() -> None:
-    service = swapping(queue_size=1)
-    await service.swap.load(None)
-    await service.swap.old.close()
-    with pipeline_of(service).limiter.permit():
-        assert (await service.classify()).code == "queue_full"
-        refused = service.asgi.refuse_early
-        assert refused is not None
-        problem = refused("POST", b"/classify", [(b"content-type", b"image/png")], "id")
-        assert problem is not None
-        assert problem.code == "queue_full"
-
-
 def test_an_engine_that_is_never_swapped_needs_no_other_pipeline() -> None:
     pipeline = pipeline_of(app())
     assert pipeline.pinned() is pipeline

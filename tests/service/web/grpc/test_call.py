@@ -16,6 +16,7 @@ from service.web.grpc.arrivals import Arrivals
 from service.web.grpc.calls import Call, Calls
 from service.web.keys import KeyGuard, KeyLimiter
 from service.web.pipeline import Pipeline
+from service.web.request_log import Answered
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App, Clock, pipeline_of
 
@@ -100,7 +101,8 @@ async def test_an_answer_has_its_requests_id_and_is_counted_with_its_time() -> N
 
     assert (await counting.answer(method)).trailers == (("x-request-id", "mine"),)
     path = "/inference.GRPCInferenceService/Method"
-    assert counting.counted == [("gRPC", path, 200, 2.0, "mine", None, path, None)]
+    answered = Answered("gRPC", path, 200, 2.0, "mine")
+    assert counting.counted == [(answered, path, None)]
     assert counting.service.metric("vit_inflight_requests") == 0
 
 

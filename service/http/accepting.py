@@ -1,0 +1,73 @@
+"""Accepting callers as fast as they come.
+
+libuv, and so uvloop, accepts one connection in each turn of the event loop, which takes milliseconds under load: beside
+32 callers who classified without a pause, 200 who connected for each request waited 1.7 and 3.4 s for their answers
+(95th percentile, two runs), and 0.7 and 0.8 s with this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable
+
+_MORE_A_TURN = 16
+
+_LAST_TURNS = 128
+"""Turns in which callers are accepted before the end of listening: enough for as many as the kernel may hold (2048)."""
+
+
+class Acceptor:
+    """Accepts further connections in each turn after one in which there was one.
+
+    Args:
+        listeners: anything with the file descriptors of listening sockets.
+        make_protocol: makes the protocol of a connection.
+    """
+
+    def __init__(self, listeners: Iterable[socket.socket], make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in listeners]
+        self._make_protocol = make_protocol
+        self._is_due = False
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def close(self) -> None:
+        """Accept all whom the kernel has accepted, give them their protocols, and accept no more.
+
+        When it returns, the listeners are to be closed at once: who comes until then is reset.
+        """
+        for _ in range(_LAST_TURNS):
+            if not self._accept():
+                break
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def accepted(self) -> None:
+        """Look for more callers in the next turn: there was one."""
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._accept)
+
+    def _accept(self) -> bool:
+        """Accept some of those who wait; return whether there are more, or protocols to be waited for."""
+        self._is_due = False
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
+                for _ in range(_MORE_A_TURN):
+                    connection, _address = listener.accept()
+                    connection.setblocking(False)
+                    task = self._loop.create_task(self._connect(connection))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+        return bool(self._tasks)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # the caller is gone already
+            connection.close()

@@ -1,0 +1,112 @@
+"""How many connections a process holds, which one is closed for one more, and whether descriptors are left."""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from service.http.exchange import HttpExchange
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FILES = 128
+"""Descriptors that are left for everything that is no connection."""
+
+_MOST_AT_ONCE = 32
+"""Connections closed together, so that not every newcomer costs a look at all of them."""
+
+_NEWCOMER_SECONDS = 1.0
+"""Age at which a connection should have brought a request: before, its first one may be on its way."""
+
+_CRAWLER, _IDLE, _NEWCOMER = range(3)
+
+_QUIET_SECONDS = 60.0
+"""Seconds between two errors that say that no descriptors are left."""
+
+Rank = tuple[int, int]
+"""The order in which connections are closed: by kind, and by the turn at which the last request began."""
+
+
+class Connection(Protocol):
+    """An open connection."""
+
+    @property
+    def rank(self) -> Rank | None:
+        """Return the rank of a connection that may be closed, see `rank_of`."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def rank_of(newest: HttpExchange | None, turn: int, age: float) -> Rank | None:
+    """Return the rank of a connection of this age, in seconds, by its newest request, which began at `turn`.
+
+    None if this is being received, unless its body crawls, or is being answered.
+    """
+    if newest is None:
+        return _NEWCOMER if age < _NEWCOMER_SECONDS else _CRAWLER, turn
+    if newest.complete:
+        return _CRAWLER if newest.more_body else _IDLE, turn
+    crawls = newest.arriving is not None and newest.arriving.crawls()
+    return (_CRAWLER, turn) if newest.is_refused or crawls else None
+
+
+def make_room(connections: Iterable[Connection]) -> bool:
+    """Close those of the lowest ranks, at most an eighth of all that wait; return whether there was one.
+
+    A newcomer is closed only if there is nobody else, and then no second one.
+    """
+    waiting = [(rank, connection) for connection in connections if (rank := connection.rank) is not None]
+    count = max(1, min(_MOST_AT_ONCE, len(waiting) // 8))
+    lowest = heapq.nsmallest(count, waiting, key=lambda pair: pair[0])
+    for number, ((kind, _), connection) in enumerate(lowest):
+        if number == 0 or kind != _NEWCOMER:
+            connection.close()
+    return bool(waiting)
+
+
+def connection_limit(wanted: int) -> int:
+    """Return how many connections this process may hold: `wanted`, or fewer if the system allows fewer open files.
+
+    The limit of open files is raised as far as that needs and the system lets it.
+    """
+    try:
+        import resource  # noqa: PLC0415  Windows has none
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - _OTHER_FILES)
+
+
+class DescriptorWatch:
+    """Logs an error when the process has no file descriptor left, at most once a minute.
+
+    Without descriptors the event loop drops callers in silence.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._quiet_until = float("-inf")
+
+    def check(self) -> None:
+        """Take a file descriptor and give it back."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            now = self._clock()
+            if error.errno in (errno.EMFILE, errno.ENFILE) and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                logger.error("no file descriptors are left (ulimit -n): connections are dropped unanswered")

@@ -1,0 +1,128 @@
+"""The application behind the HTTP protocol on a real socket, and a client that sends whatever bytes it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from service.http.protocol import HttpProtocol
+from tests.service.fakes import PATIENCE
+from tests.service.http.wire import Clock
+from tests.service.web.apps import App, app
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        assert self.headers["content-type"] == "application/problem+json"
+        document = json.loads(self.body)
+        assert document["status"] == self.status
+        assert document["request_id"] == self.headers["x-request-id"]
+        code: str = document["code"]
+        return code
+
+
+class Connection:
+    """A client that sends what it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, *, to_head: bool = False) -> Answer:
+        """The next answer; one to HEAD has no body."""
+        async with asyncio.timeout(PATIENCE):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            body = await self.reader.readexactly(0 if to_head else int(headers.get("content-length", 0)))
+        return Answer(int(head[0].split()[1]), headers, body)
+
+    async def is_closed(self) -> bool:
+        """Whether the server sends nothing more and closes."""
+        async with asyncio.timeout(PATIENCE):
+            try:
+                return await self.reader.read() == b""
+            except ConnectionResetError:
+                return True
+
+
+@dataclass
+class Listening:
+    app: App
+    port: int
+    state: ServerState
+
+    @property
+    def protocols(self) -> list[HttpProtocol]:
+        """The protocols of the open connections."""
+        return [protocol for protocol in self.state.connections if isinstance(protocol, HttpProtocol)]
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Connection]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield Connection(reader, writer)
+        finally:
+            writer.close()
+
+    async def ask(self, data: bytes) -> Answer:
+        async with self.connect() as connection:
+            await connection.send(data)
+            return await connection.answer()
+
+
+@asynccontextmanager
+async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterator[Listening]:
+    """Serve on a free port; with a `clock`, the protocol's timers run only when that is advanced."""
+    service = app(**settings)
+    config = uvicorn.Config(
+        service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
+    )
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: HttpProtocol(
+            config=config,
+            server_state=state,
+            app_state={},
+            _loop=cast(Any, clock),
+            max_connections=service.settings.max_connections,
+            app=service.asgi,
+        ),
+        "127.0.0.1",
+        0,
+    )
+    try:
+        yield Listening(service, server.sockets[0].getsockname()[1], state)
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+def post(body: bytes, *headers: str, path: str = "/classify", length: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: image/png", *headers]
+    if length:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"

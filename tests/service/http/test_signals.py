@@ -1,0 +1,35 @@
+"""Whether the terminal that a process was started in was closed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from service.http.signals import Terminal
+
+
+@pytest.mark.parametrize("descriptor", [0, 1, 2])
+def test_a_terminal_is_looked_for_behind_input_output_and_errors(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = {descriptor}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "isatty", opened.__contains__)
+        terminal = Terminal()
+        before = terminal.was_closed()
+        opened.clear()
+        after = terminal.was_closed()
+    assert (before, after) == (False, True)
+
+
+def test_a_terminal_that_was_closed_is_told_from_none_and_from_one_that_is_open() -> None:
+    ours, its = os.openpty()
+    with Path(os.devnull).open() as nothing:
+        terminal = Terminal((its, nothing.fileno()))
+        assert not Terminal((nothing.fileno(),)).was_closed()
+    assert not terminal.was_closed()
+    os.close(ours)
+    assert terminal.was_closed()
+    os.close(its)

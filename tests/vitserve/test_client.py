@@ -1,0 +1,352 @@
+"""Both clients: what they send, and what they make of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from model.images.decode import decode
+from vitserve.client import (
+    AsyncClient,
+    Client,
+    ClientError,
+    DeadlineExceeded,
+    ForeignAnswer,
+    ImageRefused,
+    InferenceFailed,
+    InvalidParameter,
+    NotFound,
+    ProblemError,
+    Retries,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from vitserve.documents import AttentionDocument, BatchClassification, Classification
+
+URL = "http://service"
+CAT = {
+    "model": "tiny",
+    "predictions": [{"label": "cat", "index": 3, "score": 0.5}],
+    "timings_ms": {"decode": 1.0, "queue": 0.0, "inference": 2.0, "total": 3.0},
+    "batch_size": 1,
+}
+FULL = {
+    "type": "about:blank",
+    "title": "Queue full",
+    "status": 503,
+    "detail": "no place is free",
+    "code": "queue_full",
+    "request_id": "r",
+}
+
+ONCE = Retries(tries=1)
+
+Call = Callable[..., Any]
+
+
+def call_blocking(
+    handler: Callable[[httpx.Request], httpx.Response], method: str, /, *args: Any, **options: Any
+) -> Any:
+    with Client(URL, api_key="k", retries=ONCE, transport=httpx.MockTransport(handler)) as client:
+        return getattr(client, method)(*args, **options)
+
+
+def call_asynchronous(
+    handler: Callable[[httpx.Request], httpx.Response], method: str, /, *args: Any, **options: Any
+) -> Any:
+    async def call() -> Any:
+        async with AsyncClient(URL, api_key="k", retries=ONCE, transport=httpx.MockTransport(handler)) as client:
+            return await getattr(client, method)(*args, **options)
+
+    return asyncio.run(call())
+
+
+@pytest.fixture(params=[call_blocking, call_asynchronous], ids=["Client", "AsyncClient"])
+def call(request: pytest.FixtureRequest) -> Call:
+    found: Call = request.param
+    return found
+
+
+class Recorder:
+    """Answers every request alike and keeps the last one."""
+
+    def __init__(self, status: int, **answer: Any) -> None:
+        self.answer = httpx.Response(status, **answer)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.request = request
+        return self.answer
+
+
+def test_an_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"pixels")
+    for image in (b"pixels", tmp_path / "cat.png", str(tmp_path / "cat.png")):
+        server = Recorder(200, json=CAT)
+        assert call(server, "classify", image, top_k=3, attention=True) == Classification.model_validate(CAT)
+        assert str(server.request.url) == f"{URL}/classify?top_k=3&attention=true"
+        assert server.request.method == "POST"
+        assert server.request.content == b"pixels"
+        assert server.request.headers["content-type"] == "application/octet-stream"
+        assert server.request.headers["authorization"] == "Bearer k"
+
+
+RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+"""Rows of pixels of which no two are alike."""
+
+
+@pytest.mark.parametrize(
+    ("array", "mode"),
+    [
+        (RGB, "RGB"),
+        (RGB[..., :1], "L"),
+        (RGB[..., 0], "L"),
+        (np.dstack([RGB, RGB[..., 0]]), "RGBA"),
+        (RGB[::-2], "RGB"),
+    ],
+    ids=["RGB", "one channel", "grey", "RGBA", "a view"],
+)
+def test_an_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", array)
+    sent = Image.open(io.BytesIO(server.request.content))
+    assert (sent.format, sent.mode) == ("PNG", mode)
+    np.testing.assert_array_equal(np.asarray(sent), array.squeeze())
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "F"])
+def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
+    server = Recorder(200, json=CAT)
+    image = Image.new("L", (7, 5), 200).convert(mode)
+    call(server, "classify", image)
+    sent = Image.open(io.BytesIO(server.request.content))
+    assert sent.format == "PNG"
+    np.testing.assert_array_equal(np.asarray(sent.convert("RGB")), np.asarray(image.convert("RGB")))
+
+
+def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # a quarter turn
+    Image.fromarray(RGB).save(file, "PNG", exif=exif)
+    server = Recorder(200, json=CAT)
+    call(server, "classify", Image.open(file))
+    expected, sent = (decode(data, max_pixels=1000) for data in (file.getvalue(), server.request.content))
+    assert expected.orientation == sent.orientation == 6
+    np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
+
+
+def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"pixels")
+    server = Recorder(200, json={"results": [CAT] * 5})
+    with (tmp_path / "cat.png").open("rb") as file:
+        held = (
+            file,
+            io.BytesIO(b"pixels"),
+            bytearray(b"pixels"),
+            memoryview(b"pixels"),
+            np.frombuffer(b"pixels", "u1"),
+        )
+        call(server, "classify_batch", held)
+    assert server.request.content.count(b"\r\n\r\npixels\r\n") == len(held)
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (RGB.astype(np.float32), r"float32 \[5, 7, 3\]"),
+        (RGB.transpose(2, 0, 1), r"uint8 \[3, 5, 7\]"),
+        (RGB[None], r"uint8 \[1, 5, 7, 3\]"),
+        ([1, 2], "list"),
+        (None, "NoneType"),
+        (io.StringIO("pixels"), "StringIO"),
+    ],
+    ids=["floats", "channels first", "a batch", "a list", "None", "text"],
+)
+def test_what_is_no_picture_is_an_error_that_says_what_is(call: Call, source: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=rf"^expected a path, .*, not {what}$"):
+        call(Recorder(200, json=CAT), "classify", source)
+
+
+def test_what_is_not_given_is_not_sent(call: Call) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", b"pixels")
+    assert str(server.request.url) == f"{URL}/classify?attention=false"
+
+
+def test_a_batch_is_a_form_in_the_given_order(call: Call) -> None:
+    server = Recorder(200, json={"results": [CAT, {"error": FULL}]})
+    found = call(server, "classify_batch", [b"first", b"second"], top_k=1)
+    assert found == BatchClassification.model_validate({"results": [CAT, {"error": FULL}]})
+    assert str(server.request.url) == f"{URL}/classify/batch?top_k=1&attention=false"
+    body = server.request.content
+    assert body.count(b'name="file"') == 2
+    assert 0 < body.index(b"first") < body.index(b"second")
+
+
+def test_a_heat_map_is_the_body_of_the_answer(call: Call) -> None:
+    server = Recorder(200, content=b"\x89PNG")
+    assert call(server, "heat_map", b"pixels", layer=-1, overlay=False, format_="png") == b"\x89PNG"
+    assert str(server.request.url) == f"{URL}/attention?layer=-1&overlay=false&format=png"
+    assert server.request.content == b"pixels"
+
+
+MAP = {
+    **{"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0.25, 0.75]], "kept_mass": 0.5},
+    "region": {"x": 0, "y": 0, "width": 2, "height": 1},
+}
+
+
+def test_a_map_is_a_document(call: Call) -> None:
+    server = Recorder(200, json=MAP)
+    assert call(server, "attention", b"pixels", layer=-1, head="max") == [AttentionDocument.model_validate(MAP)]
+    assert (server.request.method, server.request.content) == ("POST", b"pixels")
+    assert str(server.request.url) == f"{URL}/attention?layer=-1&head=max&format=json"
+    call(server, "attention", b"pixels", method="rollout", fusion="max", discard=0.9)
+    assert str(server.request.url) == f"{URL}/attention?method=rollout&fusion=max&discard=0.9&format=json"
+
+
+def test_maps_of_several_classes_are_several_documents(call: Call) -> None:
+    maps = [MAP | {"method": "gae", "class": 3}, MAP | {"method": "gae", "class": 5}]
+    server = Recorder(200, json=maps)
+    found = call(server, "attention", b"pixels", class_=[3, "tiger"])
+    assert found == [AttentionDocument.model_validate(document) for document in maps]
+    assert server.request.url.params["class"] == "3,tiger"
+    with pytest.raises(ForeignAnswer):
+        call(Recorder(200, json=CAT), "attention", b"pixels")
+
+
+@pytest.mark.parametrize("values", [[[0.25, 0.75]], [[[0.25, 0.75]], [[1.0, 0.0]]]], ids=["one map", "two maps"])
+def test_a_map_is_an_array(call: Call, values: list[Any]) -> None:
+    expected, file = np.array(values, np.float32), io.BytesIO()
+    np.save(file, expected)
+    server = Recorder(200, content=file.getvalue())
+    np.testing.assert_array_equal(call(server, "attention_array", b"pixels", method="gae"), expected)
+    assert str(server.request.url) == f"{URL}/attention?method=gae&format=npy"
+
+
+def test_what_is_no_array_is_not_one_of_the_service(call: Call) -> None:
+    for content in (b"", b"<html>"):
+        with pytest.raises(ForeignAnswer, match="did not answer as"):
+            call(Recorder(200, content=content), "attention_array", b"pixels")
+
+
+def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
+    server = Recorder(200, content=b"PNG")
+    options = {"method": "relevance", "view": "photo", "smooth": False, "colorbar": True, "alpha": 0.5}
+    for class_, sent in (("tabby", "tabby"), (281, "281"), (["tabby", 282], "tabby,282")):
+        call(server, "heat_map", b"pixels", class_=class_, **options)
+        expected = {"method": "relevance", "view": "photo", "smooth": "false", "colorbar": "true", "alpha": "0.5"}
+        assert dict(server.request.url.params) == {"class": sent} | expected
+
+
+def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
+    server = Recorder(200, content=b"PNG")
+    call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
+    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&size=100")
+    with pytest.raises(ValueError, match="kept no picture"):
+        call(server, "attention", Classification.model_validate(CAT))
+
+
+def test_classification_asks_for_relevance(call: Call) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", b"pixels", attention="relevance")
+    assert str(server.request.url) == f"{URL}/classify?attention=relevance"
+
+
+def test_labels_are_a_list(call: Call) -> None:
+    server = Recorder(200, json={"model": "tiny", "labels": ["cat", "dog"]})
+    assert call(server, "labels") == ["cat", "dog"]
+    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/labels")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ({"Retry-After": "2"}, 2),
+        ({}, None),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:30 GMT", "Date": "Wed, 21 Oct 2015 07:28:00 GMT"}, 30),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:30 GMT"}, 0),
+        ({"Retry-After": "9" * 5000}, 999_999_999),
+    ],
+)
+def test_a_refusal_is_its_problem_document(call: Call, header: dict[str, str], seconds: int | None) -> None:
+    with pytest.raises(ProblemError, match="503 queue_full: no place is free") as raised:
+        call(Recorder(503, json=FULL, headers=header), "heat_map", b"pixels")
+    assert raised.value.problem.model_dump() == FULL
+    assert raised.value.retry_after == seconds
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(502, "502 from http://service/model, which is no answer"), (200, "did not answer as")]
+)
+def test_another_server_is_an_error_of_its_own(call: Call, status: int, message: str) -> None:
+    with pytest.raises(ClientError, match=message) as raised:
+        call(Recorder(status, text="<html>"), "model")
+    assert not isinstance(raised.value, ProblemError)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (401, "unauthorized", Unauthorized),
+        (404, "not_found", NotFound),
+        (408, "request_timeout", DeadlineExceeded),
+        (413, "upload_too_large", ImageRefused),
+        (413, "image_too_large", ImageRefused),
+        (413, "too_many_images", ProblemError),
+        (415, "unsupported_media_type", ImageRefused),
+        (422, "invalid_image", ImageRefused),
+        (422, "invalid_parameter", InvalidParameter),
+        (500, "inference_failed", InferenceFailed),
+        (500, "internal_error", ProblemError),
+        (503, "draining", Unavailable),
+        (504, "deadline_exceeded", DeadlineExceeded),
+    ],
+)
+def test_each_kind_of_refusal_is_a_type(status: int, code: str, kind: type[ProblemError]) -> None:
+    with pytest.raises(ProblemError) as raised:
+        call_blocking(Recorder(status, json=FULL | {"status": status, "code": code}), "labels")
+    assert type(raised.value) is kind
+    assert (raised.value.status, raised.value.code) == (status, code)
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_client(call: Call) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("Connection refused")
+
+    message = "^http://service: Connection refused$"
+    with pytest.raises(Unreachable, match=message) as raised:
+        call(refuse, "labels")
+    assert isinstance(raised.value, ClientError)
+    assert isinstance(raised.value, httpx.TransportError)
+    assert isinstance(raised.value.__cause__, httpx.ConnectError)
+
+
+def test_an_error_names_the_address_without_a_password() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with (
+        Client("http://me:secret@there:8000/vit/", retries=ONCE, transport=httpx.MockTransport(refuse)) as client,
+        pytest.raises(Unreachable, match=r"^http://there:8000/vit: refused$"),
+    ):
+        client.labels()
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_help_shows_what_a_method_takes_and_returns(client: type[Client | AsyncClient]) -> None:
+    signature = inspect.signature(client.classify)
+    assert list(signature.parameters) == ["self", "image", "top_k", "attention"]
+    assert signature.return_annotation == "Classification"
+    assert "Classify one image" in (inspect.getdoc(client.classify) or "")
+    assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

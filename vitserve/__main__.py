@@ -1,0 +1,28 @@
+"""`vitserve`: starts the command line of the service, `service.__main__`, of this installation."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+
+def main() -> int:
+    """Run one subcommand, and return the exit code.
+
+    `service` and `model` are taken from beside this package. `python -m` and PYTHONPATH have Python look elsewhere
+    first, for example in a folder whose programs have files of these names.
+    """
+    home = str(Path(__file__).parent.parent)
+    sys.path.insert(0, home)
+    try:
+        for name in ("service", "model"):  # their modules are found in them from now on
+            import_module(name)
+    finally:
+        sys.path.remove(home)
+    code: int = import_module("service.__main__").main()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

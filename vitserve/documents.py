@@ -1,0 +1,156 @@
+"""The documents on the wire, as pydantic models: the service builds its answers from them, the client reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+# Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does not allow.
+RowsColumns = Annotated[
+    tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2})
+]
+"""[rows, columns]."""
+
+FIELD = "file"
+"""Name of the multipart field that carries a picture."""
+
+
+class Prediction(BaseModel):
+    """One class and its score."""
+
+    label: Annotated[str, Field(description="human description; labels may repeat", examples=["tabby, tabby cat"])]
+    index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
+    score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
+
+
+class RegionDocument(BaseModel):
+    """The rectangle of the upright original that a map covers: what the model saw of it, in its pixels.
+
+    It lies within the photo, unless the model's preprocessing adds a border.
+    """
+
+    x: Annotated[float, Field(description="left edge")]
+    y: Annotated[float, Field(description="upper edge")]
+    width: float
+    height: float
+
+
+class Attention(BaseModel):
+    """The attention map of a picture."""
+
+    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
+    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
+    method: str = "cls"
+    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
+    label: Annotated[str | None, Field(description="the label of that class")] = None
+    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
+    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
+    values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
+    kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
+    region: RegionDocument
+
+
+class Timings(BaseModel):
+    """Milliseconds of each stage."""
+
+    decode: float
+    queue: float
+    inference: float
+    total: Annotated[float, Field(description="from the request's head")]
+
+
+class Classification(BaseModel):
+    """The answer of POST /classify."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    model: str
+    predictions: Annotated[list[Prediction], Field(description="highest score first")]
+    attention: Attention | None = None
+    timings_ms: Timings
+    batch_size: Annotated[int, Field(description="images that were computed together")]
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: Annotated[str, Field(examples=["invalid_image"])]
+    request_id: str
+
+
+class FailedItem(BaseModel):
+    """One picture of a batch that has no answer."""
+
+    error: ProblemDocument
+
+
+class BatchClassification(BaseModel):
+    """The answer of POST /classify/batch, in the order of the files."""
+
+    results: list[Classification | FailedItem]
+
+
+class AttentionDocument(BaseModel):
+    """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    method: str
+    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
+    label: Annotated[str | None, Field(description="the label of that class")] = None
+    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
+    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
+    fusion: Annotated[
+        Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
+    ] = None
+    discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
+    grid: RowsColumns
+    values: list[list[float]]
+    kept_mass: float
+    region: RegionDocument
+
+
+class Labels(BaseModel):
+    """The answer of GET /labels."""
+
+    model: str
+    labels: Annotated[list[str], Field(description="in index order")]
+
+
+class ModelDescription(BaseModel):
+    """The answer of GET /model."""
+
+    name: str
+    source: str
+    revision: str | None
+    format: str
+    architecture: str
+    parameters: int
+    input_size: Annotated[RowsColumns, Field(description="[rows, columns] in pixels")]
+    channels: int
+    patch_size: int
+    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
+    layers: int
+    heads: int
+    width: int
+    classes: int
+    pool: str
+    temperature: float
+    multi_label: bool
+    device: str
+    dtype: str
+    agreement: Annotated[
+        str | None, Field(description="`float8`: how often it gives the best class of bfloat16, and on what")
+    ] = None
+    backend: Annotated[str, Field(description="what runs the network, with its version")]
+    compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
+    max_batch: int
+    batch_sizes: Annotated[list[int] | None, Field(description="fixed launch sizes; null: any up to max_batch")]
+    preprocessing: dict[str, Any]
+    attention_source: Annotated[
+        str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
+    ]
+    attention_methods: list[str]

@@ -1,0 +1,127 @@
+"""The requests of the service as data, which either client sends, and how their answers are read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from vitserve.documents import FIELD, AttentionDocument, Classification
+from vitserve.errors import ForeignAnswer, error_of
+from vitserve.pictures import ImageSource, file_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Array: TypeAlias = "NDArray[np.float32]"
+
+WithAttention = bool | Literal["relevance"]
+"""The parameter `attention` of /classify."""
+
+Answer = TypeVar("Answer")
+
+_DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
+    AttentionDocument | list[AttentionDocument]
+)
+
+
+class MapOptions(TypedDict, total=False):
+    """Which map /attention computes; what is left out is the service's default.
+
+    `class_` is an index or a label, or several of them.
+    """
+
+    method: str
+    class_: int | str | Sequence[int | str]
+    layer: int
+    head: int | str
+    fusion: Literal["mean", "max", "min"]
+    discard: float
+
+
+class DrawingOptions(MapOptions, total=False):
+    """Which map /attention computes, and how it is drawn as PNG."""
+
+    overlay: bool
+    view: Literal["input", "photo"]
+    alpha: float
+    colormap: str
+    size: int
+    smooth: bool
+    colorbar: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Answer]):
+    """One request.
+
+    Attributes:
+        parse: returns the answer that the body of a successful response holds; ValueError or EOFError if it holds none.
+        options: arguments of httpx.
+    """
+
+    method: str
+    path: str
+    parse: Callable[[bytes], Answer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, response: httpx.Response) -> Answer:
+        """Return the answer; raises `ClientError` if the response is a refusal or not one of vitserve."""
+        if not response.is_success:
+            raise error_of(response)
+        try:
+            return self.parse(response.content)
+        except (ValueError, EOFError):
+            message = f"{response.url} did not answer as vitserve does"
+            raise ForeignAnswer(message, response.status_code) from None
+
+
+def body(image: ImageSource) -> dict[str, Any]:
+    """Return httpx's arguments of a request with one picture."""
+    return {"content": file_bytes(image), "headers": {"Content-Type": "application/octet-stream"}}
+
+
+def form(images: Sequence[ImageSource]) -> dict[str, Any]:
+    """Return httpx's arguments of a request with several pictures."""
+    return {"files": [(FIELD, (str(index), file_bytes(image))) for index, image in enumerate(images)]}
+
+
+def query(**parameters: object) -> dict[str, Any]:
+    """Return httpx's arguments of a request with options; one that is None is the service's default."""
+    return {"params": {name.rstrip("_"): _text(value) for name, value in parameters.items() if value is not None}}
+
+
+def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object) -> Request[Answer]:
+    """Return the request for a map of an image that is sent, or that the service kept when it classified it."""
+    if not isinstance(image, Classification):
+        return Request("POST", "/attention", parse, body(image) | query(**options))
+    if image.id is None:
+        raise ValueError("the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture")
+    return Request("GET", "/attention", parse, query(id=image.id, **options))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def documents(content: bytes) -> list[AttentionDocument]:
+    """Parse one map with its facts, or a list of them."""
+    parsed = _DOCUMENTS.validate_json(content)
+    return parsed if isinstance(parsed, list) else [parsed]
+
+
+def array(content: bytes) -> Array:
+    """Parse a file of numpy's format."""
+    import numpy as np  # noqa: PLC0415  programs that ask for no array start quicker
+
+    parsed: Array = np.load(io.BytesIO(content), allow_pickle=False)
+    return parsed
