@@ -150,8 +150,8 @@ rules:
 	sed -i '/^  groups:$$/q' $(PROMETHEUS_RULE)
 	sed --separate '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml >>$(PROMETHEUS_RULE)
 
-# In an environment of its own: the generator wants a newer grpcio than tritonclient. Its version is that of the oldest
-# protobuf that what it writes has to run with.
+# In an environment of its own: nothing else needs the generator. Its version is that of the oldest protobuf that what
+# it writes has to run with.
 protocol: $(VENV)/.made
 	$(BIN)/python -m venv $(VENV)/protocol
 	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'

@@ -5,6 +5,7 @@ Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `v
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -122,9 +123,18 @@ def _is_installed(package: str) -> bool:
 def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
-    if value is not None and importlib.util.find_spec("grpc") is None:
-        raise ValueError("it needs the package grpcio: pip install -e '.[grpc]' in the clone")
+    if value is not None and not _bounds_pings():
+        raise ValueError("it needs grpcio 1.81 or newer: pip install -e '.[grpc]' in the clone")
     return value
+
+
+def _bounds_pings() -> bool:
+    """Return whether grpcio is installed, and one that bounds what callers without a key may have it keep."""
+    try:
+        major, minor, *_ = importlib.metadata.version("grpcio").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (1, 81)
 
 
 def _workers(value: int) -> int:
@@ -248,6 +258,9 @@ class Settings(BaseSettings):
 
     batch_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
+    )
+    load_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
     )
 
     # What may be sent.

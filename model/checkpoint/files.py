@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -35,6 +34,7 @@ class Files(ABC):
     def __init__(self, source: str, place: str) -> None:
         self.source = source
         self.place = place
+        self._config: dict[str, Any] | None = None
 
     @abstractmethod
     def path(self, name: str) -> Path | None:
@@ -62,10 +62,13 @@ class Files(ABC):
             raise CheckpointError(f"{self.where(name)}: holds a {type(value).__name__}, expected an object")
         return value
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any] | None:
         """Return `config.json`, or None where there is none."""
-        return self.json(CONFIG_FILE) if self.path(CONFIG_FILE) is not None else None
+        # Before Python 3.12 a `cached_property` has one lock for all instances, and a disk may never answer one.
+        if self._config is None and self.path(CONFIG_FILE) is not None:
+            self._config = self.json(CONFIG_FILE)
+        return self._config
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle.
@@ -124,6 +127,7 @@ class SingleFile(Files):
     def __init__(self, file: Path, source: str) -> None:
         super().__init__(source, str(file))
         self.file = file
+        self._tensors: Mapping[str, Tensor] | None = None
 
     def where(self, name: str) -> str:
         """Return the path of the file, which is the only part."""
@@ -133,8 +137,7 @@ class SingleFile(Files):
         """Return None: beside the weights there is nothing."""
         return None
 
-    @cached_property
-    def _tensors(self) -> Mapping[str, Tensor]:
+    def _read(self) -> Mapping[str, Tensor]:
         suffix = self.file.suffix.lower()
         if suffix == ".safetensors":
             return without_prefixes(read_safetensors(self.file))
@@ -144,4 +147,6 @@ class SingleFile(Files):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the file's tensors, which are read once, without usual prefixes that all their names share."""
+        if self._tensors is None:
+            self._tensors = self._read()
         return self._tensors

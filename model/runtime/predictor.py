@@ -208,8 +208,19 @@ class Predictor:
         """
         with self._device_errors():
             self._backend.exercise((1, self.max_batch))
+            self._require_finite_scores()
             self._fill_caches()
             self._backend.compile()
+
+    def _require_finite_scores(self) -> None:
+        """Raise NotFinite unless black, white and noise have finite scores, as requests get them: a temperature may
+        be too small for logits that are finite.
+        """
+        shape = (*self.config.image_size, self.config.in_channels)
+        noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        for name, image in (("black", np.zeros_like(noise)), ("white", np.full_like(noise, 255)), ("noise", noise)):
+            if not self.predict(image[np.newaxis], top_k=1).finite.all():
+                raise NotFinite(f"{self.device}: warm-up gave scores of {name} that are not finite in {self.dtype}")
 
     def _fill_caches(self) -> None:
         end = monotonic() + _FILL_SECONDS
@@ -227,6 +238,7 @@ class Predictor:
         """
         with self._device_errors():
             self._backend.exercise((1,))
+            self._require_finite_scores()
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:

@@ -34,7 +34,9 @@ STOP = signal.SIGUSR1
 once."""
 
 
-def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics) -> int:
+def run_engine(
+    settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics, *, load_timeout: float | None = None
+) -> int:
     """Run one device's engine, and return the exit code.
 
     It is 0 after `STOP`, 1 when the engine failed, and `TRY_AGAIN` when the next one starts with another option.
@@ -42,20 +44,26 @@ def run_engine(settings: Settings, channel: EngineChannel, load: Loader, metrics
     Args:
         settings: see `service.settings`; the device is this engine's.
         load: called on the engine's thread.
+        load_timeout: see `LocalEngine`.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly(settings.trim_seconds)
     telemetry = start_telemetry(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(_serve(settings, channel, load, metrics, telemetry))
+        code = runner.run(_serve(settings, channel, load, metrics, telemetry, load_timeout))
     if telemetry is not None:
         telemetry.close()
     return code
 
 
 async def _serve(
-    settings: Settings, channel: EngineChannel, load: Loader, metrics: Metrics, telemetry: Telemetry | None = None
+    settings: Settings,
+    channel: EngineChannel,
+    load: Loader,
+    metrics: Metrics,
+    telemetry: Telemetry | None = None,
+    load_timeout: float | None = None,
 ) -> int:
     counters, index = channel.counters, channel.index
     over = asyncio.Event()
@@ -69,6 +77,7 @@ async def _serve(
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
         batch_timeout=settings.batch_timeout,
+        load_timeout=load_timeout,
         on_batch=batch_observer(metrics.observe_batch, telemetry),
         on_queue=queue_changed,
     )

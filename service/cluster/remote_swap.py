@@ -9,7 +9,7 @@ from typing import Final
 
 from service.cluster.swap_board import GROUPS, SwapBoard, Verdict
 from service.engine.base import Engine, replicas
-from service.engine.swapping import UNDER_WAY, CurrentEngine, Generation
+from service.engine.swapping import UNDER_WAY, CurrentEngine, Generation, Reloads
 from service.errors import CheckpointRefused, SwapUnderWay
 
 _LOOK_SECONDS: Final = 0.05
@@ -33,6 +33,11 @@ class RemoteSwap(CurrentEngine):
         self._number = board.generation
         self.current = self._groups[self._number % GROUPS]
         board.adopt(worker, self._number)
+
+    @property
+    def reloads(self) -> Reloads:
+        """Return what became of the loads until now, whoever asked for them."""
+        return self._board.reloads
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect to the engines of both groups; see `Engine.start`."""

@@ -178,7 +178,13 @@ def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Lo
     count_in_files(shared.metrics.folder, shared.metrics.engine(group * len(settings.devices) + index))
     own = {"device": channel.device, "checkpoint": shared.board.checkpoints[group].read()}
     changed = channel.counters.changed_options(index)
-    return run_engine(settings.model_copy(update=own | changed), channel, load, Metrics(shared.metrics.folder))
+    return run_engine(
+        settings.model_copy(update=own | changed),
+        channel,
+        load,
+        Metrics(shared.metrics.folder),
+        load_timeout=None if group == shared.board.group else settings.load_timeout,
+    )
 
 
 def _forget_worker(shared: SharedResources, index: int) -> None:

@@ -136,6 +136,7 @@ class Swap:
         if refusal or any(child.pid is None and child.start_at is None for child in children):
             reason = refusal or "an engine ended before it was ready"
             logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
+            self._board.refuse()
             self._answer(Verdict.REFUSED, reason)
             self._phase = _Phase.CLEARING
             self._end_others(signal.SIGKILL)

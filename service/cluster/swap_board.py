@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.cluster.shared_memory import SharedText, shared_zeros
+from service.engine.swapping import Reloads
 
 GROUPS = 2
 
@@ -53,7 +54,7 @@ class SwapBoard:
 
     def __init__(self, checkpoint: str, *, workers: int) -> None:
         self.checkpoints = [SharedText(checkpoint) for _ in range(GROUPS)]
-        self._generation = shared_zeros(1)
+        self._generation, self._refused, self._last_refused = shared_zeros(3, 1)
         self._adopted, self._asked, self._answered, self._verdicts = shared_zeros(4, workers)
         self._in_progress = shared_zeros(workers, GROUPS)
         self._wanted = [SharedText() for _ in range(workers)]
@@ -68,6 +69,11 @@ class SwapBoard:
     def group(self) -> int:
         """Return the group whose engines serve."""
         return self.generation % GROUPS
+
+    @property
+    def reloads(self) -> Reloads:
+        """Return what became of the loads until now."""
+        return Reloads(self.generation, int(self._refused[0]), not self._last_refused[0])
 
     # The worker's side.
 
@@ -102,6 +108,12 @@ class SwapBoard:
     def take_over(self) -> None:
         """Make the other group the current one."""
         self._generation[0] += 1
+        self._last_refused[0] = 0
+
+    def refuse(self) -> None:
+        """Count a checkpoint that cannot be served."""
+        self._refused[0] += 1
+        self._last_refused[0] = 1
 
     def requests(self) -> list[Request]:
         """Return the requests that are not answered."""

@@ -8,7 +8,8 @@
 
 Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. Its deadline
 is a timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch
-that computes longer than `batch_timeout` fails the engine, though its thread never comes back.
+that computes longer than `batch_timeout` fails the engine, though its thread never comes back; so does a model that
+loads longer than `load_timeout`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class LocalEngine:
         load: builds the runner and says what was loaded; called on the engine's thread.
         device: what the status says until the runner is there.
         batch_timeout: seconds that one batch may compute.
+        load_timeout: seconds that the model may load and warm up beside another one that serves, and whose owner then
+            says why it is not swapped; None: there is no other one, and loading may take any time.
         on_batch: called with the report of every launch, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
 
@@ -64,6 +67,7 @@ class LocalEngine:
         max_delay: float,
         on_batch: Callable[[BatchReport], None],
         batch_timeout: float = math.inf,
+        load_timeout: float | None = None,
         on_queue: Callable[[int], None] = lambda depth: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,6 +77,7 @@ class LocalEngine:
         self._device = device
         self._on_batch = on_batch
         self._batch_timeout = batch_timeout
+        self._load_timeout = load_timeout
         self._hung = False
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
@@ -112,6 +117,8 @@ class LocalEngine:
         self._on_change = on_change
         self._thread.start()
         self._look_at_batches()
+        if self._load_timeout is not None:
+            self._loop.call_later(self._load_timeout, self._look_at_loading, self._load_timeout)
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
@@ -165,13 +172,21 @@ class LocalEngine:
             return
         reason = f"a batch computed for more than {self._batch_timeout:g} s: the device hangs"
         logger.critical("engine %s: %s", self.status.device, reason)
+        self._give_up(reason)
+
+    def _look_at_loading(self, seconds: float) -> None:
+        if self._state == "loading":
+            self._give_up(f"the checkpoint was not loaded and warm within {seconds:g} s (VIT_LOAD_TIMEOUT)")
+
+    def _give_up(self, reason: str) -> None:
+        """Fail, and wait no more for the engine's thread."""
         self._hung = True
         self._streams.stop()
         self._deliver([(entry, EngineUnavailable(reason)) for entry in self._futures])
         self._change("failed", reason)
 
     def _change(self, state: EngineState, reason: str, info: ModelInfo | None = None) -> None:
-        if self._state == "failed":  # a batch that hung came back after all
+        if self._state == "failed":  # what hung came back after all
             return
         self._state, self._reason, self.info = state, reason, info or self.info
         self._on_change()
@@ -183,7 +198,8 @@ class LocalEngine:
         reason, started = "the engine stopped", False
         try:
             self._runner, info = self._load()
-            self._runner.warm_up()
+            if not self._hung:
+                self._runner.warm_up()
             started = True
             self._call_loop(self._change, "ready", "", info)
             self._streams.run(self._runner)
@@ -195,7 +211,7 @@ class LocalEngine:
             reason = reason_of(error)
             raise
         finally:
-            if state == "failed":
+            if state == "failed" and (started or self._load_timeout is None):
                 named = "" if self._device in ("auto", "cpu") else f" on {self._device}"
                 what = f"engine {self.status.device}" if started else f"cannot start{named}"
                 logger.critical("%s: %s", what, reason)

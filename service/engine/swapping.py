@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
@@ -52,11 +52,23 @@ class Generation:
         self._on_count(self.requests)
 
 
+class Reloads(NamedTuple):
+    """How many checkpoints have taken over since the start, how many were refused, and whether the last one serves."""
+
+    served: int = 0
+    refused: int = 0
+    last_successful: bool = True
+
+
 class Swappable(Engine, Protocol):
     """An engine whose model can be swapped."""
 
     current: Generation
     """What requests that begin now belong to."""
+
+    @property
+    def reloads(self) -> Reloads:
+        """Return what became of the loads until now, over all processes."""
 
     async def load(self, checkpoint: str | None) -> None:
         """Load a checkpoint, None the configured one, and return when requests that begin are answered by it.
@@ -115,6 +127,7 @@ class LocalSwap(CurrentEngine):
         self._reload = False
         self._retirement: asyncio.Task[None] | None = None
         self._engines: list[Engine] = []
+        self.reloads = Reloads()
         self.current = self._generation(None)
 
     def start(self, on_change: Callable[[], None]) -> None:
@@ -183,9 +196,14 @@ class LocalSwap(CurrentEngine):
 
     def _loaded(self, swap: asyncio.Task[None]) -> None:
         self._swap = None
-        if not swap.cancelled() and (error := swap.exception()) is not None:
+        if swap.cancelled():
+            return
+        error = swap.exception()
+        if error is not None:
             logger.error("the next checkpoint is refused, and the old one goes on: %s", error)
-        if self._reload and not swap.cancelled():
+        served, refused, _ = self.reloads
+        self.reloads = Reloads(served + (error is None), refused + (error is not None), error is None)
+        if self._reload:
             self._reload = False
             self.reload()
 

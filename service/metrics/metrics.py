@@ -146,9 +146,13 @@ class Metrics(Collector):
         """Read how many places for images are taken, and how many there are, at every scrape."""
         self._state.places = places
 
+    def watch_reloads(self, reloads: Callable[[], tuple[int, int, bool]]) -> None:
+        """Read how many checkpoints took over and were refused, and whether the last one serves, at every scrape."""
+        self._state.reloads = reloads
+
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
-        self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version)
+        self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version, info.source)
         self._gpus.watch(info.device, info.gpu_uuid)
 
     def observe_batch(self, report: BatchReport) -> None:
@@ -192,6 +196,7 @@ class _StateCollector(Collector):
         self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
         self.usage: Callable[[], tuple[int, int, int]] | None = None
         self.places: Callable[[], tuple[int, int]] | None = None
+        self.reloads: Callable[[], tuple[int, int, bool]] | None = None
         self.counts_tasks = False
         self.models: dict[str, tuple[str, ...]] = {}
 
@@ -209,7 +214,7 @@ class _StateCollector(Collector):
         model = GaugeMetricFamily(
             "vit_model_info",
             "Always 1; the labels tell what is served",
-            labels=["model", "architecture", "device", "dtype", "version"],
+            labels=["model", "architecture", "device", "dtype", "version", "checkpoint"],
         )
         for labels in self.models.values():
             model.add_metric(labels, 1)
@@ -224,6 +229,14 @@ class _StateCollector(Collector):
             yield CounterMetricFamily(
                 "vit_recent_evicted_total", "Pictures pushed out before their time was over", value=evicted
             )
+        if self.reloads is not None:
+            served, refused, successful = self.reloads()
+            counts = CounterMetricFamily("vit_reloads_total", "Checkpoints that were to be swapped", labels=["outcome"])
+            counts.add_metric(["served"], served)
+            counts.add_metric(["refused"], refused)
+            yield counts
+            text = "0 when the last checkpoint that was to take over was refused, else 1"
+            yield GaugeMetricFamily("vit_last_reload_successful", text, value=float(successful))
         if self.places is not None:
             taken, limit = self.places()
             yield GaugeMetricFamily("vit_admitted_images", "Images in the service, of all stages", value=taken)

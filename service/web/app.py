@@ -169,6 +169,8 @@ def create_app(
 
     metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
     metrics.watch_recent(pictures.usage)
+    if hasattr(engine, "reloads"):
+        metrics.watch_reloads(lambda: engine.reloads)
     metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
@@ -191,5 +193,5 @@ def create_app(
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
     """Log the description of the served model."""
-    served = (VERSION, info.name, info.device, info.dtype, info.backend, status.compiled)
-    logger.info("vitserve %s: %s on %s in %s, %s, compile: %s", *served)
+    served = (VERSION, info.name, info.source, info.device, info.dtype, info.backend, status.compiled)
+    logger.info("vitserve %s: %s from %s on %s in %s, %s, compile: %s", *served)

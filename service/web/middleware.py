@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+PROBES = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"}) | {
+    f"/inference.GRPCInferenceService/{method}" for method in ("ServerLive", "ServerReady")
+}
 """Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
 
 _CONTEXT = "vit.context"

@@ -43,7 +43,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, on_batch)
+        return engine_of(own, load, on_batch, load_timeout=settings.load_timeout if served else None)
 
     engine = LocalSwap(make, on_retired=settle)
 
@@ -73,7 +73,9 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     return lifecycle.exit_code
 
 
-def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]) -> LocalEngine:
+def engine_of(
+    settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], *, load_timeout: float | None = None
+) -> LocalEngine:
     """Return an engine of this process; `load` is called on its thread, `on_batch` with each of its batches."""
     return LocalEngine(
         lambda: load(settings),
@@ -81,15 +83,18 @@ def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport]
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,
         batch_timeout=settings.batch_timeout,
+        load_timeout=load_timeout,
         on_batch=on_batch,
     )
 
 
 def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
     """Log where the service answers and what to try."""
+    in_container = settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks)
     if settings.grpc_port is not None:
-        logger.info("gRPC: %s:%d", _reachable(settings.host), settings.grpc_port)
-    if settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks):
+        where = "port " if in_container else f"{_reachable(settings.host)}:"
+        logger.info("gRPC: %s%d%s", where, settings.grpc_port, " of this container" if in_container else "")
+    if in_container:
         # Where a container's port is published is known outside of it only.
         logger.info("ready: port %d of this container (API: /docs)", port)
         return

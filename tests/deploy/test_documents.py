@@ -35,6 +35,7 @@ def metric_names() -> set[str]:
     metrics.watch_engines(lambda: [STATUS])
     metrics.watch_recent(lambda: (0, 0, 0))
     metrics.watch_places(lambda: (0, 0))
+    metrics.watch_reloads(lambda: (0, 0, True))
     gpus = GpuCollector(Nvml())
     gpus.watch("cuda:0", uuid="")
     gpus.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -137,6 +138,18 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
     return running.stop()
 
 
+def spoilt(folder: Path) -> list[str]:
+    """The names of checkpoints that no service can serve, each as it was found to slip through."""
+    for name, changes in (("cold", {"temperature": 1e-300}), ("unsaid", {"labels": ["\ud800", *LABELS[1:]]})):
+        shutil.copytree(folder / CHECKPOINT_NAME, folder / name)
+        config = folder / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    shutil.copytree(folder / CHECKPOINT_NAME, folder / "pipe")
+    (folder / "pipe" / "config.json").unlink()
+    os.mkfifo(folder / "pipe" / "config.json")  # who opens it waits for a writer
+    return ["cold", "unsaid", "pipe"]
+
+
 def reload(server: Served) -> None:
     """Let it go back to the configured checkpoint."""
     server.process.process.send_signal(signal.SIGHUP)
@@ -168,5 +181,31 @@ def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_b
     until(lambda: server.get("/readyz").status_code == 200)
     assert server.get("/model").json()["name"] == OTHER_NAME
     reload(server)
+    assert server.process.terminate() == 0
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_checkpoint_that_cannot_be_served_changes_nothing(
+    workers: int, serve: Serve, pictures: Pictures, folder: Path
+) -> None:
+    options: dict[str, Any] = {"checkpoint": folder / CHECKPOINT_NAME, "checkpoint_folder": folder}
+    server = serve(workers=workers, admin_key="admin", load_timeout=20, **options)
+    names = spoilt(folder)
+    for count, name in enumerate(names, 1):
+        refused = load(server, CHECKPOINT_NAME, name)
+        assert (refused.status_code, "\n" in refused.json()["error"]) == (422, False), refused.text
+        answer = server.client.post("/classify", content=pictures.files[0])
+        assert answer.status_code == 200, answer.text
+        pictures.check(0, answer.json())
+        assert server.metric("vit_reloads_total", outcome="refused") == count
+        assert server.metric("vit_last_reload_successful") == 0
+        until(lambda: workers == 1 or len(Processes(server).all) == 1 + workers)
+    assert server.log.count("the next checkpoint is refused, and the old one goes on") == len(names)
+    assert "CRITICAL" not in server.log
+    assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
+    assert (server.metric("vit_reloads_total", outcome="served"), server.metric("vit_last_reload_successful")) == (1, 1)
+    assert server.metric("vit_model_info", model=OTHER_NAME, checkpoint=str((folder / OTHER_NAME).resolve())) == 1
+    assert f"{OTHER_NAME} from {(folder / OTHER_NAME).resolve()} on cpu" in server.log
     assert server.process.terminate() == 0
     assert "Traceback" not in server.log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_every_worker_listens_on_the_one_port(server: Served) -> None:
     port = int(address(server).rpartition(":")[2])
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     assert sum(fields[1].endswith(f":{port:04X}") and fields[3] == LISTENING for fields in lines) == WORKERS
+
+
+def test_a_service_for_other_machines_answers_from_outside_of_loopback(serve_module: Serve, pictures: Pictures) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system names the address that it would send from
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        own = probe.getsockname()[0]
+    outside = serve_module(host=own, grpc_port=0)
+    assert address(outside).startswith(f"{own}:")
+    client = triton.InferenceServerClient(address(outside))
+    assert client.is_server_ready()
+    answer = client.infer(CHECKPOINT_NAME, [images(pictures.files[0])])
+    assert answer.as_numpy("label").shape == (1, 5)
 
 
 def test_it_sees_a_server_and_a_model_that_are_ready(client: Any, server: Served) -> None:

@@ -16,7 +16,7 @@ from service.errors import EngineUnavailable, MalformedRequest, RequestTimeout, 
 from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
-from service.web.middleware import request_id_from
+from service.web.middleware import PROBES, request_id_from
 from service.web.pipeline import Pipeline
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 from service.web.request_log import Answered
@@ -137,7 +137,8 @@ class Calls:
         call = Call(context, self._arrivals, clock(), self._pipeline.settings.request_timeout)
         trailers = [("x-request-id", call.request_id)]
         status, key, refusal = CLIENT_DISCONNECTED, None, None
-        metrics.inflight.inc()
+        counted = path not in PROBES
+        metrics.inflight.inc(counted)
         try:
             if not public:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
@@ -157,7 +158,7 @@ class Calls:
             status, refusal = problem.status, refusal_of(problem)
             return await self._refuse(context, problem, trailers)
         finally:
-            metrics.inflight.dec()
+            metrics.inflight.dec(counted)
             seconds = clock() - call.started
             name = None if key is None else self._guard.name(key)
             self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)

@@ -101,9 +101,11 @@ async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
         async with call.turn():  # a message whose turn has not come is none that crawls
             message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
         info = find_model(pipeline, message.name, message.version)
-        inputs = read_inputs(message.header, message.raw, info, limit=pipeline.settings.max_images_per_request)
-        encode = partial(encode_response, info.name, VERSION, message.header.id)
-        return await infer(pipeline, upload, message.header, inputs, info, deadline, encode)
+        header = message.header
+        inputs = read_inputs(header, message.raw, info, limit=pipeline.settings.max_images_per_request)
+        del message  # its bytes are copied, or held by the pixels
+        encode = partial(encode_response, info.name, VERSION, header.id)
+        return await infer(pipeline, upload, header, inputs, info, deadline, encode)
 
 
 async def _whole(receive: Receive) -> bytes:

@@ -118,6 +118,8 @@ def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, m
 def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytearray]:
     """Return the elements of a BYTES tensor; in JSON they are base64, in a message of gRPC they are bytes.
 
+    They are taken out of the header, one by one: nobody counts what it holds.
+
     Raises:
         MalformedRequest: the elements are not as many as the shape says, or not of the form.
     """
@@ -129,11 +131,14 @@ def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytea
 
 def _from_header(tensor: InputTensor) -> list[bytearray]:
     elements: list[bytearray] = []
-    for position, text in enumerate(tensor.data or ()):
+    data = tensor.data or []
+    for position, text in enumerate(data):
+        data[position] = None
         try:
             elements.append(bytearray(text) if isinstance(text, bytes) else _from_base64(text))
         except (TypeError, ValueError, binascii.Error):
             raise MalformedRequest(f"input {tensor.name!r}: element {position} is not a string in base64") from None
+    data.clear()
     return elements
 
 
@@ -164,7 +169,7 @@ def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
 
 
 def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np.uint8]:
-    """Return a UINT8 tensor as an array of its shape.
+    """Return a UINT8 tensor as an array of its shape; numbers are taken out of the header.
 
     Raises:
         MalformedRequest: the elements are not as many as the shape says, or not 0 to 255.
@@ -179,6 +184,7 @@ def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np
         except (ValueError, TypeError, OverflowError):
             raise MalformedRequest(f"input {tensor.name!r}: the data are not numbers from 0 to 255") from None
         flat = values.astype(np.uint8).ravel()
+        (tensor.data or []).clear()
     else:
         flat = np.frombuffer(binary, np.uint8)
     if flat.size != tensor.elements:

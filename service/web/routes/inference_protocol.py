@@ -143,8 +143,17 @@ async def _infer(
 
 
 def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> tuple[InferenceHeader, Inputs]:
+    """Return what a body says; its own bytes are dropped as soon as they are copied, as they are counted once."""
     header, rest = split_body(body, length)
-    return header, read_inputs(header, take_binary(header.inputs, rest), info, limit=limit)
+    binary = take_binary(header.inputs, rest)
+    del rest
+    if not binary:
+        body.clear()
+    inputs = read_inputs(header, binary, info, limit=limit)
+    if inputs.encoded is not None:
+        binary.clear()
+        body.clear()
+    return header, inputs
 
 
 def _header_length(request: Request) -> int | None:

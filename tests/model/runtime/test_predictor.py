@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain_with_mass
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
@@ -219,6 +220,27 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: Ba
     with pytest.raises(DeviceError, match="not finite") as raised:
         Predictor(spoilt, device="cpu", backend=backend, dtype=dtype, max_batch=1).warm_up()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("check", [Predictor.warm_up, Predictor.check])
+def test_scores_must_be_finite_and_not_logits_alone(check: Callable[[Predictor], None]) -> None:
+    predictor = Predictor(make_checkpoint(temperature=1e-300), device="cpu", backend="torch", max_batch=1)
+    with pytest.raises(NotFinite, match=r"^cpu: warm-up gave scores of black that are not finite in \w+$"):
+        check(predictor)
+
+
+@pytest.mark.parametrize(("value", "name"), [(0, "black"), (255, "white")])
+def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    normalise = Normalise.forward
+
+    def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
+        return torch.where((images == value).all(), float("nan"), normalise(self, images))
+
+    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=1)
+    monkeypatch.setattr(predictor._backend, "exercise", lambda sizes: None)
+    monkeypatch.setattr(Normalise, "forward", spoilt)
+    with pytest.raises(NotFinite, match=f"scores of {name} "):
+        predictor.warm_up()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -112,6 +113,24 @@ def test_an_engine_that_fails_ends_its_process_with_one(settings: Settings, chan
             signal.signal(number, handler)
     assert heard == [signal.SIG_IGN] * 3
     assert channel.counters.engine_ready.tolist() == [0, 0]
+
+
+@on_a_loop
+async def test_an_engine_that_does_not_load_in_time_says_so_and_ends(
+    settings: Settings, channel: EngineChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+
+    def load(_: Settings) -> tuple[FakePredictor, ModelInfo]:
+        never.wait(PATIENCE)
+        raise CheckpointError("the disk does not answer")
+
+    try:
+        assert await _serve(settings, channel, load, Metrics(), load_timeout=0.01) == 1
+    finally:
+        never.set()
+    assert channel.failure.read() == "the checkpoint was not loaded and warm within 0.01 s (VIT_LOAD_TIMEOUT)"
+    assert caplog.messages == []  # the supervisor says so
 
 
 @on_a_loop

@@ -104,6 +104,7 @@ async def test_a_load_is_asked_of_the_supervisor_and_ends_with_its_answer(
     verdict: Verdict, error: type[ServiceError] | None
 ) -> None:
     worker = Worker()
+    assert worker.swap.reloads == (0, 0, True)
     loading = asyncio.create_task(worker.swap.load("next"))
     await asyncio.sleep(0)
     [request] = worker.board.requests()

@@ -142,8 +142,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
     """Let `run_web` or `run_engine` return 5 at once; return the arguments that it is called with."""
     calls: list[tuple[Any, ...]] = []
 
-    def called(*arguments: Any) -> int:
-        calls.append(arguments)
+    def called(*arguments: Any, **options: Any) -> int:
+        calls.append((*arguments, *options.values()))
         return 5
 
     monkeypatch.setattr(run, name, called)
@@ -183,10 +183,23 @@ def test_an_engine_closes_all_listeners_and_gets_its_own_device(
     assert engine_child(settings, shared, 1, load).main() == 5
     assert not shared.listening
     assert counted == [(shared.metrics.folder, "engine-1")]
-    [(own, *arguments, metrics)] = calls
+    [(own, *arguments, metrics, load_timeout)] = calls
+    assert load_timeout is None
     assert own == settings.model_copy(update={"device": "cuda:1", "max_batch": 32, "cuda_graphs": "off"})
     assert arguments == [shared.channels[1], load]
     assert metrics._folder == shared.metrics.folder
+
+
+@pytest.mark.usefixtures("counted")
+def test_an_engine_beside_one_that_serves_has_a_time_limit(
+    settings: Settings, shared: SharedResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, "run_engine")
+    for group in (0, 1):
+        engine_child(settings, shared, 0, lambda _: (FakePredictor(), model_info()), group).main()
+    shared.board.take_over()
+    engine_child(settings, shared, 0, lambda _: (FakePredictor(), model_info()), 1).main()
+    assert [arguments[-1] for arguments in calls] == [None, settings.load_timeout, None]
 
 
 def test_a_service_is_a_supervisor_of_all_its_processes_and_leaves_nothing_behind(

@@ -153,6 +153,7 @@ def test_an_engine_that_cannot_serve_the_checkpoint_leaves_the_old_ones_serving(
     assert service.answers(2) == (Verdict.SERVED, "")
     assert service.started() == [(10, "b0"), (10, "b1"), (13, "b0"), (13, "b1")]
     assert caplog.messages == ["the next checkpoint is refused, and the old one goes on: bad: weights are missing"]
+    assert service.board.reloads == (1, 1, True)
     assert (12, "b0", signal.SIGKILL) in [(round(seconds), name, sent) for seconds, name, sent in service.system.sent]
 
 
@@ -164,6 +165,7 @@ def test_an_engine_that_ends_before_it_is_ready_is_a_refusal_and_not_the_service
     service.system.end_at(12, "b1", code)
     assert service.run(60) == 0
     assert service.answers() == (Verdict.REFUSED, "an engine ended before it was ready")
+    assert service.board.reloads == (0, 1, False)
     assert service.board.generation == 0
     assert service.system.time >= 1060
 

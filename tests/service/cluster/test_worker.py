@@ -139,7 +139,7 @@ def test_the_first_worker_alone_logs_the_model(
     one.becomes("loading")
     assert caplog.messages == []
     one.becomes("ready")
-    assert len([message for message in caplog.messages if "fake on cpu" in message]) == lines
+    assert len([message for message in caplog.messages if "fake from nowhere on cpu" in message]) == lines
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", RemoteEngine), ("cuda:0,cuda:1", Balancer)])

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from model.checkpoint.files import Folder
 from model.errors import CheckpointError, DeviceError
 from model.runtime.nvimgcodec import NvImageCodec
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings
-from tests.service.fakes import model_info
+from tests.service.fakes import PATIENCE, model_info
 
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
@@ -165,3 +168,26 @@ def test_a_model_that_is_loaded_later_has_as_many_threads_and_streams_as_the_fir
         torch.set_num_threads(threads)
         loading._torchs_threads.cache_clear()
     assert later.streams == 2
+
+
+def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
+    """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
+    never, began = threading.Event(), threading.Event()
+
+    class Hanging(Folder):
+        def path(self, name: str) -> Path | None:
+            began.set()
+            never.wait(PATIENCE)
+            return None
+
+    hung = threading.Thread(target=lambda: Hanging(tmp_path, "hung").config)
+    other = threading.Thread(target=lambda: Folder(tmp_path, "other").config)
+    try:
+        hung.start()
+        assert began.wait(PATIENCE)
+        other.start()
+        other.join(1)
+        assert (hung.is_alive(), other.is_alive()) == (True, False)
+    finally:
+        never.set()
+        hung.join(PATIENCE)

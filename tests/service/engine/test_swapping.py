@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ class Models:
         self.retired = 0
         self.changes: list[str] = []
         self.now = 100.0
+        self.load_timeout = PATIENCE
 
     def make(self, checkpoint: str | None) -> LocalEngine:
         name = checkpoint or "configured"
@@ -43,7 +45,13 @@ class Models:
             return self.predictors[name], model_info(name=name)
 
         engine = LocalEngine(
-            load, device="cpu", queue_size=100, max_delay=0, on_batch=lambda _: None, clock=lambda: self.now
+            load,
+            device="cpu",
+            queue_size=100,
+            max_delay=0,
+            on_batch=lambda _: None,
+            load_timeout=self.load_timeout if self.engines else None,
+            clock=lambda: self.now,
         )
         self.engines.append(engine)
         return engine
@@ -145,11 +153,32 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
         assert swap._engines == [swap.current.engine]
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
-        assert "the next checkpoint is refused, and the old one goes on: bad: no such file" in caplog.messages
-        assert models.changes == ["configured"]
+        refusal = "the next checkpoint is refused, and the old one goes on: bad: no such file"
+        assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
+        assert (models.changes, swap.reloads) == (["configured"], (0, 1, False))
         await swap.load("good")
+        assert swap.reloads == (1, 1, True)
         assert swap.info is not None
         assert swap.info.name == "good"
+
+
+@on_a_loop
+async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served() -> None:
+    async with running() as (swap, models):
+        models.gate.clear()
+        models.load_timeout = 0.01
+        with pytest.raises(CheckpointRefused, match=r"^the checkpoint was not loaded and warm within 0.01 s"):
+            await swap.load("hangs")
+        assert (await ask(swap.current, 1)).batch_size == 1
+        assert swap._engines == [swap.current.engine]
+        models.gate.set()
+        hung = models.engines[-1]
+        await asyncio.to_thread(hung._thread.join)  # what comes back after all is not warmed up, and given back
+        assert (models.predictors["hangs"].warm_ups, hung.status.state, hung._runner) == (0, "failed", None)
+        models.load_timeout = PATIENCE
+        await swap.load("next")
+        assert swap.info is not None
+        assert swap.info.name == "next"
 
 
 @on_a_loop

@@ -24,12 +24,14 @@ COUNTERS = {
     "vit_recent_evicted_total": set(),
     "vit_recent_errors_total": set(),
     "vit_key_requests_total": {"key", "code"},
+    "vit_reloads_total": {"outcome"},
 }
 GAUGES = {
     "vit_queue_depth": {"device"},
     "vit_inflight_requests": set(),
     "vit_engine_up": {"device"},
-    "vit_model_info": {"model", "architecture", "device", "dtype", "version"},
+    "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint"},
+    "vit_last_reload_successful": set(),
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
     "vit_admitted_images": set(),
@@ -56,6 +58,7 @@ def metrics() -> Metrics:
     metrics.watch_engines(lambda: [status()])
     metrics.watch_recent(lambda: (1, 2, 3))
     metrics.watch_places(lambda: (4, 5))
+    metrics.watch_reloads(lambda: (2, 1, False))
     metrics.set_model(model_info(), "1.2.3")
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
@@ -135,7 +138,14 @@ def test_the_model_is_told_once() -> None:
         "device": "cpu",
         "dtype": "float32",
         "version": "1",
+        "checkpoint": "nowhere",
     }
+
+
+def test_reloads_are_those_that_were_told(metrics: Metrics) -> None:
+    assert value(metrics, "vit_reloads_total", outcome="served") == 2
+    assert value(metrics, "vit_reloads_total", outcome="refused") == 1
+    assert value(metrics, "vit_last_reload_successful") == 0
 
 
 def test_an_engine_that_never_failed_has_its_series_of_restarts_too(metrics: Metrics) -> None:
@@ -164,6 +174,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.watch_engines(lambda: [status(device="cuda:0"), status(device="cuda:1", depth=2)])
         metrics.watch_recent(lambda: (1, 2, 3))
         metrics.watch_places(lambda: (4, 5))
+        metrics.watch_reloads(lambda: (0, 0, True))
         metrics.set_model(model_info(device="cuda:0"), "1.2.3")
         metrics.set_model(model_info(device="cuda:1"), "1.2.3")
         metrics.requests.labels("/classify", "200").inc(0)

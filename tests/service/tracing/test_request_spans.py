@@ -224,7 +224,7 @@ async def test_names_are_few_whatever_is_asked(
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/v2/health/ready"])
 async def test_probes_have_no_span(path: str, recorder: Recorder) -> None:
     answer = await recorder.app().get(path, traceparent=CALLER)
     assert recorder.names == []

@@ -197,6 +197,7 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
             architecture="fake_vit",
             device="cpu",
             dtype="float32",
+            checkpoint="nowhere",
             version=json.loads((await service.get("/openapi.json")).content)["info"]["version"],
         )
         == 1
@@ -209,4 +210,4 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
 def test_one_line_of_the_log_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_model(FakeEngine().status, model_info())
-    assert caplog.messages == [f"vitserve {VERSION}: fake on cpu in float32, fake 1.0, compile: off"]
+    assert caplog.messages == [f"vitserve {VERSION}: fake from nowhere on cpu in float32, fake 1.0, compile: off"]

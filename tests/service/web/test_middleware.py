@@ -300,7 +300,7 @@ async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixtur
 async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     service = app()
-    for path in ("/healthz", "/readyz", "/metrics"):
+    for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"):
         await service.get(path)
     assert lines(caplog) == []
     caplog.set_level(logging.DEBUG)

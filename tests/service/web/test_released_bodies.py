@@ -1,8 +1,11 @@
-"""What a refused request sent is given back at once, and not only when the garbage collector comes by."""
+"""What a request sent is held no more than once, and given back at once, not when the garbage collector comes by."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import gc
+import io
 import json
 import struct
 import tracemalloc
@@ -10,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import app, form, settle, until
-from tests.service.web.grpc.caller import calling, raw
+from tests.service.web.apps import App, app, budget_of, form, settle, until
+from tests.service.web.grpc.caller import calling, image, raw
 
 NO_PICTURE = bytes(5 << 20)
 
@@ -42,8 +47,8 @@ def classify_batch() -> dict[str, Any]:
     return {"path": "/classify/batch", **form(NO_PICTURE, b"x")}
 
 
-def infer() -> dict[str, Any]:
-    data = struct.pack("<I", len(NO_PICTURE)) + NO_PICTURE
+def infer(file: bytes = NO_PICTURE) -> dict[str, Any]:
+    data = struct.pack("<I", len(file)) + file
     tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
     header = json.dumps({"inputs": [tensor]}).encode()
     headers = {"inference-header-content-length": str(len(header))}
@@ -70,3 +75,62 @@ async def test_over_grpc() -> None:
             await caller.refusal(message)
             await until(lambda: caller.service.metric("vit_inflight_requests") == 0)
             await settle()
+
+
+def picture() -> bytes:
+    """A file of 3 MB."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def infer_json(file: bytes) -> dict[str, Any]:
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(file).decode()]}
+    return {"path": "/v2/models/fake/infer", "body": json.dumps({"inputs": [tensor]}).encode()}
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+async def hold_no_more_than_counted(service: App, count: int) -> None:
+    """At the engine, requests hold the memory that is counted for them, and a little for what they are."""
+    await until(lambda: service.engine.waiting == count)
+    gc.collect()
+    assert tracemalloc.get_traced_memory()[0] < budget_of(service).in_use + (1 << 20)
+
+
+@on_a_loop
+@pytest.mark.parametrize("request_of", [infer_json, infer])
+async def test_what_inference_over_http_holds_is_counted(request_of: Callable[[bytes], dict[str, Any]]) -> None:
+    service, request = app(), request_of(picture())
+    assert (await service.request("POST", **request)).status == 200  # whatever is made once
+    service.engine.gate.clear()
+    with traced():
+        held = [asyncio.create_task(service.request("POST", **request)) for _ in range(3)]
+        await hold_no_more_than_counted(service, len(held))
+    service.engine.gate.set()
+    assert [(await each).status for each in held] == [200] * len(held)
+    assert budget_of(service).in_use == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize("typed", [True, False])
+async def test_what_inference_over_grpc_holds_is_counted(typed: bool) -> None:
+    file = picture()
+    request = image(file) if typed else raw("image", "BYTES", [1], struct.pack("<I", len(file)) + file)
+    message = request.SerializeToString()
+    async with calling() as caller:
+        await caller.call("ModelInfer", message)
+        caller.service.engine.gate.clear()
+        with traced():
+            held = caller.call("ModelInfer", message)
+            await hold_no_more_than_counted(caller.service, 1)
+        caller.service.engine.gate.set()
+        await held

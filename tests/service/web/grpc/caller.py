@@ -22,8 +22,11 @@ Output = ModelInferRequest.InferRequestedOutputTensor
 class Caller:
     """Calls methods; `infer` by its messages, any other by bytes."""
 
-    def __init__(self, service: App, channel: grpc.aio.Channel, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, service: App, port: int, channel: grpc.aio.Channel, stop: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         self.service = service
+        self.port = port
         self.channel = channel
         self.stop = stop
 
@@ -57,10 +60,11 @@ async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
         layer: Any = service.asgi
         while not hasattr(layer, "state"):
             layer = getattr(layer, "app", None) or layer._app
+        assert kept.grpc_port is not None
         address = f"127.0.0.1:{kept.grpc_port}"
         async with AsyncExitStack() as lifespan, grpc.aio.insecure_channel(address) as channel:
             await lifespan.enter_async_context(layer.router.lifespan_context(layer))
-            yield Caller(service, channel, lifespan.aclose)
+            yield Caller(service, kept.grpc_port, channel, lifespan.aclose)
 
 
 def image(*files: bytes) -> ModelInferRequest:

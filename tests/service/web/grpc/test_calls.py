@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import struct
 from collections.abc import Callable
@@ -298,15 +299,35 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
         assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
 
 
+@on_a_loop
+async def test_probes_are_logged_for_debugging_only_and_are_no_load(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.web")
+    async with calling() as caller:
+        for method in ("ServerLive", "ServerReady"):
+            await caller.call(method)
+        assert caplog.messages == []
+        await caller.call("ServerMetadata")
+        assert len(caplog.messages) == 1
+        assert caller.service.metric("vit_inflight_requests") == 0
+
+
 def test_every_error_of_a_call_has_a_status_code() -> None:
     only_http = {403, 405, 409, 417, 501, 505}  # 403 and 409: loading of models
     assert {status for status, _ in TABLE.values()} - only_http <= {int(status) for status in STATUS_CODES}
 
 
-def test_without_the_extra_the_setting_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("version", [None, "1.67.1", "1.80.1"])
+def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
     assert load_settings().grpc_port is None
-    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='1': it needs the package grpcio: pip install -e"):
+    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install -e"):
         load_settings({"grpc_port": "1"})
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
+import socket
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from service.settings import load_settings
 from service.web.grpc import server
+from tests.service.fakes import on_a_loop
+from tests.service.web.grpc.caller import calling
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+FLOOD_BYTES = 1 << 20
+FLOOD_SECONDS = 20.0
 
 
 @pytest.mark.parametrize(("files", "connections"), [(1000, 996), (5, 1), (4, 1)])
@@ -27,3 +40,28 @@ def test_every_limit_is_told_to_the_library(files: int, connections: int, monkey
         "grpc.http2.min_ping_interval_without_data_ms": 10_000,
         "grpc.so_reuseport": 1,
     }
+
+
+@on_a_loop
+async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
+    ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
+    async with calling(api_keys="secret") as caller:
+        before = resident_mebibytes()
+        with socket.create_connection(("127.0.0.1", caller.port)) as flood:
+            flood.settimeout(FLOOD_SECONDS)
+            await asyncio.to_thread(send_and_read, flood, PREFACE + SETTINGS + ping * (FLOOD_BYTES // len(ping)))
+            assert await caller.call("ServerLive")
+            assert resident_mebibytes() - before < 40
+
+
+def send_and_read(connection: socket.socket, flood: bytes) -> None:
+    """Send all, and only then read, until the server says that these are too many or cuts the caller off."""
+    received = b""
+    with suppress(ConnectionError):
+        connection.sendall(flood)
+        while b"too_many_pings" not in received and (part := connection.recv(1 << 20)):
+            received = received[-64:] + part
+
+
+def resident_mebibytes() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
