@@ -100,11 +100,19 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
     assert "](figures/" not in card
 
 
-def test_the_template_and_its_texts_are_part_of_the_package() -> None:
+def test_the_templates_are_part_of_the_package() -> None:
     root = Path(__file__).resolve().parents[4]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     packed = {path for pattern in settings["package-data"]["model"] for path in (root / "model").glob(pattern)}
-    assert {root / "model" / "training" / "report" / f"model_card.{suffix}" for suffix in ("md", "toml")} <= packed
+    folder = root / "model" / "training" / "report"
+    assert {folder / f"{name}.md.jinja" for name in ("model_card", "robustness")} <= packed
+
+
+def test_what_looks_like_a_template_in_a_name_is_not_filled_in(finished: RunRecord) -> None:
+    run = replace(finished, data="{{ 7 * 7 }}", started_from="{{ 7 * 7 }}")
+    card = model_card(run, replace(checkpoint(("{{ 7 * 7 }}", "{% if %}", "$name")), name="{{ 7 * 7 }}"))
+    assert card.startswith("# {{ 7 \\* 7 }}\n")
+    assert "fine-tuned from `{{ 7 * 7 }}` on\n`{{ 7 * 7 }}`: {{ 7 \\* 7 }}, {% if %}, $name." in card
 
 
 def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord) -> None:
