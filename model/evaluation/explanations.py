@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from model.checkpoint import Checkpoint
 from model.errors import DatasetError
-from model.evaluation.bootstrap import Estimate, estimate_mean
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.attention_map import cls_map
@@ -23,6 +23,17 @@ from model.network.vit import VisionTransformer
 from model.runtime.postprocess import Postprocess
 
 RANDOM: Final = "random"
+RESAMPLES: Final = 2000
+"""Number of resamples of the bootstrap (Efron 1979), which assumes nothing of the values' distribution."""
+CONFIDENCE: Final = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean, and the interval that holds it with a confidence of 95 %."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -44,8 +55,7 @@ class PictureResult:
     shares: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class MethodResult:
+class MethodResult(NamedTuple):
     """What was measured of one method: means over the pictures, and over the quarters that count (None: no such)."""
 
     method: str
@@ -198,3 +208,28 @@ def _summarise(method: str, results: Sequence[PictureResult], seed: int) -> Meth
     assert lowered is not None
     assert raised is not None
     return MethodResult(method, lowered, raised, mean([result.shares for result in results]))
+
+
+def estimate_mean(sums: NDArray[np.float64], counts: NDArray[np.int64], *, seed: int = 0) -> Estimate | None:
+    """Return the mean of all values and its percentile interval over resamples of the pictures that they belong to.
+
+    Values of one picture are alike, so that they are drawn together; each picture is drawn with replacement.
+
+    Args:
+        sums: float64 [N], of each picture's values.
+        counts: int64 [N], how many values each picture has; may be 0.
+        seed: of the resamples; methods that are compared need the same seed.
+
+    Returns:
+        None where there are no values.
+    """
+    if not counts.sum():
+        return None
+    generator = np.random.default_rng(seed)
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        drawn = generator.integers(0, len(sums), len(sums))
+        if total := counts[drawn].sum():  # a resample may miss every picture that has values
+            means.append(float(sums[drawn].sum() / total))
+    low, high = np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))

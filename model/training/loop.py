@@ -26,11 +26,10 @@ from model.network.layers.attention import Attention
 from model.network.layers.attention_kernels import plain_attention
 from model.runtime.device import choose_dtype
 from model.training.initialise import initial_model
-from model.training.metrics import EpochMetrics, write_metrics
 from model.training.mixed_precision import MixedPrecisionOptimiser
+from model.training.optimisers import Schedule
 from model.training.recipe import Recipe
-from model.training.schedule import Schedule
-from model.training.state import read_state, write_state
+from model.training.state import EpochMetrics, read_state, write_metrics, write_state
 from model.training.training_data import TrainingData, augmented_batches
 
 STATE_FILE: Final = "last.pt"

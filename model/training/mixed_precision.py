@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from model.network.vit import VisionTransformer
-from model.training.optimisers import make_optimisers
+from model.training.optimisers import make_optimisers, rate_factor
 from model.training.recipe import Recipe
-from model.training.schedule import rate_factor
 
 
 def warmed_up_decay(decay: float, steps: int) -> float:

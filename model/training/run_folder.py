@@ -12,8 +12,8 @@ from typing import Final
 from model.data.datasets import Dataset, FolderDataset
 from model.errors import TrainingError
 from model.training.loop import STATE_FILE
-from model.training.metrics import METRICS_FILE
 from model.training.recipe import Recipe, to_toml
+from model.training.state import METRICS_FILE
 
 RECIPE_FILE: Final = "recipe.toml"
 SPLIT_FILE: Final = "split.csv"

@@ -32,12 +32,12 @@ from model.training.export import (
     round_and_calibrate,
 )
 from model.training.loop import STATE_FILE, Trainer
-from model.training.metrics import EpochMetrics
 from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
+from model.training.state import EpochMetrics
 from model.training.training_data import TrainingData
 
 logger = logging.getLogger(__name__)

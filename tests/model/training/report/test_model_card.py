@@ -11,13 +11,12 @@ import pytest
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.evaluation.evaluate import Evaluation, measure
-from model.insight import figures
 from model.network.vit import VisionTransformer
-from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card, with_robustness
 from model.training.run_record import RunRecord
+from model.training.state import EpochMetrics
 
 LABELS = ("cat", "dog", "bird")
 FIGURES = ("confusion_matrix.png", "calibration.png", "learning_curve.png")
@@ -171,7 +170,7 @@ def test_without_matplotlib_there_is_a_card_without_pictures(
     finished: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert finished.test is not None
-    monkeypatch.setattr(figures, "available", lambda: False)
+    monkeypatch.setattr("model.training.report.figures.available", lambda: False)
     assert write_figures(tmp_path, finished.test, LABELS, list(history())) == ()
     assert "pip install -e '.[figures]'" in caplog.text
     assert [file.name for file in (tmp_path / "figures").iterdir()] == ["confusion_matrix.csv"]
