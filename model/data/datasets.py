@@ -79,7 +79,7 @@ class Cifar10Dataset:
 
 
 class FolderDataset:
-    """A training set, a validation set and perhaps a test set of pictures in one folder a class; see `image_folder`.
+    """A training set, a validation set and perhaps a test set of pictures, a folder for each class; see `image_folder`.
 
     Attributes:
         name: what a model card calls them.
@@ -94,13 +94,13 @@ class FolderDataset:
     def __init__(self, root: Path, validation: int | float, seed: int) -> None:
         self.root = root
         self.name = root.resolve().name
-        found = find_pictures(root)
-        self.labels, self._test = found.labels, found.test
-        if found.validation is not None:
-            self._train, self._validation = found.train, found.validation
+        folder = find_pictures(root)
+        self.labels, self._test = folder.labels, folder.test
+        if folder.validation is not None:
+            self._train, self._validation = folder.train, folder.validation
         else:
-            split = stratify(found.train.labels, found.labels, validation, seed)
-            self._train, self._validation = map(found.train.take, split)
+            split = stratify(folder.train.labels, folder.labels, validation, seed)
+            self._train, self._validation = map(folder.train.take, split)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
         self.has_test = self._test is not None
 

@@ -38,11 +38,11 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class PictureResult:
-    """What was measured of one picture with one method.
+    """What was measured of a picture with a method.
 
     Attributes:
         picture: its number.
-        class_index: the class that the map is of: the best one of the picture.
+        class_index: the class that the map is of: the best of the picture.
         deletion, insertion: areas under its score, 0...1; see `model.evaluation.faithfulness`.
         shares: of the class's map, in its quarter of each mosaic where it counts; see `model.evaluation.mosaic`.
     """
@@ -56,7 +56,7 @@ class PictureResult:
 
 
 class MethodResult(NamedTuple):
-    """What was measured of one method: means over the pictures, and over the quarters that count (None: no such)."""
+    """What was measured of a method: means over the pictures, and over the quarters that count, if any."""
 
     method: str
     deletion: Estimate
@@ -69,7 +69,7 @@ class ExplanationResults:
     """What was measured of all methods.
 
     Attributes:
-        pictures: one entry for each picture and method.
+        pictures: an entry for each picture and method.
         quarters, counted: quarters of all mosaics, and how many of them counted.
         whole, mean_colour, blurred: mean score of the classes on the whole pictures, and where the two curves start.
     """
@@ -82,11 +82,11 @@ class ExplanationResults:
     blurred: float
 
     def methods(self, *, seed: int = 0) -> list[MethodResult]:
-        """Return the means of each method; intervals are drawn over pictures, the same ones for every method."""
-        found: dict[str, list[PictureResult]] = {}
+        """Return the means of each method; intervals are drawn over the same pictures for every method."""
+        by_method: dict[str, list[PictureResult]] = {}
         for result in self.pictures:
-            found.setdefault(result.method, []).append(result)
-        return [_summarise(method, results, seed) for method, results in found.items()]
+            by_method.setdefault(result.method, []).append(result)
+        return [_summarise(method, results, seed) for method, results in by_method.items()]
 
 
 def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
@@ -116,8 +116,7 @@ def cls_maps(model: VisionTransformer) -> Maps:
     @torch.no_grad()
     def maps(pixels: Tensor, classes: Tensor) -> Tensor:
         attention = model(pixels, (config.depth - 1,)).attention
-        found, _ = cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)
-        return found
+        return cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
 
     return maps
 
@@ -160,8 +159,8 @@ def measure_explanations(
     ends: list[list[float]] = []
     for number in bar(range(count), desc="explanations", unit="img"):
         picture = read(number)
-        found, at_ends = _measure_picture(score, methods, picture, number, steps)
-        results += found
+        of_picture, at_ends = _measure_picture(score, methods, picture, number, steps)
+        results += of_picture
         ends.append(at_ends)
     by_picture = {(result.picture, result.method): result for result in results}
     order = np.random.default_rng(seed).permutation(count).tolist()
@@ -183,7 +182,7 @@ def measure_explanations(
 def _measure_picture(
     score: Score, methods: Mapping[str, Maps], picture: Tensor, number: int, steps: int
 ) -> tuple[list[PictureResult], list[float]]:
-    """Return the result of each method, and the class's score of the whole, the mean-coloured and the blurred one."""
+    """Return the result of each method, and the class's scores of the whole, mean-coloured and blurred picture."""
     blurred = blur(picture)
     with torch.no_grad():
         scores = score(torch.stack((picture, torch.zeros_like(picture), blurred)))
@@ -213,7 +212,7 @@ def _summarise(method: str, results: Sequence[PictureResult], seed: int) -> Meth
 def estimate_mean(sums: NDArray[np.float64], counts: NDArray[np.int64], *, seed: int = 0) -> Estimate | None:
     """Return the mean of all values and its percentile interval over resamples of the pictures that they belong to.
 
-    Values of one picture are alike, so that they are drawn together; each picture is drawn with replacement.
+    Values of the same picture are alike, so they are drawn together; pictures are drawn with replacement.
 
     Args:
         sums: float64 [N], of each picture's values.

@@ -88,7 +88,7 @@ def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32
 
 
 def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
-    """Draw one small map a position: the cosine similarity of its embedding to those of all positions.
+    """Draw a small map for each position: the cosine similarity of its embedding to those of all positions.
 
     Args:
         similarity: [gh, gw, gh, gw], -1...1.
@@ -96,7 +96,7 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
     rows, columns = similarity.shape[:2]
     shown_rows = list(range(0, rows, math.ceil(rows / _MAX_MAPS)))
     shown_columns = list(range(0, columns, math.ceil(columns / _MAX_MAPS)))
-    # One picture of all maps with a gap between them: a grid of axes would take seconds to draw.
+    # A single picture of all maps with a gap between them: a grid of axes would take seconds to draw.
     high, wide = len(shown_rows) * (rows + 1) - 1, len(shown_columns) * (columns + 1) - 1
     mosaic = np.full((high, wide), np.nan, dtype=np.float32)
     for i, row in enumerate(shown_rows):

@@ -39,7 +39,7 @@ class ViTOutput(NamedTuple):
 
     Attributes:
         logits: [B, num_classes], in the model's dtype.
-        attention: [B, len(layers), heads, N] float32, or None when no layer was asked for. Each row
+        attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
     """
@@ -123,7 +123,7 @@ class VisionTransformer(nn.Module):
         return x
 
     def forward(self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0) -> ViTOutput:
-        """Return logits and, for the layers that are asked for, attention rows.
+        """Return logits and the attention rows of `attention_layers`.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
@@ -155,7 +155,7 @@ class VisionTransformer(nn.Module):
         return ViTOutput(logits, attention, KeptPass(kept, x) if keep else None)
 
     def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Map the last block's output to logits, and to the pooling query's attention where there is one.
+        """Map the last block's output to logits, and to the attention of the pooling query, if the model has it.
 
         Args:
             x: [B, N, D], or only the tokens that the head reads, [B, read, D].

@@ -88,7 +88,7 @@ def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Write a file so that a reader sees the old text or the new text, whole."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

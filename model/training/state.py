@@ -24,7 +24,7 @@ _VERSION: Final = 1
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One row of `metrics.csv`.
+    """A row of `metrics.csv`.
 
     Attributes:
         epoch: counted from 1.
@@ -86,5 +86,5 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise TrainingError(f"{path}: not a training state of this version; start afresh in another folder")
     if parse_recipe(str(state.get("recipe")), str(path)) != recipe:
-        raise TrainingError(f"{path}: made with another recipe; resume with that one or start in another folder")
+        raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
     return state

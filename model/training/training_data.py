@@ -110,7 +110,7 @@ def read_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Va
     """Yield `read(key)` of each key; a thread reads the next item while the present one is used.
 
     Raises:
-        Exception: whatever `read` raises, when its item is asked for.
+        Exception: whatever `read` raises, in place of its item.
     """
     with ThreadPoolExecutor(1) as reader:
         following = None

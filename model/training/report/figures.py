@@ -60,7 +60,7 @@ def write_figures(
 
 
 def learning_curve(rows: Sequence[EpochMetrics], path: Path) -> None:
-    """Draw loss and accuracy by epoch, on augmented training images and on validation ones; mark the best epoch.
+    """Draw loss and accuracy by epoch, on augmented training images and on validation images; mark the best epoch.
 
     Args:
         rows: of all epochs, in order; not empty.

@@ -62,9 +62,9 @@ def model_card(run: RunRecord, checkpoint: Checkpoint, figures: Sequence[str] = 
 
 
 def with_robustness(card: str, accuracies: Mapping[str, float], count: int) -> str:
-    """Return a card with a section on `count` pictures as users send them, in place of the one that it may have.
+    """Return a card with a section on `count` pictures as users send them, in place of the section that it may have.
 
-    `accuracies` are by what was done to the pictures, untouched ones first.
+    `accuracies` are by what was done to the pictures, untouched pictures first.
     """
     section = _TEMPLATES.get_template("robustness.md.jinja").render(
         accuracies=accuracies, first=next(iter(accuracies.values())), count=count
