@@ -105,6 +105,17 @@ def tokens_read(config: ViTConfig) -> int | None:
     return 1 + config.distillation_head if config.pool == "cls" else None
 
 
+def class_scores(logits: Tensor, classes: Tensor) -> Tensor:
+    """Return the sum of each image's logit of its class; its gradient is each image's own."""
+    return logits.gather(1, classes.unsqueeze(1)).sum()
+
+
+def _mix(weighed: Weighed) -> Tensor:
+    """Return the values weighed by the attention, heads joined: [B, Q, D]."""
+    mixed = weighed.weights.to(weighed.values.dtype) @ weighed.values
+    return mixed.transpose(1, 2).flatten(2)
+
+
 def readout(config: ViTConfig, x: Tensor) -> Tensor:
     """Return the share of each token in the pooled vector: float32 [B, N], each row summing to 1.
 
@@ -124,14 +135,3 @@ def readout(config: ViTConfig, x: Tensor) -> Tensor:
         read = 1 + config.distillation_head
         row[:, :read] = 1 / read
     return row
-
-
-def class_scores(logits: Tensor, classes: Tensor) -> Tensor:
-    """Return the sum of each image's logit of its class; its gradient is each image's own."""
-    return logits.gather(1, classes.unsqueeze(1)).sum()
-
-
-def _mix(weighed: Weighed) -> Tensor:
-    """Return the values weighed by the attention, heads joined: [B, Q, D]."""
-    mixed = weighed.weights.to(weighed.values.dtype) @ weighed.values
-    return mixed.transpose(1, 2).flatten(2)
