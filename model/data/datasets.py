@@ -1,4 +1,4 @@
-"""The two kinds of data that can be trained on, CIFAR-10 and folders of pictures, with the same methods."""
+"""The kinds of data that can be trained on, CIFAR-10 and folders of pictures, with the same methods; their splits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import logging
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from model.config import PreprocessConfig, Size
 from model.data import cifar10
 from model.data.decoding import Decoder
 from model.data.image_folder import PictureFiles, find_pictures
 from model.data.labelled_images import Images, PixelStorage
-from model.data.split import stratify
 from model.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Cifar10Dataset:
 
 
 class FolderDataset:
-    """A training set, a validation set and perhaps a test set of pictures in one folder a class; see `image_folder`.
+    """A training set, a validation set and perhaps a test set of pictures, a folder for each class; see `image_folder`.
 
     Attributes:
         name: what a model card calls them.
@@ -92,13 +94,13 @@ class FolderDataset:
     def __init__(self, root: Path, validation: int | float, seed: int) -> None:
         self.root = root
         self.name = root.resolve().name
-        found = find_pictures(root)
-        self.labels, self._test = found.labels, found.test
-        if found.validation is not None:
-            self._train, self._validation = found.train, found.validation
+        folder = find_pictures(root)
+        self.labels, self._test = folder.labels, folder.test
+        if folder.validation is not None:
+            self._train, self._validation = folder.train, folder.validation
         else:
-            split = stratify(found.train.labels, found.labels, validation, seed)
-            self._train, self._validation = map(found.train.take, split)
+            split = stratify(folder.train.labels, folder.labels, validation, seed)
+            self._train, self._validation = map(folder.train.take, split)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
         self.has_test = self._test is not None
 
@@ -163,3 +165,51 @@ class FolderDataset:
 
 
 Dataset = Cifar10Dataset | FolderDataset
+
+
+def stratify(
+    labels: NDArray[np.int64], names: tuple[str, ...], validation: int | float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split pictures into (training, validation) with the same share of each class; each class is on both sides.
+
+    Args:
+        labels: int64 [N].
+        names: of the classes, each of which has a picture.
+        validation: number of pictures, or share of them (rounded; at least one a class).
+        seed: decides which pictures.
+
+    Returns:
+        Two ascending arrays of indices into `labels`.
+
+    Raises:
+        DatasetError: a class with one picture, or a number that leaves a class without a picture on one side.
+    """
+    counts = np.bincount(labels, minlength=len(names))
+    for name, count in zip(names, counts, strict=True):
+        if count < 2:
+            raise DatasetError(f"class {name!r} has {count} picture: it needs one to train on and one to validate on")
+    total, classes = len(labels), len(names)
+    size = validation
+    if isinstance(size, float):
+        size = min(max(round(size * total), classes), total - classes)
+    if not classes <= size <= total - classes:
+        raise DatasetError(
+            f"validation {validation} of {total} pictures: {classes} classes need {classes} to {total - classes}"
+        )
+    generator = np.random.default_rng(seed)
+    chosen = np.zeros(total, bool)
+    for label, count in enumerate(_apportion(counts, size)):
+        members = np.flatnonzero(labels == label)
+        chosen[generator.permutation(members)[:count]] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def _apportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return how many pictures of each class to take: in proportion, at least one, never all, `size` in total."""
+    quota = size * counts / counts.sum()
+    given: NDArray[np.int64] = np.clip(quota.astype(np.int64), 1, counts - 1)
+    while given.sum() < size:
+        given[np.argmax(np.where(given < counts - 1, quota - given, -np.inf))] += 1
+    while given.sum() > size:
+        given[np.argmax(np.where(given > 1, given - quota, -np.inf))] -= 1
+    return given

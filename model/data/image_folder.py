@@ -1,4 +1,4 @@
-"""Folders of pictures, one folder a class: the listing of their files, with checks that open none.
+"""Folders of pictures, a folder for each class: the listing of their files, with checks that open none.
 
 Either all in one place, to be split, or split already:
 
@@ -120,11 +120,11 @@ def _read_classes(root: Path, folders: list[Path]) -> tuple[tuple[str, ...], Pic
         other = seen.setdefault(unicodedata.normalize("NFC", folder.name).casefold(), folder)
         if other is not folder:
             raise DatasetError(f"{root}: the classes {other.name!r} and {folder.name!r} differ by case alone")
-        found = sorted(_files(folder))
-        if not found:
+        files = sorted(_files(folder))
+        if not files:
             raise DatasetError(f"{folder}: the class has no pictures")
-        paths += found
-        counts.append(len(found))
+        paths += files
+        counts.append(len(files))
     labels = np.repeat(np.arange(len(folders), dtype=np.int64), counts)
     return tuple(folder.name for folder in folders), PictureFiles(tuple(paths), labels)
 

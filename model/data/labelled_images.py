@@ -58,7 +58,7 @@ class PixelStorage:
         if size <= self.memory:
             return np.empty(shape, np.uint8)
         try:
-            # Asked first: to reserve more than there is fills the disk for everybody before it fails.
+            # Checked first: to reserve more than there is fills the disk for everybody before it fails.
             if size > shutil.disk_usage(self.folder).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with tempfile.TemporaryFile(dir=self.folder) as file:

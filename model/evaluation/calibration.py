@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
-"""Range in which a temperature is sought; on data that are answered without an error the best one would be 0."""
+"""Range in which a temperature is sought; on data that are answered without an error the best would be 0."""
 
 BINS: Final = 15
 """Number of bins of the expected calibration error, as in the paper."""
@@ -29,7 +29,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the temperature at which the top-1 score is the best estimate of whether the answer is right.
 
     Best is the lowest Brier score: the mean of (score - 1 if right, else 0) squared. Guo et al. take the
-    likelihood of all classes' scores instead; one temperature cannot get all of them right, and users read the
+    likelihood of all classes' scores instead; a single temperature cannot get all of them right, and users read the
     top score. Over twenty random halvings of a validation set this gave a lower calibration error out of sample
     than the likelihood, with and without label smoothing, and scattered less than minimising the error itself.
 
@@ -65,7 +65,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ConfidenceBin:
-    """The images whose top-1 score lies in one of equally wide intervals of 0...1.
+    """The images whose top-1 score lies in an interval of 0...1; all intervals are equally wide.
 
     Attributes:
         count: images.
@@ -100,5 +100,5 @@ def confidence_bins(
 
 def expected_calibration_error(bins: Sequence[ConfidenceBin]) -> float:
     """Return the mean gap between confidence and accuracy over the bins, weighted by their images; 0 is perfect."""
-    total = sum(one.count for one in bins)
-    return sum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total
+    total = sum(group.count for group in bins)
+    return sum(group.count * abs(group.accuracy - group.confidence) for group in bins) / total

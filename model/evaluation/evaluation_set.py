@@ -71,9 +71,9 @@ def open_evaluation_set(root: Path) -> EvaluationSet:
     """
     if is_cifar10(root):
         return _cifar10(root)
-    found = find_pictures(root)
-    split, files = "", found.train
-    for name, given in (("validation", found.validation), ("test", found.test)):
+    folder = find_pictures(root)
+    split, files = "", folder.train
+    for name, given in (("validation", folder.validation), ("test", folder.test)):
         if given is not None:
             split, files = name, given
 
@@ -85,7 +85,7 @@ def open_evaluation_set(root: Path) -> EvaluationSet:
             raise DatasetError(f"{path}: cannot be read: {error.strerror}") from error
 
     return EvaluationSet(
-        str(root), split, found.labels, files.labels, read, lambda number: str(files.paths[number]), {}
+        str(root), split, folder.labels, files.labels, read, lambda number: str(files.paths[number]), {}
     )
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from model.checkpoint import Checkpoint
 from model.errors import DatasetError
-from model.evaluation.bootstrap import Estimate, estimate_mean
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.attention_map import cls_map
@@ -23,15 +23,26 @@ from model.network.vit import VisionTransformer
 from model.runtime.postprocess import Postprocess
 
 RANDOM: Final = "random"
+RESAMPLES: Final = 2000
+"""Number of resamples of the bootstrap (Efron 1979), which assumes nothing of the values' distribution."""
+CONFIDENCE: Final = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean, and the interval that holds it with a confidence of 95 %."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class PictureResult:
-    """What was measured of one picture with one method.
+    """What was measured of a picture with a method.
 
     Attributes:
         picture: its number.
-        class_index: the class that the map is of: the best one of the picture.
+        class_index: the class that the map is of: the best of the picture.
         deletion, insertion: areas under its score, 0...1; see `model.evaluation.faithfulness`.
         shares: of the class's map, in its quarter of each mosaic where it counts; see `model.evaluation.mosaic`.
     """
@@ -44,9 +55,8 @@ class PictureResult:
     shares: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class MethodResult:
-    """What was measured of one method: means over the pictures, and over the quarters that count (None: no such)."""
+class MethodResult(NamedTuple):
+    """What was measured of a method: means over the pictures, and over the quarters that count, if any."""
 
     method: str
     deletion: Estimate
@@ -59,7 +69,7 @@ class ExplanationResults:
     """What was measured of all methods.
 
     Attributes:
-        pictures: one entry for each picture and method.
+        pictures: an entry for each picture and method.
         quarters, counted: quarters of all mosaics, and how many of them counted.
         whole, mean_colour, blurred: mean score of the classes on the whole pictures, and where the two curves start.
     """
@@ -72,11 +82,11 @@ class ExplanationResults:
     blurred: float
 
     def methods(self, *, seed: int = 0) -> list[MethodResult]:
-        """Return the means of each method; intervals are drawn over pictures, the same ones for every method."""
-        found: dict[str, list[PictureResult]] = {}
+        """Return the means of each method; intervals are drawn over the same pictures for every method."""
+        by_method: dict[str, list[PictureResult]] = {}
         for result in self.pictures:
-            found.setdefault(result.method, []).append(result)
-        return [_summarise(method, results, seed) for method, results in found.items()]
+            by_method.setdefault(result.method, []).append(result)
+        return [_summarise(method, results, seed) for method, results in by_method.items()]
 
 
 def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
@@ -106,8 +116,7 @@ def cls_maps(model: VisionTransformer) -> Maps:
     @torch.no_grad()
     def maps(pixels: Tensor, classes: Tensor) -> Tensor:
         attention = model(pixels, (config.depth - 1,)).attention
-        found, _ = cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)
-        return found
+        return cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
 
     return maps
 
@@ -150,8 +159,8 @@ def measure_explanations(
     ends: list[list[float]] = []
     for number in bar(range(count), desc="explanations", unit="img"):
         picture = read(number)
-        found, at_ends = _measure_picture(score, methods, picture, number, steps)
-        results += found
+        of_picture, at_ends = _measure_picture(score, methods, picture, number, steps)
+        results += of_picture
         ends.append(at_ends)
     by_picture = {(result.picture, result.method): result for result in results}
     order = np.random.default_rng(seed).permutation(count).tolist()
@@ -173,7 +182,7 @@ def measure_explanations(
 def _measure_picture(
     score: Score, methods: Mapping[str, Maps], picture: Tensor, number: int, steps: int
 ) -> tuple[list[PictureResult], list[float]]:
-    """Return the result of each method, and the class's score of the whole, the mean-coloured and the blurred one."""
+    """Return the result of each method, and the class's scores of the whole, mean-coloured and blurred picture."""
     blurred = blur(picture)
     with torch.no_grad():
         scores = score(torch.stack((picture, torch.zeros_like(picture), blurred)))
@@ -198,3 +207,28 @@ def _summarise(method: str, results: Sequence[PictureResult], seed: int) -> Meth
     assert lowered is not None
     assert raised is not None
     return MethodResult(method, lowered, raised, mean([result.shares for result in results]))
+
+
+def estimate_mean(sums: NDArray[np.float64], counts: NDArray[np.int64], *, seed: int = 0) -> Estimate | None:
+    """Return the mean of all values and its percentile interval over resamples of the pictures that they belong to.
+
+    Values of the same picture are alike, so they are drawn together; pictures are drawn with replacement.
+
+    Args:
+        sums: float64 [N], of each picture's values.
+        counts: int64 [N], how many values each picture has; may be 0.
+        seed: of the resamples; methods that are compared need the same seed.
+
+    Returns:
+        None where there are no values.
+    """
+    if not counts.sum():
+        return None
+    generator = np.random.default_rng(seed)
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        drawn = generator.integers(0, len(sums), len(sums))
+        if total := counts[drawn].sum():  # a resample may miss every picture that has values
+            means.append(float(sums[drawn].sum() / total))
+    low, high = np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))

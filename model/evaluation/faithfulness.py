@@ -51,7 +51,7 @@ def patch_counts(patches: int, steps: int) -> Tensor:
 
 
 def replace_patches(start: Tensor, end: Tensor, order: Tensor, counts: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return one picture for each count: `start` with the first patches of `order` taken from `end`.
+    """Return a picture for each count: `start` with the first patches of `order` taken from `end`.
 
     Args:
         start: float32 [C, H, W].
@@ -110,7 +110,7 @@ def insertion(
     """Return the area under the score of a class while a blurred picture's patches become sharp; higher is better.
 
     Args:
-        blurred: the picture to start from, where there is one already; see `blur`.
+        blurred: the picture to start from; None: `blur` makes it.
     """
     start = blur(picture) if blurred is None else blurred
     return area_under_score(score, start, picture, relevance, class_index, steps=steps)

@@ -1,7 +1,7 @@
 """The mosaic test: of a picture made of four, how much of a class's map lies in that class's quarter.
 
 Four pictures at half size stand in a 2 x 2 mosaic, and a map is made for the class of each. A map that knows its class
-lies in that class's quarter; one that marks whatever is striking has about a quarter of its mass there. After the Focus
+lies in that class's quarter; a map of whatever is striking has about a quarter of its mass there. After the Focus
 of Arias-Duart et al. 2022, "Focus! Rating XAI Methods and Finding Biases", https://arxiv.org/abs/2109.15035, which has
 two pictures of the class in a mosaic. The test asks whether a map tells classes apart, and not whether it is right
 about what the score depends on: a model may well use the other quarters, too.
@@ -20,11 +20,11 @@ from model.evaluation.faithfulness import Maps, Score
 
 CHANCE: Final = 0.25
 TOP: Final = 10
-"""A quarter counts if its class is among so many best ones of the mosaic: of others the model saw nothing."""
+"""A quarter counts if its class is among so many best classes of the mosaic: of other classes the model saw nothing."""
 
 
 def mosaic(pictures: Tensor) -> Tensor:
-    """Return four pictures, [4, C, H, W], at half size in one, [C, H, W]: in reading order, averaged over 2 x 2."""
+    """Return four pictures, [4, C, H, W], at half size as a mosaic, [C, H, W], in reading order."""
     height, width = pictures.shape[-2:]
     rows = [
         [F.adaptive_avg_pool2d(pictures[2 * row + column], (high, wide)) for column, wide in enumerate(_halves(width))]
@@ -34,22 +34,22 @@ def mosaic(pictures: Tensor) -> Tensor:
 
 
 def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
-    """Return the quarters, 0...3, whose class no other one has and the model has among its best of the mosaic.
+    """Return the quarters, 0...3, whose class no other quarter has and is among the best of the mosaic.
 
     Args:
         scores: float32 [K], of the mosaic.
         classes: int64 [4], the best class of each picture by itself.
     """
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
-    found = classes.tolist()
-    return [quarter for quarter, one in enumerate(found) if found.count(one) == 1 and one in best]
+    of_quarters = classes.tolist()
+    return [quarter for quarter, label in enumerate(of_quarters) if of_quarters.count(label) == 1 and label in best]
 
 
 def quarter_share(relevance: Tensor, quarter: int) -> float:
     """Return the share of the positive part of a map, [rows, columns], that lies in a quarter of it: 0...1.
 
     A row or column of patches in the middle of an odd number counts by halves. A map without a positive part marks
-    nothing and has the share of an even one.
+    nothing and has the share of an even map.
     """
     positive = relevance.double().clamp_min(0)
     total = float(positive.sum())
@@ -75,8 +75,8 @@ def mosaic_shares(
     shares: dict[int, dict[str, float]] = {quarter: {} for quarter in quarters}
     if quarters:
         for method, maps in methods.items():
-            found = maps(whole.expand(len(quarters), -1, -1, -1), classes[quarters])
-            for quarter, relevance in zip(quarters, found, strict=True):
+            relevances = maps(whole.expand(len(quarters), -1, -1, -1), classes[quarters])
+            for quarter, relevance in zip(quarters, relevances, strict=True):
                 shares[quarter][method] = quarter_share(relevance, quarter)
     return shares
 

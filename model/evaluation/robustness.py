@@ -50,7 +50,7 @@ def as_turned_jpeg(pixels: NDArray[np.uint8], number: int) -> bytes:
 
 
 def as_grey_jpeg(pixels: NDArray[np.uint8], number: int = 0) -> bytes:
-    """Enlarge a picture to `ENLARGED_SIDE` and encode it as a JPEG of one channel."""
+    """Enlarge a picture to `ENLARGED_SIDE` and encode it as a JPEG of a single channel."""
     return _encoded(_enlarged(pixels).convert("L"), "jpeg")
 
 

@@ -2,7 +2,7 @@
 
 The network itself computes attention in one fused kernel, which never holds the weights. Here only one block's weights
 are alive at a time: the pass through the network keeps each block's input alone, and a block is computed again from it
-when its weights are wanted.
+when its weights are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Weighed(NamedTuple):
 
 
 def blocks_of(model: VisionTransformer) -> list[Block]:
-    """Return the blocks, the first one first."""
+    """Return the blocks in the network's order."""
     return cast(list[Block], list(model.blocks))
 
 
@@ -46,10 +46,10 @@ def block_inputs(model: VisionTransformer, pixels: Tensor, *, output: bool = Fal
         output: whether to add the last block's output; else the last block is not computed.
     """
     blocks = blocks_of(model)
-    found = [model.embed(pixels)]
+    inputs = [model.embed(pixels)]
     for block in blocks if output else blocks[:-1]:
-        found.append(block(found[-1])[0])
-    return found
+        inputs.append(block(inputs[-1])[0])
+    return inputs
 
 
 def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
@@ -114,3 +114,24 @@ def _mix(weighed: Weighed) -> Tensor:
     """Return the values weighed by the attention, heads joined: [B, Q, D]."""
     mixed = weighed.weights.to(weighed.values.dtype) @ weighed.values
     return mixed.transpose(1, 2).flatten(2)
+
+
+def readout(config: ViTConfig, x: Tensor) -> Tensor:
+    """Return the share of each token in the pooled vector: float32 [B, N], each row summing to 1.
+
+    It is the CLS token, or half of it and half of the distillation token where that has a head; with mean and max
+    pooling the mean over the pooled tokens; with `cls_mean` half of each.
+
+    Args:
+        x: tokens [B, N, D], for their number and device.
+    """
+    row = torch.zeros(x.shape[:2], device=x.device)
+    pooled = row if config.pool_prefix else row[:, config.prefix_tokens :]
+    if config.pool != "cls":
+        pooled += (0.5 if config.pool == "cls_mean" else 1.0) / pooled.shape[1]
+    if config.pool == "cls_mean":
+        row[:, 0] += 0.5
+    elif config.pool == "cls":
+        read = 1 + config.distillation_head
+        row[:, :read] = 1 / read
+    return row

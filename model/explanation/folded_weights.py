@@ -28,12 +28,12 @@ class FoldedWeights(NamedTuple):
 
     Attributes:
         lead: what the logits of a class and of its rivals count, float32 [1 + rivals, 1]. They are divided by the
-            largest weight of the heads: the scale of relevance is of no account, and must be one that float16 has.
+            largest weight of the heads: the scale of relevance does not matter, but float16 must have it.
         last: from the last block's gradient to each head's, [D, D]; of the pooling where that attends. None where the
             head reads all tokens otherwise.
         values: from each head's gradient through its values to what enters the last block, but for its norm's scale,
             [heads, head_dim, D]; None unless the head reads few tokens.
-        hops: as `last`, of each block that relevance is moved through, from the last one on: [hops D, D].
+        hops: as `last`, of each block that relevance is moved through, from the last on: [hops D, D].
     """
 
     lead: Tensor
@@ -65,7 +65,7 @@ def fold(model: VisionTransformer) -> FoldedWeights:
 
 
 def heads_of(model: VisionTransformer) -> list[nn.Linear]:
-    """Return the head, and the distillation token's if there is one."""
+    """Return the head, and the distillation token's if the model has it."""
     return [head for head in (model.head, model.head_dist) if head is not None]
 
 

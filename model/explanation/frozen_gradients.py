@@ -58,7 +58,7 @@ def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Return what a LayerNorm multiplies each token with, one by its standard deviation: float32 [..., 1]."""
+    """Return the reciprocal of each token's standard deviation, as a LayerNorm takes it: float32 [..., 1]."""
     x = x.float()
     if is_traced():
         return (x.var(dim=-1, keepdim=True, unbiased=False) + layer.eps).rsqrt()
@@ -67,7 +67,7 @@ def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def through_norm_of_one(layer: nn.Module, gradient: Tensor) -> Tensor:
-    """Return `through_norm` but for its scale, which does not matter for one token that all relevance goes through."""
+    """Return `through_norm` but for its scale, which does not matter for a token that all relevance goes through."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient
     gradient = gradient * layer.weight.float()
@@ -79,7 +79,7 @@ def with_rivals(logits: Tensor, classes: Tensor | None, count: int) -> Tensor:
 
     Args:
         logits: [B, num_classes].
-        classes: int64 [B]; None is the best one of each image.
+        classes: int64 [B]; None is the best of each image.
     """
     logits = logits.float()
     if classes is not None:
@@ -113,5 +113,7 @@ def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:
     highest = (pooled == pooled.amax(dim=1, keepdim=True)).float()
     most = gradient * highest / highest.sum(dim=1, keepdim=True) if config.pool in ("max", "mean_max") else mean
     shares = {"max": most, "mean_max": (most + mean) / 2}.get(config.pool, mean)
-    found = nn.functional.pad(shares, (0, 0, skipped, 0))
-    return torch.cat((found[:, :1] + to_cls, found[:, 1:]), dim=1) if config.pool == "cls_mean" else found
+    to_tokens = nn.functional.pad(shares, (0, 0, skipped, 0))
+    if config.pool == "cls_mean":
+        return torch.cat((to_tokens[:, :1] + to_cls, to_tokens[:, 1:]), dim=1)
+    return to_tokens

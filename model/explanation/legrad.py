@@ -1,6 +1,6 @@
 """LeGrad (Bousselham et al., ICCV 2025, https://arxiv.org/abs/2404.03214): gradients of each layer's own prediction.
 
-Each block's output is read by the model's head as if it were the last one's. The positive part of that prediction's
+The model's head reads each block's output as if the block were the last. The positive part of that prediction's
 gradient with respect to the block's attention, averaged over heads and queries, is the layer's map; layers are summed.
 """
 
@@ -9,8 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.explanation.explicit_forward import block_inputs, blocks_of
-from model.explanation.head_gradient import head_gradient
+from model.explanation.explicit_forward import (
+    block_inputs,
+    blocks_of,
+    class_scores,
+    finish,
+    finish_pool,
+    over_all_tokens,
+    tokens_read,
+    weigh,
+    weigh_pool,
+)
+from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
 
 
@@ -25,8 +35,35 @@ def legrad(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
         pixels, classes: see `model.explanation.methods.explain`.
     """
     inputs = block_inputs(model, pixels)
-    found = torch.zeros(inputs[0].shape[:2], device=pixels.device)
+    relevance = torch.zeros(inputs[0].shape[:2], device=pixels.device)
     for block, x in zip(blocks_of(model), inputs, strict=True):
-        _, gradient = head_gradient(model, block, x, classes)
-        found += gradient.relu().mean(dim=(1, 2))
-    return found
+        relevance += _head_gradient(model, block, x, classes).relu().mean(dim=(1, 2))
+    return relevance
+
+
+def _head_gradient(model: VisionTransformer, block: Block, x: Tensor, classes: Tensor) -> Tensor:
+    """Return the gradient of the class's logit with respect to the attention that the head's tokens were made with.
+
+    It is [B, heads, Q, N]. The Q queries are the tokens that the head reads: CLS, and the distillation token where it
+    has a head; all where the head pools over tokens. With attention pooling it is the pooling query alone, after the
+    block. The backward pass goes through these tokens' projection, MLP and norms, and not through the network.
+
+    Args:
+        block: the head reads its output.
+        x: the block's input, [B, N, D].
+        classes: int64 [B].
+    """
+    pool = model.attn_pool
+    with torch.no_grad():
+        if pool is None:
+            weighed = weigh(block, x, tokens_read(model.config))
+        else:
+            weighed = weigh_pool(pool, model.norm(block(x)[0]))
+    with torch.enable_grad():
+        weighed.weights.requires_grad_()
+        if pool is None:
+            logits, _ = model.read(finish(block, x, weighed))
+        else:
+            logits = finish_pool(model, pool, weighed)
+        (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
+    return over_all_tokens(gradient, model.config)

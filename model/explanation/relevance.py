@@ -1,4 +1,4 @@
-"""Relevance: what each patch brought to one class's lead over its rivals, at little more than a forward pass's cost.
+"""Relevance: what each patch brought to a class's lead over its rivals, at little more than a forward pass's cost.
 
 Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 
@@ -57,13 +57,13 @@ class _Start(NamedTuple):
     """The relevance of all tokens and what is known of the strongest ones.
 
     Attributes:
-        found: [B, N].
+        relevance: [B, N].
         strongest: the places of the strongest tokens, int64 [B, S].
         rows: the same places in a matrix of all images' tokens, [B N, ...].
         gradient: with respect to them, [B, S, D].
     """
 
-    found: Tensor
+    relevance: Tensor
     strongest: Tensor
     rows: Tensor
     gradient: Tensor
@@ -74,11 +74,11 @@ def token_relevance(
 ) -> Tensor:
     """Return what each token brought to the class's lead, negative where it spoke against: float32 [B, N].
 
-    The scale of an image's relevance is of no account.
+    The scale of an image's relevance does not matter.
 
     Args:
         output: of a forward pass with `keep=KEPT`.
-        classes: int64 [B]; None is the best one of each image.
+        classes: int64 [B]; None is the best of each image.
         weights: `fold` of the model; None folds them for this pass.
     """
     assert output.kept is not None
@@ -96,9 +96,9 @@ def token_relevance(
         start = _start_at_tokens(model, tokens, leads)
     hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
     if not hops:
-        return start.found
+        return start.relevance
     moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
-    return (start.found + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
+    return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
 def _start_at_block(
@@ -125,8 +125,8 @@ def _start_at_block(
     to_heads = _by_head(nn.functional.linear(gradient.to(weights.last.dtype), weights.last), attention.head_dim)
     given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
     own = _dot(gradient, kept.x[:, :read].float())
-    found = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
-    strongest, places = _strongest(found)
+    of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
+    strongest, places = _strongest(of_tokens)
     shares = _at(rows.flatten(1, 2).transpose(1, 2), places)  # [B, S, heads read]
     if isinstance(block.norm1, nn.LayerNorm):
         shares = shares * inverse_deviation(block.norm1, _at(kept.x, places)).to(shares.dtype)
@@ -135,7 +135,7 @@ def _start_at_block(
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
     onward = shares @ torch.cat((to_values, gradient.to(to_values.dtype)), dim=1)
-    return _Start(found, strongest, places, onward)
+    return _Start(of_tokens, strongest, places, onward)
 
 
 def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
@@ -172,9 +172,9 @@ def _start_at_tokens(model: VisionTransformer, x: Tensor, leads: Tensor) -> _Sta
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:
-    found = _dot(gradient, x.float())
-    strongest, rows = _strongest(found)
-    return _Start(found, strongest, rows, _at(gradient, rows))
+    of_tokens = _dot(gradient, x.float())
+    strongest, rows = _strongest(of_tokens)
+    return _Start(of_tokens, strongest, rows, _at(gradient, rows))
 
 
 def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: _Start) -> Tensor:
@@ -215,21 +215,21 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=2)
 
 
-def _strongest(found: Tensor) -> tuple[Tensor, Tensor]:
+def _strongest(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return `strongest` and `rows` (see `_Start`) of the tokens with the highest relevance for or against.
 
     They are an eighth of all, and at most 16.
     """
-    batch, count = found.shape[0], int(found.shape[1])  # in a trace a size is a tensor
-    strongest = found.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
-    return strongest, strongest + torch.arange(batch, device=found.device).unsqueeze(1) * count
+    batch, count = of_tokens.shape[0], int(of_tokens.shape[1])  # in a trace a size is a tensor
+    strongest = of_tokens.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
+    return strongest, strongest + torch.arange(batch, device=of_tokens.device).unsqueeze(1) * count
 
 
 def _at(x: Tensor, rows: Tensor) -> Tensor:
     """Return the tokens in some rows: [B, N, ...] and int64 [B, S] give [B, S, ...]."""
-    # Rows of one matrix are copied whole; other ways of indexing take each number by itself.
-    found = x.flatten(2).flatten(0, 1).index_select(0, rows.flatten())
-    return found.reshape(*rows.shape, *x.shape[2:])
+    # Rows of a matrix are copied whole; other ways of indexing take each number by itself.
+    chosen = x.flatten(2).flatten(0, 1).index_select(0, rows.flatten())
+    return chosen.reshape(*rows.shape, *x.shape[2:])
 
 
 def _softmax(attention: Attention, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

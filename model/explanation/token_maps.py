@@ -28,12 +28,12 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
         [B, rows, columns], each map summing to 1, or even where there is nothing to divide; and [B], the share that
         fell on patches.
     """
-    exact = tokens.astype(np.float64)  # gradients may be tiny, and their scale is of no account
+    exact = tokens.astype(np.float64)  # gradients may be tiny, and their scale does not matter
     patches = exact[:, config.prefix_tokens :]
     return _divided(patches, patches.sum(axis=1), exact.sum(axis=1), config)
 
 
-def sharpened_maps(found: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
+def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     """Return what `token_maps` does, of relevance that may be negative.
 
     Patches are smoothed by a Gaussian of a 32nd of the grid's shorter side, less than half a patch of 14. Of the result
@@ -41,11 +41,11 @@ def sharpened_maps(found: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     much, and does not change their order or the share of all patches.
 
     Args:
-        found: [B, N].
+        relevance: [B, N].
     """
     prefix, sigma = config.prefix_tokens, min(config.grid) / 32
     down, across = (_gaussian(size, sigma) for size in config.grid)
-    exact = found.astype(np.float64)
+    exact = relevance.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of numbers that are not finite, whose images have an error and no map
         smooth = down @ exact[:, prefix:].reshape(-1, *config.grid) @ across.T
     patches = np.maximum(smooth, 0).reshape(-1, config.grid[0] * config.grid[1])

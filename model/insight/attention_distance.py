@@ -27,8 +27,8 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor],
 
     Args:
         model: in evaluation mode; its forward pass is repeated block by block.
-        batches: normalised pixels [B, C, H, W] as the model takes them; one batch is alive at a time, and of
-            its attention at most some rows of one layer.
+        batches: normalised pixels [B, C, H, W] as the model takes them; a single batch is alive at a time, and of
+            its attention at most some rows of a layer.
         max_scores: how many attention weights may be alive at once.
 
     Returns:
@@ -83,7 +83,7 @@ def _summed_distance(attention: Attention, x: Tensor, prefix: int, places: Tenso
             scores = q_i @ k_i.transpose(-2, -1)  # [heads, queries, patches]
             if bias is not None:
                 scores = scores + bias
-            # A softmax over the patch keys alone is the one over all keys, divided by their sum.
+            # A softmax over the patch keys alone equals that over all keys, divided by its sum over patch keys.
             weights = scores.float().softmax(dim=-1)
             summed += (weights * distance).sum(dim=(1, 2), dtype=torch.float64)
     return summed / patches

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from model.config import ViTConfig
 from model.network.layers.block import Block, Kept
-from model.network.layers.patch_dropout import drop_patches
-from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
+from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.pooling import AttentionPool, pool_tokens
 from model.network.layers.position import sincos2d_position_embedding
 
@@ -27,7 +26,7 @@ class KeptPass(NamedTuple):
     """What is kept of a forward pass.
 
     Attributes:
-        blocks: of the last blocks, the first one first.
+        blocks: of the last blocks, in the network's order.
         tokens: the last block's output, [B, N, D], or only the tokens that the head reads.
     """
 
@@ -40,7 +39,7 @@ class ViTOutput(NamedTuple):
 
     Attributes:
         logits: [B, num_classes], in the model's dtype.
-        attention: [B, len(layers), heads, N] float32, or None when no layer was asked for. Each row
+        attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
     """
@@ -58,8 +57,8 @@ class VisionTransformer(nn.Module):
         drop_path: stochastic depth rate of the last block, rising linearly from 0; training only.
 
     Attributes:
-        patch_dropout: share of the patches that training leaves out, another choice for each image and
-            pass; may be changed between passes.
+        patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
+            may be changed between passes.
         spare_last_block: whether the last block computes only the tokens that the head reads, which is
             the same function: 10/12 of a block's arithmetic saved where that is the CLS token alone.
     """
@@ -124,11 +123,11 @@ class VisionTransformer(nn.Module):
         return x
 
     def forward(self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0) -> ViTOutput:
-        """Return logits and, for the layers that are asked for, attention rows.
+        """Return logits and the attention rows of `attention_layers`.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
-            attention_layers: layers (0 is the first) whose attention row is wanted, in the order wanted.
+            attention_layers: layers (0 is the first) whose attention row to return, in this order.
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
 
         Returns:
@@ -143,8 +142,8 @@ class VisionTransformer(nn.Module):
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
         read = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
         for index, block in enumerate(self.blocks):
-            wanted = index in attention_layers and not (index == last and self.attn_pool is not None)
-            x, row, of_block = block(x, wanted, read if index == last else None, index > last - keep)
+            with_row = index in attention_layers and not (index == last and self.attn_pool is not None)
+            x, row, of_block = block(x, with_row, read if index == last else None, index > last - keep)
             if row is not None:
                 rows[index] = row
             if of_block is not None:
@@ -156,7 +155,7 @@ class VisionTransformer(nn.Module):
         return ViTOutput(logits, attention, KeptPass(kept, x) if keep else None)
 
     def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Map the last block's output to logits, and to the pooling query's attention where there is one.
+        """Map the last block's output to logits, and to the attention of the pooling query, if the model has it.
 
         Args:
             x: [B, N, D], or only the tokens that the head reads, [B, read, D].

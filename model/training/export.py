@@ -42,8 +42,8 @@ def round_and_calibrate(
 ) -> CalibratedCheckpoint:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    The temperature is left at 1 where the validation set cannot tell it: where its images are fewer than
-    `MIN_CALIBRATION_IMAGES`, or where all of them are answered right and a lower temperature only looks ever better.
+    The temperature is left at 1 where the validation images are fewer than `MIN_CALIBRATION_IMAGES`, or where all are
+    answered right, so that a lower temperature would always look better.
 
     Args:
         checkpoint: float32; its temperature is not used.

@@ -12,12 +12,13 @@ from torch import Tensor
 from model.checkpoint.checkpoint import check_tensors
 from model.config import ViTConfig
 from model.errors import CheckpointError, TrainingError
+from model.network.layers.position import sincos2d_position_embedding
 from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 
 _TEMPERATURE: Final = 100.0
-"""The lowest frequency of the code is 1/_TEMPERATURE; grids here are small, so this is far below the papers' 10,000."""
+"""The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 _PATCH_SCALE: Final = 0.5
 _WHITENING_IMAGES: Final = 5000
@@ -61,29 +62,6 @@ def _copy_weights(model: VisionTransformer, weights: Mapping[str, Tensor]) -> No
         parameter.copy_(weights[name])
 
 
-def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
-    """Return the 2D sine-cosine code: a quarter of the width each for sin and cos of the row and of the column.
-
-    Chen et al. 2021 (MoCo v3), https://arxiv.org/abs/2104.02057; values in -1...1.
-
-    Args:
-        grid: (rows, columns) of patches.
-
-    Returns:
-        float32 [rows*columns, width].
-
-    Raises:
-        TrainingError: the width is no multiple of four.
-    """
-    if width % 4:
-        raise TrainingError(f"width {width} is not a multiple of 4, which sine-cosine positions need")
-    quarter = width // 4
-    frequency = _TEMPERATURE ** -(torch.arange(quarter) / quarter)
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    row, column = rows.reshape(-1, 1) * frequency, columns.reshape(-1, 1) * frequency
-    return torch.cat([row.sin(), row.cos(), column.sin(), column.cos()], dim=1)
-
-
 def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
     """Return filters that give uncorrelated outputs of unit variance on these pictures' patches.
 
@@ -116,10 +94,16 @@ def whitening_sample(pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start_positions(model: VisionTransformer) -> None:
-    """Put the sine-cosine code into the patches' position embeddings."""
+    """Put a 2D sine-cosine code into the patches' position embeddings.
+
+    Its frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the lowest
+    is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
+    """
     config = model.config
     assert model.pos_embed is not None  # recipes train models with learned positions
-    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * sincos_positions(config.grid, config.width)
+    quarter = config.width // 4
+    code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
+    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The training loop: batches in, weights out, resumable at every epoch.
 
-Each epoch draws all its random numbers from (seed, epoch), so that a resumed run continues bit for
-bit as the uninterrupted one would have.
+Each epoch draws all its random numbers from (seed, epoch), so that a resumed run gives the same
+bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from model.network.layers.attention import Attention
 from model.network.layers.attention_kernels import plain_attention
 from model.runtime.device import choose_dtype
 from model.training.initialise import initial_model
-from model.training.metrics import EpochMetrics, write_metrics
 from model.training.mixed_precision import MixedPrecisionOptimiser
+from model.training.optimisers import Schedule
 from model.training.recipe import Recipe
-from model.training.schedule import Schedule
-from model.training.state import read_state, write_state
+from model.training.state import EpochMetrics, read_state, write_metrics, write_state
 from model.training.training_data import TrainingData, augmented_batches
 
 STATE_FILE: Final = "last.pt"
@@ -124,12 +123,12 @@ class Trainer:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Return the float32 weights by name, to evaluate and export: their moving average where there is one."""
+        """Return the float32 weights by name, to evaluate and export: their moving average if it is kept."""
         return self._optimiser.weights
 
     @property
     def best_weights(self) -> dict[str, Tensor]:
-        """Return the weights of `best_epoch`, float32 by name; the present ones as long as none were evaluated."""
+        """Return the weights of `best_epoch`, float32 by name; before the first evaluation, the present weights."""
         return self.weights if self._best is None else self._best.weights
 
     @property
@@ -200,7 +199,7 @@ class Trainer:
         write_metrics(self.folder, self.history)
 
     def load(self) -> None:
-        """Continue where the folder's state stopped; the last weights of a state without best ones are its best.
+        """Continue where the folder's state stopped; a state without best weights takes its last weights as the best.
 
         Raises:
             TrainingError: no state there, unreadable, or of another recipe; or its best weights are gone.
@@ -258,14 +257,14 @@ class Trainer:
 
     @contextmanager
     def _seeded_generator(self) -> Iterator[torch.Generator]:
-        """Seed a generator for the epoch, and the global one, which stochastic depth and PatchDropout draw from."""
+        """Seed a generator for the epoch, and torch's own, which stochastic depth and PatchDropout draw from."""
         seed = self.recipe.seed * 1_000_003 + self.epoch + 1
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield torch.Generator(self.device).manual_seed(seed)
 
     def _train(self, generator: torch.Generator, began: float, show_progress: bool) -> _EpochSums:
-        """Do the steps of an epoch that began at `began`, as many as the schedule's time allows and at least one."""
+        """Do the steps of an epoch that began at `began`, as many as the schedule's time allows, but never none."""
         loss_sum = torch.zeros((), device=self.device)
         correct_sum = torch.zeros((), dtype=torch.int64, device=self.device)
         images, done, rate = 0, 0, 0.0

@@ -1,7 +1,7 @@
 """Training in reduced precision with float32 master weights, and their exponential moving average (EMA).
 
 A working copy in another dtype does the arithmetic, forward and backward, without autocast; updates go to the
-masters, since late and small ones would be lost if they were rounded to bfloat16 at each step. The average and
+masters, since late and small updates would be lost if they were rounded to bfloat16 at each step. The average and
 its warm-up are those of TensorFlow's `ExponentialMovingAverage` and timm's `ModelEmaV3`.
 """
 
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from model.network.vit import VisionTransformer
-from model.training.optimisers import make_optimisers
+from model.training.optimisers import make_optimisers, rate_factor
 from model.training.recipe import Recipe
-from model.training.schedule import rate_factor
 
 
 def warmed_up_decay(decay: float, steps: int) -> float:
-    """Return the decay, 0...1, after `steps` updates: less in the first ones, when the average knows little."""
+    """Return the decay, 0...1, after `steps` updates: less in the first updates, when the average has seen little."""
     return min(decay, (1 + steps) / (10 + steps))
 
 
@@ -53,7 +52,7 @@ class MixedPrecisionOptimiser:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Return the float32 weights by name: their moving average where the recipe asks for one, else the masters."""
+        """Return the float32 weights by name: their moving average if the recipe keeps it, else the masters."""
         return dict(self._average or self._masters)
 
     def set_rate(self, progress: float) -> float:
@@ -76,14 +75,14 @@ class MixedPrecisionOptimiser:
         self._publish(self._masters)
 
     def update_ema(self, steps: int) -> None:
-        """Update the moving average, if there is one, after a step that `steps` others went before."""
+        """Update the moving average, if it is kept, after step number `steps`, counted from 0."""
         if self._average:
             decay = warmed_up_decay(self._ema_decay, steps)
             update_average(list(self._average.values()), list(self._masters.values()), decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the working copy hold the moving average, if there is one."""
+        """Let the working copy hold the moving average, if it is kept."""
         if self._average:
             self._publish(self._average)
         yield

@@ -1,8 +1,10 @@
-"""The optimisers of a recipe, with their parameter groups."""
+"""The optimisers of a recipe, with their parameter groups, and the schedule of a run and its learning rates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,3 +67,38 @@ def layer_of(name: str, depth: int) -> int:
         return int(rest.partition(".")[0]) + 1
     embeddings = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre")
     return 0 if part in embeddings else depth + 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The length of a run, in steps and in time; it ends with whichever comes first.
+
+    Attributes:
+        steps: updates in all.
+        seconds: wall time of training; None where it is not limited.
+    """
+
+    steps: int
+    seconds: float | None
+
+    def progress(self, steps: int, seconds: float) -> float:
+        """Return the share of the schedule that is done after `steps` and `seconds`; 1 or more: it is over."""
+        by_steps = steps / self.steps
+        return by_steps if self.seconds is None else max(by_steps, seconds / self.seconds)
+
+    def seconds_left(self, steps: int, seconds: float, seconds_per_step: float) -> float:
+        """Return the seconds until the schedule ends at this pace, after `steps` and `seconds`."""
+        left = seconds_per_step * (self.steps - steps)
+        if self.seconds is not None:
+            left = min(left, self.seconds - seconds)
+        return max(left, 0.0)
+
+
+def rate_factor(progress: float, warmup: float) -> float:
+    """Return the share of the peak learning rate: a linear warm-up from almost zero, then a cosine to zero.
+
+    Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the warm-up takes.
+    """
+    if progress < warmup:
+        return max(progress / warmup, 1e-3)
+    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))

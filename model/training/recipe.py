@@ -1,4 +1,4 @@
-"""A training recipe: every choice that a run depends on, frozen, read from a TOML file and written to one."""
+"""A training recipe: every choice that a run depends on, frozen, read from TOML and written to it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Recipe(_Table):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations and gradients; master weights and optimiser state are float32 whatever it is."""
     compile: bool = True
-    """Compile the blocks where a C++ compiler is found."""
+    """Compile the blocks where there is a C++ compiler."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one operator on the CPU; 0: torch's own choice."""
     checkpoint: str | None = None
@@ -223,7 +223,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """Write the whole recipe, defaults included; `read_recipe` reads the same one back."""
+    """Write the whole recipe, defaults included; `read_recipe` reads the same recipe back."""
     values = recipe.model_dump(mode="json", exclude_none=True)
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     parts = [_lines({name: value for name, value in values.items() if name not in tables})]

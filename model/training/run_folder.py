@@ -12,8 +12,8 @@ from typing import Final
 from model.data.datasets import Dataset, FolderDataset
 from model.errors import TrainingError
 from model.training.loop import STATE_FILE
-from model.training.metrics import METRICS_FILE
 from model.training.recipe import Recipe, to_toml
+from model.training.state import METRICS_FILE
 
 RECIPE_FILE: Final = "recipe.toml"
 SPLIT_FILE: Final = "split.csv"
@@ -88,7 +88,7 @@ def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Write a file so that a reader sees the old text or the new text, whole."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

@@ -24,13 +24,13 @@ class RunRecord:
         data: what it was trained on: `CIFAR-10`, or the name of a folder of pictures.
         started_from: name of the checkpoint that was fine-tuned; None: trained from scratch.
         kept_epoch: the epoch whose weights are kept.
-        epochs: number of epochs trained; the last may be a part of one when the recipe bounds the time.
+        epochs: number of epochs trained; a fraction where the recipe's time ended during an epoch.
         images, validation_images: sizes of the training set and of the validation set.
         seconds: wall time of training, evaluations on the validation set included.
         device, precision: what it ran on, and the dtype of activations and gradients there.
         parameters: number of the model's parameters.
         versions: of Python and the packages that matter.
-        temperature: fitted on the validation images; 1 where they cannot tell it (see `round_and_calibrate`).
+        temperature: fitted on the validation images; 1 where they are too few or all right (see `round_and_calibrate`).
         validation, validation_uncalibrated: measured with it and without it (temperature 1).
         test, test_uncalibrated: the same on the test set; None where the data have none.
     """

@@ -40,7 +40,7 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or not be resized.
-        TrainingError: neither a checkpoint nor an architecture; or one that does not fit the data.
+        TrainingError: neither a checkpoint nor an architecture, or it does not fit the data.
     """
     if recipe.checkpoint is not None:
         return _from_checkpoint(recipe, recipe.checkpoint, classes)

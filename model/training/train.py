@@ -32,12 +32,12 @@ from model.training.export import (
     round_and_calibrate,
 )
 from model.training.loop import STATE_FILE, Trainer
-from model.training.metrics import EpochMetrics
 from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
+from model.training.state import EpochMetrics
 from model.training.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,12 @@ def run(
 ) -> RunRecord:
     """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
 
-    Everything that can be wrong with recipe, data, checkpoint and folder is found before the first step.
+    Recipe, data, checkpoint and folder are checked before the first step.
 
     Args:
-        data: folder with the binary version of CIFAR-10, or with one folder of pictures a class.
+        data: folder with the binary version of CIFAR-10, or with a folder of pictures for each class.
         out: folder for the results; made if absent.
-        resume: continue the run that `out` holds; one that is complete is only measured and written anew.
+        resume: continue the run that `out` holds; a complete run is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
         memory: bytes of decoded pictures up to which they are kept in memory; more go to a file in `out`.
 
@@ -119,7 +119,7 @@ def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
     """Return the size of stored training pictures: the model's input size, or larger where random parts are resized.
 
-    Like the model's own picture a larger one is a centre crop, but of all that the crop leaves of the shorter side.
+    Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves of the shorter side.
     """
     preprocess = start.preprocess
     if not recipe.augmentation.resized_crop:

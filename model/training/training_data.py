@@ -13,8 +13,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.errors import TrainingError
-from model.training.augment.augment import augment
-from model.training.augment.erasing import random_erasing
+from model.training.augment.augment import augment, random_erasing
 from model.training.augment.mixing import mix
 from model.training.recipe import Recipe
 
@@ -51,13 +50,13 @@ class TrainingData:
         """Raise TrainingError if the images are too few for the recipe or do not fit the architecture."""
         if len(self.labels) < recipe.batch_size:
             raise TrainingError(f"{len(self.labels)} training images do not fill one batch of {recipe.batch_size}")
-        wanted = [config.in_channels, *config.image_size]
+        expected = [config.in_channels, *config.image_size]
         validation, stored = list(self.validation_pixels.shape[1:]), list(self.pixels.shape[1:])
-        suffix = f"the model takes {wanted} (channels, rows, columns)"
-        if validation != wanted:
+        suffix = f"the model takes {expected} (channels, rows, columns)"
+        if validation != expected:
             raise TrainingError(f"validation pictures are {validation}, {suffix}")
-        too_small = any(have < want for have, want in zip(stored[1:], wanted[1:], strict=True))
-        if stored[0] != wanted[0] or (too_small and not recipe.augmentation.resized_crop):
+        too_small = any(side < least for side, least in zip(stored[1:], expected[1:], strict=True))
+        if stored[0] != expected[0] or (too_small and not recipe.augmentation.resized_crop):
             raise TrainingError(f"training pictures are {stored}, {suffix}")
 
 
@@ -111,7 +110,7 @@ def read_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Va
     """Yield `read(key)` of each key; a thread reads the next item while the present one is used.
 
     Raises:
-        Exception: whatever `read` raises, when its item is asked for.
+        Exception: whatever `read` raises, in place of its item.
     """
     with ThreadPoolExecutor(1) as reader:
         following = None

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model.checkpoint import Checkpoint
-    from model.evaluation.bootstrap import Estimate
-    from model.evaluation.explanations import ExplanationResults, MethodResult
+    from model.evaluation.explanations import Estimate, ExplanationResults, MethodResult
     from model.evaluation.faithfulness import Maps
 
 Picture = tuple[str, Callable[[], bytes]]

@@ -1,4 +1,4 @@
-"""Multi-head self-attention, and the one row of it that a map is made of."""
+"""Multi-head self-attention, and the row of it that a map is made of."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Heads]:
-        """Return the attended tokens, the attention row that a map is made of when asked, and the heads' inputs.
+        """Return the attended tokens, the attention row that a map is made of or None, and the heads' inputs.
 
         Args:
             x: [B, N, D].

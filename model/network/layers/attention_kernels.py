@@ -1,7 +1,7 @@
 """Ways to compute softmax(QK^T / sqrt(d)) V, and the mean over queries of softmax(QK^T / sqrt(d)).
 
-`Attention.attend` is one of the former: each takes q, k and v, [B, heads, N, head_dim], q perhaps with fewer tokens
-than k and v, and returns q's shape. `Attention.mean_row` is one of the latter: each takes q that is scaled
+`Attention.attend` is of the former kind: each takes q, k and v, [B, heads, N, head_dim], q perhaps with fewer tokens
+than k and v, and returns q's shape. `Attention.mean_row` is of the latter kind: each takes q that is scaled
 [B, heads, Q, head_dim], k [B, heads, N, head_dim] and a bias on the scores, [1, heads, Q, N] or None, and returns
 [B, heads, N] float32.
 """
@@ -22,7 +22,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention step by step, for as many images at a time as keep the scores in cache.
 
     In bfloat16 on a CPU with native support it takes 0.6 to 0.9 of the time of the fused kernel, which
-    computes in float32 there, as long as one image's scores are within `SCORES_BYTES`; beyond, and in
+    computes in float32 there, as long as an image's scores are within `SCORES_BYTES`; beyond, and in
     float32, the fused kernel is faster and is what runs.
     """
     batch, heads, queries, _ = q.shape
@@ -48,7 +48,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def mean_row_by_image(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the mean row one image at a time: on a CPU the scores of one stay in the cache, those of many do not."""
+    """Compute the mean row image by image: on a CPU the scores of one image stay in the cache, those of many do not."""
     rows = []
     for q_i, k_i in zip(q, k, strict=True):
         scores = q_i @ k_i.transpose(-2, -1)  # [heads, Q, N]

@@ -25,7 +25,7 @@ class Mlp(nn.Module):
     """Two linear layers with the activation between them.
 
     Attributes:
-        fused: compute the first layer and its GELU as one kernel, where no gradient is wanted. On CUDA that is the
+        fused: compute the first layer and its GELU as one kernel, where no gradient is needed. On CUDA that is the
             tanh approximation, on a CPU the exact function (pytorch/pytorch#104061).
     """
 

@@ -29,7 +29,7 @@ def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Float8Linear(nn.Linear):
-    """Computes what a linear layer does in FP8, where no gradient is wanted; shares that layer's weight and bias.
+    """Computes what a linear layer does in FP8, where no gradient is needed; shares that layer's weight and bias.
 
     Args:
         layer: on its device, in bfloat16, which stays the dtype of input and output; both its sizes are multiples
@@ -61,7 +61,7 @@ class Float8Linear(nn.Linear):
         if self.exact or x.requires_grad:
             return F.linear(x, self.weight[rows], bias)
         quantised, scale = quantised_rows(x.reshape(-1, self.in_features))
-        found: Tensor = torch._scaled_mm(
+        product: Tensor = torch._scaled_mm(
             quantised,
             self.quantised[rows].t(),
             scale_a=scale,
@@ -70,7 +70,7 @@ class Float8Linear(nn.Linear):
             out_dtype=x.dtype,
             use_fast_accum=True,  # as for inference in torchao: sums of FP8 tensor cores, not promoted to float32
         )
-        return found.reshape(*x.shape[:-1], -1)
+        return product.reshape(*x.shape[:-1], -1)
 
 
 def linear_rows(layer: nn.Linear, x: Tensor, rows: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pooling of the tokens to one vector an image."""
+"""Pooling of an image's tokens to a vector."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def relative_position_index(grid: tuple[int, int]) -> Tensor:
     """Return which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
 
     Args:
-        grid: (rows, columns) of patches; one CLS token stands before them.
+        grid: (rows, columns) of patches; a CLS token stands before them.
 
     Returns:
         [N, N] int64 on the CPU, query by key, into a table of (2*rows-1)*(2*columns-1) offsets and,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model.training.augment.policies import rand_augment, trivial_augment
-from model.training.augment.resample import random_resample
+from model.training.augment.boxes import random_boxes
+from model.training.augment.image_operations import rand_augment, trivial_augment
 from model.training.augment.resized_crop import random_resized_crop
 from model.training.recipe import Augmentation
+
+ENLARGED: Final = 4
+"""Factor by which `random_resample` enlarges the sides; a larger factor hardly changes the result."""
+_ERASED_SHARE: Final = (0.02, 1 / 3)
+_ERASED_RATIO: Final = (0.3, 1 / 0.3)
 
 
 def augment(
@@ -56,7 +64,7 @@ def random_crop(
     if padding == 0 and (rows, columns) == (height, width):
         return images
     device = images.device
-    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    padded = F.pad(images, (padding,) * 4)
     top = torch.randint(0, height + 2 * padding - rows + 1, (count, 1), generator=generator, device=device)
     left = torch.randint(0, width + 2 * padding - columns + 1, (count, 1), generator=generator, device=device)
     row = top + torch.arange(rows, device=device)  # [B, rows]
@@ -70,3 +78,60 @@ def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror each image of [B, C, H, W] left to right with probability one half, into a new tensor."""
     flip = torch.rand((len(images), 1, 1, 1), generator=generator, device=images.device) < 0.5
     return torch.where(flip, images.flip(-1), images)
+
+
+def random_resample(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Enlarge some images by bicubic interpolation and shrink them to their size again, as Pillow does both.
+
+    This blurs them slightly, as pictures that users send are.
+
+    Args:
+        images: uint8 [B, C, H, W].
+        probability: share of the images, 0...1.
+        generator: on the images' device.
+
+    Returns:
+        uint8, same shape; a new tensor unless `probability` is 0.
+    """
+    if probability == 0:
+        return images
+    chosen = (torch.rand((len(images),), generator=generator, device=images.device) < probability).nonzero().squeeze(1)
+    result = images.clone()
+    if len(chosen):
+        height, width = images.shape[2:]
+        large = _resize(images[chosen].float(), (ENLARGED * height, ENLARGED * width))
+        # Pillow rounds after each pass along one axis, which this does not.
+        result[chosen] = _resize(large, (height, width)).round().clamp(0, 255).to(torch.uint8)
+    return result
+
+
+def _resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    # Only with `antialias` is torch's bicubic kernel Pillow's (a = -0.5), enlarging included.
+    return F.interpolate(images, size=size, mode="bicubic", antialias=True).clamp(0, 255)
+
+
+def random_erasing(
+    pixels: Tensor, probability: float, fill: Literal["pixel", "mean"], generator: torch.Generator
+) -> Tensor:
+    """Fill a rectangle of 2 % to 33 % of the area in some of the images.
+
+    Zhong et al. 2017, https://arxiv.org/abs/1708.04896; timm's `timm/data/random_erasing.py`.
+
+    Args:
+        pixels: float32 [B, C, H, W], normalised: mean 0 and standard deviation 1 over the training pictures.
+        probability: of each image to be changed, 0...1.
+        fill: `pixel` is standard normal noise in every pixel and channel, `mean` is 0.
+        generator: on the pixels' device.
+
+    Returns:
+        Same shape; a new tensor unless `probability` is 0.
+    """
+    if probability == 0:
+        return pixels
+    count, _, rows, columns = pixels.shape
+    boxes = random_boxes(count, (rows, columns), _ERASED_SHARE, _ERASED_RATIO, generator)
+    changed = torch.rand((count, 1, 1, 1), generator=generator, device=pixels.device) < probability
+    erased = boxes.mask((rows, columns)) & changed
+    if fill == "mean":
+        return pixels.masked_fill(erased, 0.0)
+    return torch.where(erased, torch.randn(pixels.shape, generator=generator, device=pixels.device), pixels)

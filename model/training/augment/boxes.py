@@ -1,4 +1,4 @@
-"""Random rectangles, one for each image of a batch, drawn on the batch's device without waiting for it."""
+"""A random rectangle for each image of a batch, drawn on the batch's device without waiting for it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def random_boxes(
     height, width = (area / aspect).sqrt().round().long(), (area * aspect).sqrt().round().long()
     fits = (height > 0) & (height <= size[0]) & (width > 0) & (width <= size[1])
     first = fits.int().argmax(dim=1, keepdim=True)
-    found = fits.any(dim=1)
-    height = height.gather(1, first).squeeze(1) * found
-    width = width.gather(1, first).squeeze(1) * found
+    fitted = fits.any(dim=1)
+    height = height.gather(1, first).squeeze(1) * fitted
+    width = width.gather(1, first).squeeze(1) * fitted
 
     def place(room: Tensor) -> Tensor:
         drawn = (evenly(0, 1, count) * (room + 1)).long()
-        return torch.minimum(drawn, room) * found  # rounding may have reached room + 1
+        return torch.minimum(drawn, room) * fitted  # rounding may have reached room + 1
 
     return Boxes(place(size[0] - height), place(size[1] - width), height, width)

@@ -1,8 +1,9 @@
-"""Operations on whole batches of pictures that TrivialAugment and RandAugment choose from.
+"""TrivialAugment, RandAugment, and the operations on whole batches of pictures that the two choose from.
 
-The fourteen of RandAugment's space (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719), as `PIL.ImageOps`
-and `PIL.ImageEnhance` define them but for rounding. Geometry is bilinear; what comes into view is black.
-Only elementwise and gather operations, so that batches may live on any device.
+TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space that they use
+beside the wide one). RandAugment: Cubuk et al. 2019, https://arxiv.org/abs/1909.13719. The operations are the fourteen
+of RandAugment's space, as `PIL.ImageOps` and `PIL.ImageEnhance` define them but for rounding. Geometry is bilinear;
+what comes into view is black. All are elementwise or gather, so that batches may live on any device.
 """
 
 from __future__ import annotations
@@ -23,9 +24,50 @@ MAX_TRANSLATION: Final = 10 / 32
 MAX_ENHANCEMENT: Final = 0.9
 """Colour, contrast, brightness and sharpness are scaled by 0.1...1.9."""
 MIN_POSTERIZE_BITS: Final = 4
+MAX_MAGNITUDE: Final = 10.0
+"""The magnitude at which RandAugment's operations have their full strength."""
 
 Operation = Callable[[Tensor, Tensor], Tensor]
 """(float32 [B, C, H, W] of 0...255, strength [B] of -1...1) -> the same shape; not yet clamped."""
+
+
+def trivial_augment(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Change each image with `probability` by one operation out of `OPERATIONS`, of evenly drawn strength.
+
+    Args:
+        images: uint8 [B, C, H, W]; C is 3 (red, green, blue) or 1.
+        probability: 0...1.
+        generator: on the images' device.
+
+    Returns:
+        uint8, same shape; a new tensor unless `probability` is 0.
+    """
+    if probability == 0:
+        return images
+    device, count = images.device, len(images)
+    choice = torch.randint(0, len(OPERATIONS), (count,), generator=generator, device=device)
+    strength = 2 * torch.rand((count,), generator=generator, device=device) - 1
+    changed = torch.rand((count,), generator=generator, device=device) < probability
+    return apply_operations(images, torch.where(changed, choice, -1), strength)
+
+
+def rand_augment(images: Tensor, operations: int, magnitude: float, generator: torch.Generator) -> Tensor:
+    """Change each image by some operations out of `OPERATIONS`, one after the other, each drawn anew.
+
+    Args:
+        images, generator: as `trivial_augment`.
+        operations: how many; 0 or more.
+        magnitude: 0...`MAX_MAGNITUDE`; its sign is drawn for each image and operation.
+
+    Returns:
+        uint8, same shape; a new tensor unless `operations` is 0.
+    """
+    device, count = images.device, len(images)
+    for _ in range(operations):
+        choice = torch.randint(0, len(OPERATIONS), (count,), generator=generator, device=device)
+        sign = 2 * torch.randint(0, 2, (count,), generator=generator, device=device) - 1
+        images = apply_operations(images, choice, sign * (magnitude / MAX_MAGNITUDE))
+    return images
 
 
 def apply_operations(images: Tensor, choice: Tensor, strength: Tensor) -> Tensor:
@@ -41,10 +83,10 @@ def apply_operations(images: Tensor, choice: Tensor, strength: Tensor) -> Tensor
     """
     result = images.clone()
     for index, operation in enumerate(OPERATIONS.values()):
-        mine = (choice == index).nonzero().squeeze(1)
-        if len(mine):
-            changed = operation(images[mine].float(), strength[mine])
-            result[mine] = changed.clamp(0, 255).round().to(torch.uint8)
+        chosen = (choice == index).nonzero().squeeze(1)
+        if len(chosen):
+            changed = operation(images[chosen].float(), strength[chosen])
+            result[chosen] = changed.clamp(0, 255).round().to(torch.uint8)
     return result
 
 

@@ -1,8 +1,8 @@
 """Mixup and CutMix: pairs of images and their targets mixed in the same proportion.
 
 Zhang et al. 2017, https://arxiv.org/abs/1710.09412, and Yun et al. 2019, https://arxiv.org/abs/1905.04899.
-As in timm's `timm/data/mixup.py`, one proportion holds for a batch, and each image's partner is its
-mirror image in the batch's order. Nothing here waits for the device.
+As in timm's `timm/data/mixup.py`, the proportion is the same for a whole batch, and the partner of its first image is
+its last, and so on. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: torch.Genera
         for each pixel, and its mean over the pixels for the targets.
     """
     size = (pixels.shape[2], pixels.shape[3])
-    # 1, so that one image stays itself: the choice falls on the device, and all are computed there.
+    # Where nothing is mixed it is 1. The choice is made on the device, so that nothing waits for it.
     own = torch.ones((1, 1, *size), device=pixels.device)
     chances = torch.rand(2, generator=generator, device=pixels.device)
     if mixing.mixup:
@@ -41,7 +41,7 @@ def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: torch.Genera
 
 
 def cutmix_share(size: tuple[int, int], kept: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the mask of what stays of an image that gets a rectangle of another one: 1 outside, 0 inside.
+    """Return the mask of what stays of an image that gets a rectangle of another image: 1 outside, 0 inside.
 
     Its sides are the image's times sqrt(1 - kept), its middle lies anywhere, and what hangs over the
     edge is cut off; more than `kept` of the area may therefore stay.
@@ -67,6 +67,6 @@ def beta(alpha: float, generator: torch.Generator) -> Tensor:
     """Draw from Beta(alpha, alpha): a float64 scalar on the generator's device."""
     # torch.distributions takes no generator; this is what it calls.
     shape = torch.full((2,), alpha, dtype=torch.float64, device=generator.device)
-    one, other = torch._standard_gamma(shape, generator=generator).clamp_min(torch.finfo(torch.float64).tiny)
-    drawn: Tensor = one / (one + other)
+    first, second = torch._standard_gamma(shape, generator=generator).clamp_min(torch.finfo(torch.float64).tiny)
+    drawn: Tensor = first / (first + second)
     return drawn

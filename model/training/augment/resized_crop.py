@@ -27,16 +27,16 @@ def random_resized_crop(
         generator: on the images' device.
 
     Returns:
-        uint8 [B, C, *size], a new tensor. Where no part of an allowed shape was found (very long
-        images), the largest one of allowed shape in the middle is taken, as torchvision does it.
+        uint8 [B, C, *size], a new tensor. Where no part of an allowed shape was drawn (very long
+        images), it is the largest part of allowed shape in the middle, as in torchvision.
     """
     rows, columns = images.shape[2:]
     drawn = random_boxes(len(images), (rows, columns), (least_share, 1.0), _RATIO, generator)
     height = min(rows, round(columns / _RATIO[0]))
     width = min(columns, round(rows * _RATIO[1]))
     middle = ((rows - height) // 2, (columns - width) // 2, height, width)
-    found = drawn.height > 0
-    boxes = Boxes(*(torch.where(found, one, other) for one, other in zip(drawn, middle, strict=True)))
+    fitted = drawn.height > 0
+    boxes = Boxes(*(torch.where(fitted, edge, default) for edge, default in zip(drawn, middle, strict=True)))
     return resize_boxes(images, boxes, size)
 
 

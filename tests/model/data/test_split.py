@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.split import stratify
+from model.data.datasets import stratify
 from model.errors import DatasetError
 
 counts = st.lists(st.integers(2, 60), min_size=2, max_size=12)

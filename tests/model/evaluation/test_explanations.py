@@ -8,10 +8,10 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DatasetError
-from model.evaluation.bootstrap import estimate_mean
 from model.evaluation.explanations import (
     available_methods,
     cls_maps,
+    estimate_mean,
     measure_explanations,
     model_score,
     random_maps,

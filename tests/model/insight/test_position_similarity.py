@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.errors import InputError
-from model.insight.position_similarity import position_similarity
+from model.insight.embeddings import position_similarity
 from model.network.vit import VisionTransformer
 from tests.model.insight.models import random_model
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.network.layers.patch_dropout import drop_patches
+from model.network.layers.patch_embed import drop_patches
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch
 
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.training.loop import Trainer
-from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
+from model.training.state import EpochMetrics
 from model.training.training_data import TrainingData
 
 CPU = torch.device("cpu")

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from model.config import ViTConfig
-from model.errors import TrainingError
 from model.network.vit import VisionTransformer
 from model.training.initialise import (
-    sincos_positions,
     start_patches,
     start_positions,
     whitening_filters,
@@ -17,17 +14,21 @@ from model.training.initialise import (
 
 
 def test_positions_all_differ_and_neighbours_are_closest() -> None:
-    code = sincos_positions((4, 6), 32)
-    assert code.shape == (24, 32)
+    config = ViTConfig(
+        image_size=(16, 24), patch_size=4, width=32, depth=1, heads=2, mlp_width=64, num_classes=4, pool="cls"
+    )
+    model = VisionTransformer(config)
+    start_positions(model)
+    assert model.pos_embed is not None
+    code = model.pos_embed.detach()[0, 1:] / 0.3
     distance = torch.cdist(code, code)
     assert (distance + torch.eye(24)).min() > 0.1
     assert distance[0, 1] < distance[0, 2] < distance[0, 5]
     assert distance[0, 6] < distance[0, 12]
-
-
-def test_positions_need_a_width_that_splits_in_four() -> None:
-    with pytest.raises(TrainingError, match="width 30"):
-        sincos_positions((4, 4), 30)
+    frequency = 100 ** -(torch.arange(8) / 8)  # Chen et al. 2021, but for the temperature
+    row, column = 2 * frequency, 3 * frequency
+    expected = torch.cat([row.sin(), row.cos(), column.sin(), column.cos()])
+    assert torch.allclose(code[2 * 6 + 3], expected, atol=1e-6)
 
 
 def test_whitening_filters_give_uncorrelated_outputs_of_equal_variance() -> None:

@@ -16,9 +16,9 @@ from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.errors import TrainingError
 from model.training import mixed_precision
 from model.training.loop import STATE_FILE, Trainer
-from model.training.metrics import METRICS_FILE, EpochMetrics
 from model.training.mixed_precision import update_average
 from model.training.recipe import Recipe
+from model.training.state import METRICS_FILE, EpochMetrics
 from model.training.training_data import TrainingData
 from tests.model.training.runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 

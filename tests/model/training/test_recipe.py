@@ -54,9 +54,10 @@ def test_a_recipe_survives_its_own_record() -> None:
         (MINIMAL.replace("epochs = 2\n", ""), "epochs: Field required"),
         (MINIMAL.replace("1e-3", "-1.0"), "optimiser.learning_rate"),
         (MINIMAL.replace("1e-3", "inf"), "optimiser.learning_rate"),
+        (MINIMAL.replace("\nwidth = 32", "\nwidth = 30"), "architecture.width"),
         (MINIMAL.replace("= 8\nwidth", "= \nwidth"), "not TOML"),
     ],
-    ids=["unknown field", "missing field", "negative rate", "infinite rate", "no TOML"],
+    ids=["unknown field", "missing field", "negative rate", "infinite rate", "odd width", "no TOML"],
 )
 def test_a_bad_recipe_is_refused_with_its_file_and_field(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"

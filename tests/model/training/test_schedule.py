@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.training.schedule import Schedule, rate_factor
+from model.training.optimisers import Schedule, rate_factor
 
 
 def test_the_rate_rises_then_falls_to_zero() -> None:

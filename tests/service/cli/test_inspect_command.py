@@ -81,7 +81,7 @@ def test_what_cannot_be_drawn_is_one_line(
     bad.mkdir()
     (bad / "1.png").write_bytes(b"no picture")
     if missing == "no matplotlib":
-        monkeypatch.setattr("model.insight.figures.canvas.find_spec", lambda name: None)
+        monkeypatch.setattr("model.insight.figures.find_spec", lambda name: None)
     flags, message = {
         "--images without --figures": (["--images", pictures], "--images needs --figures"),
         "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),

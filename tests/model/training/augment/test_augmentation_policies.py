@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.training.augment import policies
-from model.training.augment.image_operations import OPERATIONS
-from model.training.augment.policies import rand_augment, trivial_augment
+from model.training.augment import image_operations
+from model.training.augment.image_operations import OPERATIONS, rand_augment, trivial_augment
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -31,7 +30,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(policies, "apply_operations", recorder)
+    monkeypatch.setattr(image_operations, "apply_operations", recorder)
     return recorder
 
 
@@ -81,8 +80,7 @@ def test_policies_follow_their_generator_and_leave_their_input_alone(channels: i
 
 def test_a_magnitude_of_zero_leaves_geometry_and_colours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     strengthless = {k: v for k, v in OPERATIONS.items() if k not in ("auto_contrast", "equalize")}
-    monkeypatch.setattr(policies, "OPERATIONS", strengthless)
-    monkeypatch.setattr("model.training.augment.image_operations.OPERATIONS", strengthless)
+    monkeypatch.setattr(image_operations, "OPERATIONS", strengthless)
     images = noise().clamp_max(254)  # solarize begins at 255
     result = rand_augment(images, 4, 0.0, seeded())
     assert (result.int() - images.int()).abs().max() <= 1

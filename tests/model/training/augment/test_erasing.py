@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.training.augment.erasing import random_erasing
+from model.training.augment.augment import random_erasing
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from model.training.augment.resample import ENLARGED, random_resample
+from model.training.augment.augment import ENLARGED, random_resample
 
 
 def picture() -> torch.Tensor:

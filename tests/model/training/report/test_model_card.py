@@ -11,13 +11,12 @@ import pytest
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.evaluation.evaluate import Evaluation, measure
-from model.insight import figures
 from model.network.vit import VisionTransformer
-from model.training.metrics import EpochMetrics
 from model.training.recipe import Recipe
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card, with_robustness
 from model.training.run_record import RunRecord
+from model.training.state import EpochMetrics
 
 LABELS = ("cat", "dog", "bird")
 FIGURES = ("confusion_matrix.png", "calibration.png", "learning_curve.png")
@@ -100,11 +99,19 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
     assert "](figures/" not in card
 
 
-def test_the_template_and_its_texts_are_part_of_the_package() -> None:
+def test_the_templates_are_part_of_the_package() -> None:
     root = Path(__file__).resolve().parents[4]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     packed = {path for pattern in settings["package-data"]["model"] for path in (root / "model").glob(pattern)}
-    assert {root / "model" / "training" / "report" / f"model_card.{suffix}" for suffix in ("md", "toml")} <= packed
+    folder = root / "model" / "training" / "report"
+    assert {folder / f"{name}.md.jinja" for name in ("model_card", "robustness")} <= packed
+
+
+def test_what_looks_like_a_template_in_a_name_is_not_filled_in(finished: RunRecord) -> None:
+    run = replace(finished, data="{{ 7 * 7 }}", started_from="{{ 7 * 7 }}")
+    card = model_card(run, replace(checkpoint(("{{ 7 * 7 }}", "{% if %}", "$name")), name="{{ 7 * 7 }}"))
+    assert card.startswith("# {{ 7 \\* 7 }}\n")
+    assert "fine-tuned from `{{ 7 * 7 }}` on\n`{{ 7 * 7 }}`: {{ 7 \\* 7 }}, {% if %}, $name." in card
 
 
 def test_a_card_of_a_folder_without_test_images_claims_none(finished: RunRecord) -> None:
@@ -163,7 +170,7 @@ def test_without_matplotlib_there_is_a_card_without_pictures(
     finished: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert finished.test is not None
-    monkeypatch.setattr(figures, "available", lambda: False)
+    monkeypatch.setattr("model.training.report.figures.available", lambda: False)
     assert write_figures(tmp_path, finished.test, LABELS, list(history())) == ()
     assert "pip install -e '.[figures]'" in caplog.text
     assert [file.name for file in (tmp_path / "figures").iterdir()] == ["confusion_matrix.csv"]

@@ -1,27 +1,69 @@
-"""Figures of what a Vision Transformer learned, drawn as figure 7 of the ViT paper.
+"""Figures of what a Vision Transformer learned and of how faithful maps of it are, as PNG files.
 
-Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929; the numbers come from `model.insight`. Each function
+Figures are drawn with matplotlib (the optional extra `figures`), never with torch, and by the Agg canvas: the global
+list of figures in `pyplot` would keep them alive, and its backend would look for a display. Each function that draws
 writes a PNG to `path` and raises FigureError where matplotlib is missing or the file cannot be written.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.insight.figures.canvas import canvas, save
+from model.errors import FigureError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI: Final = 110
 _TILE_COLUMNS: Final = 7
 _MAX_MAPS: Final = 16
 """Positions drawn at most along each axis of the grid; a finer grid is thinned out evenly."""
 
+_Interval = tuple[float, float, float]
+"""A mean, and the ends of its confidence interval."""
+
+
+def available() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def require() -> None:
+    """Raise FigureError if matplotlib is missing, before any work is done."""
+    if not available():
+        raise FigureError("figures need matplotlib: pip install -e '.[figures]' in the clone")
+
+
+def canvas(width: float, height: float) -> Figure:
+    """Return an empty figure of `width` x `height` inches of `DPI` pixels, laid out by the constrained layout."""
+    require()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an optional extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG, and the folder around it if there is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without the version of matplotlib in it: the same numbers give the same file.
+        figure.savefig(path, format="png", metadata={"Software": None})
+    except OSError as error:
+        raise FigureError(f"{path}: cannot be written: {error.strerror}") from error
+
 
 def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32], path: Path) -> None:
-    """Draw the first principal components of the patch-embedding filters as tiles.
+    """Draw the first principal components of the patch-embedding filters as tiles, as figure 7 of the ViT paper.
 
     Args:
         components: [M, C, P, P], C = 1 or 3 (a second and fourth channel are left out).
@@ -46,7 +88,7 @@ def patch_filters(components: NDArray[np.float32], explained: NDArray[np.float32
 
 
 def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
-    """Draw one small map a position: the cosine similarity of its embedding to those of all positions.
+    """Draw a small map for each position: the cosine similarity of its embedding to those of all positions.
 
     Args:
         similarity: [gh, gw, gh, gw], -1...1.
@@ -54,7 +96,7 @@ def position_similarity(similarity: NDArray[np.float32], path: Path) -> None:
     rows, columns = similarity.shape[:2]
     shown_rows = list(range(0, rows, math.ceil(rows / _MAX_MAPS)))
     shown_columns = list(range(0, columns, math.ceil(columns / _MAX_MAPS)))
-    # One picture of all maps with a gap between them: a grid of axes would take seconds to draw.
+    # A single picture of all maps with a gap between them: a grid of axes would take seconds to draw.
     high, wide = len(shown_rows) * (rows + 1) - 1, len(shown_columns) * (columns + 1) - 1
     mosaic = np.full((high, wide), np.nan, dtype=np.float32)
     for i, row in enumerate(shown_rows):
@@ -94,4 +136,37 @@ def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def faithfulness(
+    methods: Sequence[tuple[str, _Interval, _Interval, _Interval | None]], path: Path, *, title: str
+) -> None:
+    """Draw the three measures side by side: a dot a method with its interval, a dotted line through the baseline.
+
+    Args:
+        methods: (name, deletion, insertion, mosaic share) of each, from top to bottom; the first is the baseline.
+        title: model, pictures and steps.
+    """
+    figure = canvas(9, 1.6 + 0.3 * len(methods))
+    places = range(len(methods))
+    panels: tuple[tuple[str, list[_Interval | None]], ...] = (
+        ("deletion: area, lower is better", [deletion for _, deletion, _, _ in methods]),
+        ("insertion: area, higher is better", [insertion for _, _, insertion, _ in methods]),
+        ("mosaic: share, higher is better", [mosaic for _, _, _, mosaic in methods]),
+    )
+    for axes, (name, values) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        if values[0] is not None:
+            axes.axvline(values[0][0], color="tab:gray", linestyle=":", linewidth=1)
+        for place, value in zip(places, values, strict=True):
+            if value is not None:
+                mean, low, high = value
+                axes.plot([low, high], [place, place], "-", color="tab:blue", linewidth=1.5)
+                axes.plot([mean], [place], "o", color="tab:blue", markersize=5)
+        axes.set(xlabel=name)
+        axes.set_yticks(places, [method for method, *_ in methods])
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(alpha=0.3, axis="x")
+    figure.axes[0].set_ylim(len(methods) - 0.5, -0.5)
+    figure.suptitle(title, fontsize=9)
     save(figure, path)

@@ -1,6 +1,7 @@
-"""The principal components of the patch-embedding filters, as figure 7 (left) of the ViT paper shows them.
+"""What the embeddings learned: the principal components of the patch filters, and the similarity of the positions.
 
-Dosovitskiy et al. 2020, section 4.5, https://arxiv.org/abs/2010.11929.
+Both as figure 7 (left, middle) of the ViT paper shows them: Dosovitskiy et al. 2020, section 4.5,
+https://arxiv.org/abs/2010.11929.
 """
 
 from __future__ import annotations
@@ -53,3 +54,20 @@ def patch_filters(model: VisionTransformer, count: int = 28) -> PatchFilters:
     shares = variance / variance.sum().clamp_min(torch.finfo(variance.dtype).tiny)
     shape = (-1, config.in_channels, config.patch_size, config.patch_size)
     return PatchFilters(directions[:count].float().reshape(shape), shares[:count].float())
+
+
+def position_similarity(model: VisionTransformer) -> Tensor:
+    """Return the cosine similarity of each learned position embedding to all, prefix tokens left out.
+
+    It is float32 [gh, gw, gh, gw]; [i, j] is the map of the patch in row i and column j.
+
+    Raises:
+        InputError: the model has no learned embedding a position.
+    """
+    config = model.config
+    if model.pos_embed is None or config.position_embedding != "learned":
+        kind = "relative biases" if config.relative_position_bias else config.position_embedding
+        raise InputError("checkpoint", f"no position similarity: positions are not learned embeddings ({kind})")
+    prefix = config.prefix_tokens if config.position_prefix else 0
+    embedding = torch.nn.functional.normalize(model.pos_embed.detach()[0, prefix:].double(), dim=1)
+    return (embedding @ embedding.T).float().reshape(*config.grid, *config.grid)
