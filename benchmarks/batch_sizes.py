@@ -21,8 +21,8 @@ from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.prediction import MapRequest
-from model.runtime import openvino_network
-from model.runtime.openvino import OpenVino
+from model.runtime.openvino import network as openvino_network
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 
 _SEQUENCES: Final = {

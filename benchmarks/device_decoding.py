@@ -33,9 +33,9 @@ from model.errors import DeviceError
 from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
 from model.prediction import EncodedPicture
+from model.runtime.cuda.nvimgcodec import NvImageCodec
+from model.runtime.cuda.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.device import choose_device
-from model.runtime.nvimgcodec import NvImageCodec
-from model.runtime.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.predictor import Predictor
 from service.settings import Settings
 

@@ -18,8 +18,8 @@ from benchmarks.record import table
 
 TESTS = [
     *("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
-    *("tests/model/runtime/test_cuda.py", "tests/model/runtime/test_float8.py"),
-    "tests/model/runtime/test_nvimgcodec.py",
+    *("tests/model/runtime/cuda/test_cuda.py", "tests/model/runtime/test_float8.py"),
+    "tests/model/runtime/cuda/test_nvimgcodec.py",
 ]
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 

@@ -18,8 +18,8 @@ from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
 from model.prediction import MapRequest
-from model.runtime.choose_backend import BackendName
-from model.runtime.openvino import OpenVino
+from model.runtime.choice import BackendName
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 
 _BATCHES = (1, 8, 16)

@@ -79,11 +79,6 @@ def stacked(images: Images) -> NDArray[np.uint8]:
     return images if isinstance(images, np.ndarray) else np.stack(cast(Sequence[NDArray[np.uint8]], images))
 
 
-def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
-    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
-    return count if sizes is None else next(size for size in sizes if size >= count)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name."""
     lines = str(error).strip().splitlines()

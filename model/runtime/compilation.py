@@ -70,23 +70,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
     return Compilation(CompilationState.COMPILING)
 
 
-def captured_sizes(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
-
-    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
-    """
-    sizes = [1, 2, 4, 8, 16]
-    while sizes[-1] < largest:
-        octave = 1 << (sizes[-1].bit_length() - 1)
-        sizes.append(sizes[-1] + max(8, octave // 4))
-    return (*(size for size in sizes if size < largest), largest)
-
-
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes 1, 2, 4, ... that are below the largest, and the largest."""
-    return (*(1 << power for power in range((largest - 1).bit_length())), largest)
-
-
 def choose_kernels(model: VisionTransformer, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Replace the kernels that are slow on the device by ones that are equivalent in the dtype."""
     # The tanh approximation is at most 0.0005 away, a sixteenth of what bfloat16 rounds off, and half of float16's.

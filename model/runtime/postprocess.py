@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -15,7 +16,6 @@ from model.checkpoint import Checkpoint
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.vit import VisionTransformer
-from model.runtime.threads import one_thread
 
 RELEVANCE: Final = -1
 """Among the attention layers that are wanted, it stands for the relevance of each image's best class."""
@@ -57,6 +57,24 @@ def run_network(
         return NetworkOutput(output.logits, output.attention)
     with one_thread(pixels.device):
         return NetworkOutput(output.logits, output.attention, token_relevance(model, output, weights=folded))
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Let the calling thread compute by itself in this context, on a CPU.
+
+    Threads wait for each other at the end of each operation: longer than a small one takes, and longest where another
+    process has the core of one of them.
+    """
+    count = torch.get_num_threads()
+    if device.type != "cpu" or count == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 class TopKOutput(NamedTuple):

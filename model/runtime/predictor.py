@@ -23,14 +23,14 @@ from model.explanation.methods import METHODS
 from model.explanation.token_maps import Floats, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters
 from model.prediction import AttentionMap, BatchPrediction, EncodedPicture, MapRequest, Picture
-from model.runtime.backend import Backend, Images, first_line, launch_size, stacked
-from model.runtime.batch_launcher import DeviceOps
-from model.runtime.choose_backend import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
+from model.runtime.backend import Backend, Images, first_line, stacked
+from model.runtime.batches import captured_sizes, launch_size, powers_of_two, sizes_in_use
+from model.runtime.choice import BackendName, choose_backend
+from model.runtime.compilation import Compilation, CompileMode
+from model.runtime.cuda.batch_launcher import DeviceOps
+from model.runtime.cuda.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.picture_decoding import DevicePreprocess, PictureDecoder
-from model.runtime.pieces import sizes_in_use
 from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
@@ -143,10 +143,11 @@ class Predictor:
                 graphs,
                 behind,
                 dtype == "float8",
-                preprocess,
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            found = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            found = choose_backend(
+                options, backend, threads=policy, streams=self.streams, ops=ops, preprocess=preprocess
+            )
             if options.float8:
                 self.agreement = self._require_agreement(model, found[0], float8_agreement)
             return found

@@ -21,7 +21,8 @@ from model.explanation.folded_weights import fold
 from model.explanation.methods import explain_with_mass
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, count_parameters
-from model.runtime.backend import first_line, launch_size
+from model.runtime.backend import first_line
+from model.runtime.batches import launch_size
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
@@ -31,7 +32,6 @@ from model.runtime.compilation import (
     plan_compilation,
 )
 from model.runtime.float8 import use_float8
-from model.runtime.picture_decoding import DevicePreprocess
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, run_network
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class TorchOptions:
         graphs: whether they become CUDA graphs on CUDA.
         behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
-        preprocess: what decodes pictures on CUDA; None where they come as pixels.
     """
 
     model: VisionTransformer
@@ -59,7 +58,6 @@ class TorchOptions:
     graphs: bool = True
     behind: bool = False
     float8: bool = False
-    preprocess: DevicePreprocess | None = None
 
     @property
     def dtype_name(self) -> str:

@@ -27,9 +27,9 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo, attributes
 from service.errors import NotDecoded
 from service.settings import load_settings
-from tests.model.runtime.decoder_stand_in import PillowDecoder
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_picture_decoding import photograph
+from tests.model.runtime.cuda.decoder_stand_in import PillowDecoder
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_picture_decoding import photograph
 from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, until

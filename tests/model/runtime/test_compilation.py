@@ -15,16 +15,14 @@ from model.errors import DeviceError
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput
 from model.runtime import torch_backend
-from model.runtime.backend import launch_size
+from model.runtime.batches import captured_sizes, launch_size, powers_of_two
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
-    captured_sizes,
     choose_kernels,
     compiled_for_any_batch,
     compiled_twin,
     plan_compilation,
-    powers_of_two,
     twin_for_any_batch,
 )
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, pack, run_network

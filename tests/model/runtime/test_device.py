@@ -12,7 +12,7 @@ from model.errors import DeviceError
 from model.runtime import predictor as module
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)

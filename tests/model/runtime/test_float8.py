@@ -19,13 +19,13 @@ from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
 from model.runtime import float8 as float8_module
 from model.runtime import predictor as module
-from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import choose_kernels, twin_for_any_batch
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.device import choose_dtype
 from model.runtime.float8 import agreement, calibration_images, exact_products, use_float8
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)

@@ -15,10 +15,10 @@ from model.errors import DeviceError
 from model.explanation.methods import explain_with_mass
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
-from model.runtime.choose_backend import BackendName
+from model.runtime.choice import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
-from model.runtime.openvino import unsupported_reason
+from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchBackend, TorchOptions
 

@@ -18,15 +18,15 @@ from model.explanation.relevance import token_relevance
 from model.network.vit import VisionTransformer
 from model.prediction import AttentionMap, BatchPrediction, MapRequest
 from model.runtime import postprocess
-from model.runtime.choose_backend import BackendName
-from model.runtime.openvino import OpenVino, unsupported_reason
-from model.runtime.openvino_network import OpenVinoNetwork
+from model.runtime.choice import BackendName
+from model.runtime.openvino.backend import OpenVino, unsupported_reason
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchBackend
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.explanation.test_methods import FAMILIES, model_of
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 RELEVANCE = MapRequest.explained("relevance")
 MIXED = [RELEVANCE, None, MapRequest(0, 1), RELEVANCE, MapRequest(3, "max")]

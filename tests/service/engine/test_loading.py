@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.errors import CheckpointError, DeviceError
-from model.runtime.nvimgcodec import NvImageCodec
+from model.runtime.cuda.nvimgcodec import NvImageCodec
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings

@@ -16,7 +16,7 @@ from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest
 from service.errors import EngineUnavailable
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.fakes import PATIENCE, model_info, on_a_loop
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batch_launcher import BatchLauncher, CaptureFailed, Computed
-from tests.model.runtime.device_stand_in import StandInOps
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Computed
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
 FAULTY = 255

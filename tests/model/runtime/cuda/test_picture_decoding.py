@@ -17,13 +17,13 @@ from model.errors import DeviceError
 from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
 from model.prediction import EncodedPicture, MapRequest
-from model.runtime import picture_decoding
-from model.runtime.batch_launcher import BatchLauncher, Computed
-from model.runtime.picture_decoding import DevicePreprocess
+from model.runtime.cuda import picture_decoding
+from model.runtime.cuda.batch_launcher import BatchLauncher, Computed
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.predictor import Predictor
-from tests.model.runtime.decoder_stand_in import PillowDecoder
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.fake_cuda import CUDA, captured, fake_cuda, require_fake_cuda
+from tests.model.runtime.cuda.decoder_stand_in import PillowDecoder
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.fake_cuda import CUDA, captured, fake_cuda, require_fake_cuda
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 

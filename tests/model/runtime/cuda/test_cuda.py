@@ -1,4 +1,4 @@
-"""The predictor's way through `model.runtime.batch_launcher`: on a stand-in everywhere, on CUDA where there is some."""
+"""The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is some."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.prediction import BatchPrediction, MapRequest
-from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import CompilationState, CompileMode
-from model.runtime.cuda import Cuda
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

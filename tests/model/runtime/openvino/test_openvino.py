@@ -19,10 +19,10 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
-from model.runtime import openvino_network
-from model.runtime.openvino import unsupported_reason
-from model.runtime.openvino_graph import _LEAN, Requests, core
-from model.runtime.openvino_network import OpenVinoNetwork
+from model.runtime.openvino import network as openvino_network
+from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.graph import _LEAN, Requests, core
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
@@ -145,7 +145,7 @@ def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
 def test_a_large_network_has_one_graph_for_any_size(
     both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino_network._FIXED_BYTES", 1)
+    monkeypatch.setattr("model.runtime.openvino.network._FIXED_BYTES", 1)
     monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
     made = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
@@ -187,7 +187,7 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino_graph._LEAN", {"NO_SUCH_OPTION": "YES"})
+    monkeypatch.setattr("model.runtime.openvino.graph._LEAN", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=1)
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
@@ -309,7 +309,7 @@ def test_what_it_cannot_do_is_told() -> None:
 
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import sys; from model.runtime.openvino import unsupported_reason; import torch;"
+        "import sys; from model.runtime.openvino.backend import unsupported_reason; import torch;"
         "unsupported_reason(torch.device('cpu'), torch.float32);"
         "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
     )
@@ -329,7 +329,7 @@ def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_anothe
 import gc, os, signal, threading
 import numpy as np
 from openvino import Model, opset13
-from model.runtime.openvino_graph import core
+from model.runtime.openvino.graph import core
 
 given = opset13.parameter([1], np.float32)
 compiled = [core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]

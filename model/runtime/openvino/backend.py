@@ -19,9 +19,9 @@ from torch import Tensor
 
 from model.errors import DeviceError
 from model.runtime.backend import Images, stacked
-from model.runtime.openvino_graph import PRECISIONS, core
-from model.runtime.openvino_network import OpenVinoNetwork
-from model.runtime.pieces import compute_in_pieces
+from model.runtime.batches import compute_in_pieces
+from model.runtime.openvino.graph import PRECISIONS, core
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput
 from model.runtime.torch_cpu import TorchCpu
 

@@ -12,13 +12,13 @@ import torch
 from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
-from model.runtime import cuda
-from model.runtime.batch_launcher import BatchLauncher
-from model.runtime.cuda import Cuda
+from model.runtime.cuda import backend as cuda
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_cuda import plain, same
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_cuda import plain, same
 from tests.model.runtime.test_predictor import make_images
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.runtime import predictor as predictor_module
-from model.runtime.pieces import compute_in_pieces, piece_sizes, sizes_in_use
+from model.runtime.batches import compute_in_pieces, piece_sizes, sizes_in_use
 from model.runtime.postprocess import NetworkOutput
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.vit import VisionTransformer, meta_model
-from model.runtime.openvino_graph import Requests, compile_sizes, convert
-from model.runtime.pieces import UNCUT
+from model.runtime.batches import UNCUT
+from model.runtime.openvino.graph import Requests, compile_sizes, convert
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 

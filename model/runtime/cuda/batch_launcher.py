@@ -10,7 +10,7 @@ Each caller has a slot of its own (pinned memory, device memory, copy stream), s
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
 them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
 
-Nothing here is particular to CUDA; `model.runtime.cuda_ops` holds what is.
+Nothing here is particular to CUDA; `model.runtime.cuda.ops` holds what is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from model.prediction import EncodedPicture
 from model.runtime.backend import Images, first_line
-from model.runtime.picture_decoding import DevicePreprocess
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 
 CAPTURED_TOP_K: Final = 32
 """Most classes that a captured graph returns; a request for more is computed without one."""

@@ -14,12 +14,12 @@ from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.float8 import Float8Linear
-from model.runtime.cuda import Cuda
+from model.runtime.cuda.backend import Cuda
 from model.runtime.postprocess import RELEVANCE, Postprocess
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
-from tests.model.runtime.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
+from tests.model.runtime.cuda.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
 
 require_fake_cuda()
 

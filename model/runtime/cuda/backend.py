@@ -18,9 +18,11 @@ from torch import Tensor
 from model.errors import DeviceError, NewProcessNeeded
 from model.explanation.folded_weights import FoldedWeights
 from model.network.vit import VisionTransformer
-from model.runtime.backend import Images, first_line, launch_size
-from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, Computed, DeviceOps
+from model.runtime.backend import Images, first_line
+from model.runtime.batches import launch_size
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
+from model.runtime.cuda.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, Computed, DeviceOps
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.device import batch_too_large
 from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, pack, run_network, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Compute(NamedTuple):
-    """What is done on the device, and with what: see `model.runtime.batch_launcher.Compute`."""
+    """What is done on the device, and with what: see `model.runtime.cuda.batch_launcher.Compute`."""
 
     normalise: Callable[[Tensor], Tensor]
     model: VisionTransformer
@@ -49,7 +51,9 @@ class Cuda(TorchBackend):
         DeviceError: not enough memory for the weights, or the images of the largest batch.
     """
 
-    def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
+    def __init__(
+        self, options: TorchOptions, ops: DeviceOps, *, streams: int, preprocess: DevicePreprocess | None = None
+    ) -> None:
         super().__init__(options)
         self._ops = ops
         self._beside = threading.Lock()  # held by what computes beside the launcher
@@ -60,7 +64,7 @@ class Cuda(TorchBackend):
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
             self._launcher = BatchLauncher(
-                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=options.preprocess
+                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=preprocess
             )
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error

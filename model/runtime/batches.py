@@ -62,3 +62,25 @@ def compute_in_pieces(
     logits, attention, relevance = (None if part[0] is None else torch.cat(part) for part in parts)
     assert logits is not None
     return NetworkOutput(logits, attention, relevance)
+
+
+def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
+    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
+    return count if sizes is None else next(size for size in sizes if size >= count)
+
+
+def captured_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
+
+    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
+    """
+    sizes = [1, 2, 4, 8, 16]
+    while sizes[-1] < largest:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(8, octave // 4))
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes 1, 2, 4, ... that are below the largest, and the largest."""
+    return (*(1 << power for power in range((largest - 1).bit_length())), largest)
