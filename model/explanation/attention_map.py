@@ -30,7 +30,7 @@ def attention_maps(
         rows = attention[members, layers.index(layer)]
         maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
         for member, values, kept in zip(members, maps.numpy(), kept_mass.tolist(), strict=True):
-            found[member] = AttentionMap(layer, head, values, kept)
+            found[member] = AttentionMap(MapRequest.row(layer, head), values, kept)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Batches of any size, computed in pieces of few sizes.
+"""What a batch is computed for, what it gives, and the sizes that it is computed in.
 
 The libraries that run a network on the CPU (oneDNN, within torch and OpenVINO) make kernels for each batch size that
 they meet, and keep them: 2 MiB a size and stream in OpenVINO, 8 MiB a size in torch with bfloat16, for a network of
@@ -9,17 +9,88 @@ much as one image, where padding to the next size would cost up to half of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from model.runtime.postprocess import NetworkOutput
+from model.prediction import RequestedOutputs
 
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What one pass of the network computes for a batch: all that is asked of any of its images.
+
+    Attributes:
+        top_k: how many classes.
+        logits: whether the logits of all classes are wanted.
+        layers: whose attention rows are wanted, ascending.
+        relevance: whether the relevance of each image's best class is wanted.
+    """
+
+    top_k: int = 1
+    logits: bool = False
+    layers: tuple[int, ...] = ()
+    relevance: bool = False
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestedOutputs]) -> BatchRequest:
+        """Return what a batch of these requests is computed for."""
+        maps = [request.map for request in requests if request.map is not None]
+        return cls(
+            top_k=max(request.top_k for request in requests),
+            logits=any(request.logits for request in requests),
+            layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
+            relevance=any(each.of_best_class for each in maps),
+        )
+
+    @property
+    def of_network(self) -> BatchRequest:
+        """Return it without what is made of the network's output, or is given in any case."""
+        return replace(self, top_k=1, logits=False)
+
+
+class BatchOutputs(NamedTuple):
+    """What a batch gives: tensors whose first axis is that of its images; None is what was not computed.
+
+    Attributes:
+        logits: [B, num_classes], before the temperature.
+        attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
+        relevance: `token_relevance` of the best class, float32 [B, N].
+        scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
+        indices: int64 [B, k], the classes that the scores belong to.
+        finite: bool [B], whether all scores of the image are finite.
+        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
+            device could not decode, whose other values mean nothing.
+    """
+
+    logits: Tensor | None = None
+    attention: Tensor | None = None
+    relevance: Tensor | None = None
+    scores: Tensor | None = None
+    indices: Tensor | None = None
+    finite: Tensor | None = None
+    decoded: Mapping[int, NDArray[np.uint8] | None] | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> BatchOutputs:
+        """Return outputs of these names."""
+        return cls._make(tensors.get(name) for name in cls._fields)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that were computed, by name."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def first(self, count: int) -> BatchOutputs:
+        """Return the outputs of the first images."""
+        return BatchOutputs.of({name: tensor[:count] for name, tensor in self.tensors().items()})
 
 
 def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
@@ -51,17 +122,15 @@ def sizes_in_use(max_batch: int) -> list[int]:
 
 def compute_in_pieces(
     images: NDArray[np.uint8],
-    compute: Callable[[NDArray[np.uint8]], NetworkOutput],
+    compute: Callable[[NDArray[np.uint8]], BatchOutputs],
     sizes: Sequence[int] | None = None,
-) -> NetworkOutput:
+) -> BatchOutputs:
     """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
     cut = piece_sizes(len(images), sizes)
     if len(cut) == 1:
         return compute(images)
-    parts = zip(*(compute(piece) for piece in np.split(images, np.cumsum(cut)[:-1])), strict=True)
-    logits, attention, relevance = (None if part[0] is None else torch.cat(part) for part in parts)
-    assert logits is not None
-    return NetworkOutput(logits, attention, relevance)
+    parts = [compute(piece).tensors() for piece in np.split(images, np.cumsum(cut)[:-1])]
+    return BatchOutputs.of({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

@@ -122,6 +122,8 @@ def twin_for_any_batch(model: VisionTransformer, *, autotune: bool, backend: str
 def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend: str = "inductor") -> Callable[P, T]:
     """Return a function that compiles itself once for all sizes of its tensors' first dimension.
 
+    Tensors are arguments, or parts of one that is a tuple.
+
     A single row is computed without: code for any size would be compiled once more for it.
 
     Args:
@@ -131,7 +133,8 @@ def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend:
     compiled = torch.compile(function, mode=_mode(autotune), backend=backend)
 
     def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        parts = [part for each in arguments for part in (each if isinstance(each, tuple) else (each,))]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         if len(tensors[0]) == 1:
             return function(*arguments, **keywords)
         for tensor in tensors:

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.prediction import MapRequest
 from model.runtime.backend import Images, stacked
-from model.runtime.batches import compute_in_pieces
+from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
 from model.runtime.compilation import CompilationState
-from model.runtime.postprocess import NetworkOutput, TopKOutput
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 _TRIM_THRESHOLD: Final = -1
@@ -72,25 +72,27 @@ class TorchCpu(TorchBackend):
         keep_freed_memory()
         self.threads = threads
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
+    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`."""
         with self.threads:
-            return self.postprocess(self._forward_in_pieces(stacked(images), layers), top_k, logits=logits)
+            return self.postprocess(self._forward_in_pieces(stacked(images), request), request.top_k)
 
-    def _forward_in_pieces(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
+    def _forward_in_pieces(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
         if self.batch_sizes is not None:  # compiled: padded to one of few sizes
-            return self.forward(images, layers)
-        return compute_in_pieces(images, lambda piece: self.forward(piece, layers))
+            return self.forward(images, request)
+        return compute_in_pieces(images, lambda piece: self.forward(piece, request))
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
         self.exercise((size,))
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, classes, method)
+            return super().explain(images, classes, request)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
+from service.web.inference_protocol.inference import OUTPUTS
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
@@ -41,15 +42,8 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 
 def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
-    rows, columns = info.config.grid
     inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
-    outputs = {
-        "label": ("BYTES", [-1, -1]),
-        "index": ("INT64", [-1, -1]),
-        "score": ("FP32", [-1, -1]),
-        "logits": ("FP32", [-1, info.config.num_classes]),
-        "attention": ("FP32", [-1, rows, columns]),
-    }
+    outputs = {name: (output.datatype, [-1, *output.shape(info)]) for name, output in OUTPUTS.items()}
     return {
         kind: [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in tensors.items()]
         for kind, tensors in {"inputs": inputs, "outputs": outputs}.items()

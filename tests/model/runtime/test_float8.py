@@ -26,6 +26,7 @@ from model.runtime.float8 import agreement, calibration_images, exact_products, 
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.cuda.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)
@@ -178,8 +179,8 @@ def test_graphs_of_float8_answer_as_bfloat16_within_its_precision(
     reference = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     assert reference.agreement is None
     replays = ops.replays
-    for maps in ((), [MapRequest(0), None, MapRequest(1)], [MapRequest.explained("legrad")] * 3):
-        got, wanted = (each.predict(make_images(3), top_k=5, maps=maps) for each in (found, reference))
+    for maps in ((), [MapRequest.row(0), None, MapRequest.row(1)], [MapRequest("legrad")] * 3):
+        got, wanted = (predict(each, make_images(3), top_k=5, maps=maps) for each in (found, reference))
         np.testing.assert_allclose(got.scores, wanted.scores, atol=0.02)
         for mine, other in zip(got.maps, wanted.maps, strict=True):
             if mine is not None and other is not None:

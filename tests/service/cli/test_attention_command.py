@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -101,6 +102,7 @@ def test_each_method_gives_the_map_of_its_function(
     from model.checkpoint import load_checkpoint
     from model.explanation.methods import explain
     from model.images.preprocess import preprocess
+    from model.prediction import MapRequest, RequestedOutputs
     from model.runtime.predictor import Predictor
     from model.runtime.torch_backend import Normalise
 
@@ -109,19 +111,18 @@ def test_each_method_gives_the_map_of_its_function(
     common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
     assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
     loaded = load_checkpoint(str(checkpoint))
+    request = MapRequest.of_rollout("max", 0.5) if ":" in method else MapRequest(cast(Any, method))
     for file in files:
         pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
         predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
         if method == "cls":
-            from model.prediction import MapRequest
-
-            map_ = predictor.predict(pixels, top_k=1, maps=[MapRequest(1)]).maps[0]
+            map_ = predictor.predict(pixels, RequestedOutputs(1, MapRequest.row(1)))[0].map
             assert map_ is not None
             expected = map_.values
         else:
-            top = torch.from_numpy(predictor.predict(pixels, top_k=1).indices[0])
+            top = torch.from_numpy(predictor.predict(pixels, RequestedOutputs(1))[0].indices)
             normalised = Normalise(loaded.preprocess)(torch.from_numpy(pixels))
-            expected = explain(loaded.build(), normalised, top, method)[0].numpy()
+            expected = explain(loaded.build(), normalised, top, request)[0][0].numpy()
         found = np.load(tmp_path / "maps" / f"{file.stem}.heat.npy", allow_pickle=False)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
