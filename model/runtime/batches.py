@@ -52,9 +52,23 @@ class BatchRequest:
         )
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Return the names of the outputs that every pass gives, and that come to the host only if they are wanted."""
+        return ("logits",) if self.logits else ()
+
+    @property
+    def computed(self) -> BatchRequest:
+        """Return it without `beside`: what a CUDA graph is captured for."""
+        return replace(self, logits=False)
+
+    @property
     def of_network(self) -> BatchRequest:
-        """Return it without what is made of the network's output, or is given in any case."""
-        return replace(self, top_k=1, logits=False)
+        """Return it without what is made of the network's output."""
+        return replace(self.computed, top_k=1)
+
+    def covers(self, other: BatchRequest) -> bool:
+        """Return whether a network that computes this gives what another request wants of it."""
+        return other.layers in ((), self.layers) and other.relevance <= self.relevance
 
 
 class BatchOutputs(NamedTuple):

@@ -84,17 +84,22 @@ _PACKED: Final = {
     "attention": torch.float32,
     "relevance": torch.float32,
 }
-"""What is packed, in this order where it is there: all outputs but the logits."""
+"""What is packed, in this order where it is there. The rest is `BatchRequest.beside`."""
 
 
 def pack(outputs: BatchOutputs) -> Tensor:
-    """Join outputs on their device: int32 [B, width].
+    """Join outputs on their device: int32 [B, width], what is `beside` left out.
 
     Floats keep their bits (they are viewed as int32, never converted), so that what is unpacked is what was packed.
     """
     parts = [(getattr(outputs, name), dtype) for name, dtype in _PACKED.items()]
     columns = [part.to(dtype).view(torch.int32).reshape(len(part), -1) for part, dtype in parts if part is not None]
     return torch.cat(columns, dim=1)
+
+
+def beside(outputs: BatchOutputs) -> dict[str, Tensor]:
+    """Return the outputs that are not packed, by name."""
+    return {name: tensor for name, tensor in outputs.tensors().items() if name not in _PACKED}
 
 
 def unpack(packed: Tensor, request: BatchRequest, config: ViTConfig) -> BatchOutputs:

@@ -12,6 +12,7 @@ from torch import Tensor
 from model.checkpoint.checkpoint import check_tensors
 from model.config import ViTConfig
 from model.errors import CheckpointError, TrainingError
+from model.network.layers.position import sincos2d_position_embedding
 from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
@@ -78,10 +79,9 @@ def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
     if width % 4:
         raise TrainingError(f"width {width} is not a multiple of 4, which sine-cosine positions need")
     quarter = width // 4
-    frequency = _TEMPERATURE ** -(torch.arange(quarter) / quarter)
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    row, column = rows.reshape(-1, 1) * frequency, columns.reshape(-1, 1) * frequency
-    return torch.cat([row.sin(), row.cos(), column.sin(), column.cos()], dim=1)
+    # The lowest frequency here would be the next one after the last.
+    code = sincos2d_position_embedding(grid, width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))[0]
+    return code.roll(width // 2, dims=1)  # that one begins with the column
 
 
 def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
-from service.cluster.heartbeat import keep_beating
 from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
 from service.metrics.metrics import Metrics
@@ -23,6 +22,7 @@ from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.heap import trim_regularly
 from service.web.single_process import Loader
+from service.web.watchdog import keep_beating
 
 if TYPE_CHECKING:
     from service.tracing.telemetry import Telemetry

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from service.cluster.balancer import Balancer
 from service.cluster.channel import EngineChannel
-from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
@@ -26,6 +25,7 @@ from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
 from service.web.lifecycle import Lifecycle, settle
 from service.web.server import Server
+from service.web.watchdog import keep_beating
 
 CHANGED = signal.SIGUSR1
 """Tells the supervisor, or a worker that serves, to look at what others have written."""

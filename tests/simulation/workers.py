@@ -7,13 +7,13 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
 from service.web.admission import Limiter
 from service.web.lifecycle import Lifecycle
 from service.web.pipeline import Pipeline
+from service.web.watchdog import keep_beating
 from tests.simulation.scheduler import Process
 from tests.simulation.watch import WatchedBalancer
 

@@ -19,7 +19,6 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -35,9 +34,11 @@ from model.runtime.cuda.picture_decoding import DevicePreprocess
 _TOLERANCE: Final = 0.02
 """Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
-Compute = Callable[[Tensor, BatchRequest], tuple[Tensor, Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the outputs there: int32 [B, width] as `postprocess.pack` returns it,
-and logits [B, classes], whether they are asked for or not."""
+Outputs = tuple[Tensor, dict[str, Tensor]]
+"""Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""
+
+Compute = Callable[[Tensor, BatchRequest], Outputs]
+"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, `BatchRequest.beside` whether wanted or not."""
 
 
 class DeviceOps(Protocol):
@@ -98,11 +99,11 @@ class _Slot(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A recorded batch; `logits` holds the tensor that the graph writes, which is not copied unless it is wanted."""
+    """A recorded batch, and the tensors that the graph writes; those beside are not copied unless they are wanted."""
 
     replay: Callable[[], None]
     packed: Tensor
-    logits: list[Tensor]
+    beside: dict[str, Tensor]
 
 
 class BatchLauncher:
@@ -185,15 +186,15 @@ class BatchLauncher:
         expected, _ = compute(pixels, request)
         # Allocated outside of the memory that graphs share, as it outlives the run.
         packed = torch.zeros_like(expected)
-        logits: list[Tensor] = []
+        beside: dict[str, Tensor] = {}
 
         def work() -> None:
             output, in_graph = compute(pixels, request)
             packed.copy_(output)
-            logits[:] = [in_graph]  # whoever holds it keeps its memory from the other graphs
+            beside.update(in_graph)  # whoever holds it keeps its memory from the other graphs
 
         work()  # what libraries set up at their first calls cannot be captured
-        graph = _Graph(self._record(work, size), packed, logits)
+        graph = _Graph(self._record(work, size), packed, beside)
         packed.zero_()
         graph.replay()
         first, again = (tensor[:, : request.top_k].view(torch.float32).cpu() for tensor in (expected, packed))
@@ -223,7 +224,7 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, Tensor | None, Decoded]:
+    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, dict[str, Tensor], Decoded]:
         """Compute one batch; callable by several threads at once.
 
         Args:
@@ -231,13 +232,12 @@ class BatchLauncher:
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
 
         Returns:
-            On the host: packed outputs int32 [B, width], logits [B, classes] if they are asked for, and what the model
-            has seen of encoded pictures.
+            On the host: packed outputs, those beside that are wanted, and what the model has seen of encoded pictures.
 
         Raises:
             RuntimeError: as torch raises it.
         """
-        graph = self._graphs.get((size, replace(request, logits=False)))
+        graph = self._graphs.get((size, request.computed))
         slot = self._slots.get()
         try:
             return self._run(slot, graph, images, request, size)
@@ -252,7 +252,7 @@ class BatchLauncher:
 
     def _run(
         self, slot: _Slot, graph: _Graph | None, images: Images, request: BatchRequest, size: int
-    ) -> tuple[Tensor, Tensor | None, Decoded]:
+    ) -> tuple[Tensor, dict[str, Tensor], Decoded]:
         ops, count = self._ops, len(images)
         with ops.on(slot.copies):
             encoded, failed = self._upload(slot, images)
@@ -265,10 +265,11 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-                packed, logits = graph.packed, graph.logits[0]
+                packed, beside = graph.packed, graph.beside
             else:
-                packed, logits = self._compute(self._input[:size], request)
-            outputs = ops.download(packed[:count]), ops.download(logits[:count]) if request.logits else None
+                packed, beside = self._compute(self._input[:size], request)
+            host = ops.download(packed[:count])
+            wanted = {name: ops.download(beside[name][:count]) for name in request.beside}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
         decoded: Decoded = {}
@@ -276,7 +277,7 @@ class BatchLauncher:
             slot.returned.synchronize()
             # Copies: the memory of the whole batch is not to live as long as one picture of it.
             decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
-        return *outputs, decoded
+        return host, wanted, decoded
 
     def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
         """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""

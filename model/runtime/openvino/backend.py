@@ -64,7 +64,7 @@ class OpenVino:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
                 threading.Thread(target=self.prepare_relevance, name="openvino-relevance").start()
             network = self._explaining
-        if network is None or request.layers not in ((), network.request.layers):
+        if network is None or not network.request.covers(request):
             return self._torch.predict(images, request)
         with self._torch.threads as alone:
             return self._torch.postprocess(_in_pieces(network, stacked(images), alone=alone), request.top_k)

@@ -94,3 +94,13 @@ def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:
         BatchRequest(5, logits=True, layers=(0, 3), relevance=True)
     )
     assert BatchRequest(5, logits=True, layers=(3,)).of_network == BatchRequest(layers=(3,))
+
+
+def test_a_network_covers_what_it_computes() -> None:
+    last, both = BatchRequest(layers=(3,)), BatchRequest(layers=(3,), relevance=True)
+    assert last.covers(BatchRequest(9, logits=True, layers=(3,)))
+    assert last.covers(BatchRequest(2))
+    assert both.covers(BatchRequest(2, relevance=True))
+    assert not last.covers(BatchRequest(2, layers=(1,)))
+    assert not both.covers(BatchRequest(2, layers=(1, 3)))
+    assert not last.covers(BatchRequest(2, relevance=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.runtime.batches import BatchRequest
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Outputs
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -29,7 +29,7 @@ class Sums:
         self.at_once = 0
         self._inside = threading.Lock()
 
-    def __call__(self, pixels: Tensor, request: BatchRequest) -> tuple[Tensor, Tensor]:
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> Outputs:
         if not self._inside.acquire(blocking=False):
             self.at_once += 1
             raise AssertionError("two batches compute at once")
@@ -39,13 +39,14 @@ class Sums:
             self.sizes.append(len(pixels))
             sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
             packed = (sums + 1000 * len(request.layers)).expand(-1, 2 * request.top_k + 1).contiguous()
-            return packed, torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
+            logits = torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
+            return packed, {"logits": logits}
         finally:
             self._inside.release()
 
 
-def computed(packed: Tensor) -> tuple[Tensor, Tensor]:
-    return packed, packed.float()
+def computed(packed: Tensor) -> Outputs:
+    return packed, {"logits": packed.float()}
 
 
 def images(*values: int) -> np.ndarray:
@@ -91,13 +92,12 @@ def test_a_captured_size_and_request_is_replayed() -> None:
     subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, logits, _ = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
+    plain, beside, _ = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
     mapped, none, _ = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
     assert ops.replays == before + 2
     assert (plain[:, 0].tolist(), plain.shape) == ([6, 12], (2, 7))
     assert mapped[:, 0].tolist() == [1018]
-    assert logits is not None
-    assert (logits.tolist(), none) == ([[3, 2], [6, 2]], None)
+    assert (beside["logits"].tolist(), none) == ([[3, 2], [6, 2]], {})
 
 
 @pytest.mark.usefixtures("without_faults_in_capture")
@@ -109,9 +109,8 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     before = ops.replays
     assert subject.run(images(1), BatchRequest(3), size=2)[0][:, 0].tolist() == [6]  # another size
     assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)[0][:, 0].tolist() == [2006]  # other layers
-    wide, logits, _ = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
-    assert logits is not None
-    assert (wide.shape, logits.tolist()) == ((1, 9), [[3, 4]])
+    wide, beside, _ = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
+    assert (wide.shape, beside["logits"].tolist()) == ((1, 9), [[3, 4]])
     assert ops.replays == before
 
 
@@ -120,7 +119,7 @@ def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
     ops = watchless()
     ops.spoil_capture = True
 
-    def compute(pixels: Tensor, request: BatchRequest) -> tuple[Tensor, Tensor]:
+    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
         return computed(torch.full((len(pixels), 2 * request.top_k + 1), 0.5).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -168,7 +167,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
-    def compute(pixels: Tensor, request: BatchRequest) -> tuple[Tensor, Tensor]:
+    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
         return computed((pixels.flatten(1).float() @ weight).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -179,7 +178,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
 def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, request: BatchRequest) -> tuple[Tensor, Tensor]:
+    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
         return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -218,7 +217,7 @@ def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_bes
     ops, beside = StandInOps(), threading.Lock()
     seen: list[bool] = []
 
-    def compute(pixels: Tensor, request: BatchRequest) -> tuple[Tensor, Tensor]:
+    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
         seen.append(beside.locked())
         return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
 

@@ -191,7 +191,7 @@ def test_the_computation_waits_for_the_decoder_and_not_for_the_pixels_way_back()
     ops, wanted = StandInOps(strict=False), config()
     subject = BatchLauncher(
         ops,
-        lambda pixels, request: (pixels[:, 0, 0, :1].int(), pixels[:, 0, 0, :1].float()),
+        lambda pixels, request: (pixels[:, 0, 0, :1].int(), {}),
         shape=(*wanted.size, 3),
         max_batch=2,
         slots=1,
