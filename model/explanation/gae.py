@@ -17,10 +17,10 @@ from model.explanation.explicit_forward import (
     finish,
     finish_pool,
     over_all_tokens,
+    readout,
     weigh,
     weigh_pool,
 )
-from model.explanation.readout import readout
 from model.network.vit import VisionTransformer
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.explanation.explicit_forward import block_inputs, blocks_of, over_all_tokens, weigh, weigh_pool
-from model.explanation.readout import readout
+from model.explanation.explicit_forward import block_inputs, blocks_of, over_all_tokens, readout, weigh, weigh_pool
 from model.network.vit import VisionTransformer
 from model.prediction import Fusion
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
@@ -118,7 +116,7 @@ def _duration(totals: Mapping[tuple[str, str], float], metric: str, key: str) ->
 def _totals(metrics: Metrics) -> dict[tuple[str, str], float]:
     """Return the sum of each metric by stage, of the service as a whole; requests for inference are `ok`."""
     totals: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in metrics.collect():
         for sample in family.samples:
             endpoint = sample.labels.get("endpoint")
             if endpoint is not None and endpoint not in _REQUESTS:
