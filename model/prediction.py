@@ -99,7 +99,8 @@ def parse_maps(
     """
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
-    name = method or ("cls" if of_row else "rollout" if of_rollout else METHODS[0])
+    implied: Method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
+    name = implied if method is None else method
     if name not in METHODS:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(METHODS)}")
     strangers = [

@@ -13,8 +13,8 @@ from model.prediction import AttentionMap, Head, MapRequest
 
 def attention_maps(
     attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
-) -> list[AttentionMap | None]:
-    """Return the map of each request, or None where no row of attention is requested.
+) -> dict[int, AttentionMap]:
+    """Return the maps of the requests that are of a row of attention, by their places.
 
     Requests of the same layer and head, however mixed the batch, are computed in one operation.
 
@@ -25,7 +25,7 @@ def attention_maps(
     for index, request in enumerate(requests):
         if request is not None and request.layer is not None and request.head is not None:
             groups.setdefault((request.layer, request.head), []).append(index)
-    found: list[AttentionMap | None] = [None] * len(requests)
+    found: dict[int, AttentionMap] = {}
     for (layer, head), members in groups.items():
         rows = attention[members, layers.index(layer)]
         maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
-from typing import Final, Literal, cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -271,12 +271,6 @@ class Predictor:
         decoded = outputs.decoded or {}
         pictures = [decoded.get(place, image) for place, image in enumerate(images)] if decoded else images
         maps |= self._maps_of_own_pass(pictures, requests, indices)
-
-        def failure(place: int) -> Literal["not finite", "not decoded"] | None:
-            if decoded.get(place, images[place]) is None:
-                return "not decoded"
-            return None if finite[place] else "not finite"
-
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
@@ -284,7 +278,7 @@ class Predictor:
                 map=maps.get(place),
                 logits=None if logits is None or not each.logits else logits[place],
                 decoded=decoded.get(place),
-                failure=failure(place),
+                failure="not decoded" if pictures[place] is None else None if finite[place] else "not finite",
             )
             for place, each in enumerate(requests)
         ]
@@ -307,8 +301,7 @@ class Predictor:
         """Return the maps that come out of the classification's pass, by the places of their images."""
         maps: dict[int, AttentionMap] = {}
         if request.layers:
-            rows = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
-            maps = {place: row for place, row in enumerate(rows) if row is not None}
+            maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
         if request.relevance:
             places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
             made = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
