@@ -100,7 +100,7 @@ class BatchOutputs(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return those that were computed, by name."""
-        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
 
     def first(self, count: int) -> BatchOutputs:
         """Return the outputs of the first images."""

@@ -110,8 +110,8 @@ def unpack(packed: Tensor, request: BatchRequest, config: ViTConfig) -> BatchOut
     if request.relevance:
         shapes["relevance"] = (config.tokens,)
     parts = torch.split(packed, [math.prod(shape) for shape in shapes.values()], dim=1)
-    found = {
+    tensors = {
         name: part.view(_PACKED[name]).reshape(len(packed), *shape).clone()
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
-    return BatchOutputs.of(found | {"indices": found["indices"].long(), "finite": found["finite"] != 0})
+    return BatchOutputs.of(tensors | {"indices": tensors["indices"].long(), "finite": tensors["finite"] != 0})

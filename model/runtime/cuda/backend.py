@@ -22,7 +22,7 @@ from model.prediction import MapRequest
 from model.runtime.backend import Images, first_line
 from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOps, Outputs
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOps, DeviceOutputs
 from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.device import batch_too_large
 from model.runtime.postprocess import beside, pack, run_network, unpack
@@ -42,7 +42,7 @@ class _Compute(NamedTuple):
     tail: Callable[[BatchOutputs, int], Tensor]
     folded: FoldedWeights
 
-    def __call__(self, pixels: Tensor, request: BatchRequest) -> Outputs:
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Map uint8 [B, H, W, C] on the device to the outputs there."""
         outputs = run_network(self.model, self.normalise(pixels), request, self.folded)
         return self.tail(outputs, request.top_k), beside(outputs)
@@ -83,8 +83,8 @@ class Cuda(TorchBackend):
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
         request = replace(request, top_k=max(request.top_k, self._captured_k))
-        packed, wanted, decoded = self._launcher.run(images, request, size=size)
-        return unpack(packed, request, self.config)._replace(**wanted, decoded=decoded)
+        packed, named, decoded = self._launcher.run(images, request, size=size)
+        return unpack(packed, request, self.config)._replace(**named, decoded=decoded)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
@@ -175,12 +175,12 @@ class Cuda(TorchBackend):
         self.compilation = replace(self.compilation, graphs=uncompiled)
         self._log("captured", started)
 
-    def _compute(self, pixels: Tensor, request: BatchRequest) -> Outputs:
+    def _compute(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Compute where there is no graph, so that neither a compiler nor lasting kernels are waited for."""
         compiled = self._compiled if request.of_network in self.usual and not self._options.graphs else None
         return (compiled or self._uncompiled)(pixels, request)
 
-    def _compute_to_capture(self, pixels: Tensor, request: BatchRequest) -> Outputs:
+    def _compute_to_capture(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Compute for a graph; the compiled model does a single image twice, as its code is for two and more."""
         if self._compiled is None:
             return self._uncompiled(pixels, request)

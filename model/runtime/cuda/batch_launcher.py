@@ -34,10 +34,10 @@ from model.runtime.cuda.picture_decoding import DevicePreprocess
 _TOLERANCE: Final = 0.02
 """Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
-Outputs = tuple[Tensor, dict[str, Tensor]]
+DeviceOutputs = tuple[Tensor, dict[str, Tensor]]
 """Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""
 
-Compute = Callable[[Tensor, BatchRequest], Outputs]
+Compute = Callable[[Tensor, BatchRequest], DeviceOutputs]
 """(uint8 [B, H, W, C] on the device, request) -> the outputs there, `BatchRequest.beside` whether wanted or not."""
 
 
@@ -269,7 +269,7 @@ class BatchLauncher:
             else:
                 packed, beside = self._compute(self._input[:size], request)
             host = ops.download(packed[:count])
-            wanted = {name: ops.download(beside[name][:count]) for name in request.beside}
+            named = {name: ops.download(beside[name][:count]) for name in request.beside}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
         decoded: Decoded = {}
@@ -277,7 +277,7 @@ class BatchLauncher:
             slot.returned.synchronize()
             # Copies: the memory of the whole batch is not to live as long as one picture of it.
             decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
-        return host, wanted, decoded
+        return host, named, decoded
 
     def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
         """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.runtime.batches import BatchRequest
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Outputs
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOutputs
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -29,7 +29,7 @@ class Sums:
         self.at_once = 0
         self._inside = threading.Lock()
 
-    def __call__(self, pixels: Tensor, request: BatchRequest) -> Outputs:
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         if not self._inside.acquire(blocking=False):
             self.at_once += 1
             raise AssertionError("two batches compute at once")
@@ -45,7 +45,7 @@ class Sums:
             self._inside.release()
 
 
-def computed(packed: Tensor) -> Outputs:
+def computed(packed: Tensor) -> DeviceOutputs:
     return packed, {"logits": packed.float()}
 
 
@@ -119,7 +119,7 @@ def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
     ops = watchless()
     ops.spoil_capture = True
 
-    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         return computed(torch.full((len(pixels), 2 * request.top_k + 1), 0.5).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -167,7 +167,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
-    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         return computed((pixels.flatten(1).float() @ weight).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -178,7 +178,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
 def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -217,7 +217,7 @@ def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_bes
     ops, beside = StandInOps(), threading.Lock()
     seen: list[bool] = []
 
-    def compute(pixels: Tensor, request: BatchRequest) -> Outputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         seen.append(beside.locked())
         return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
 
