@@ -21,7 +21,7 @@ from starlette.types import Message, Receive
 from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.images.preprocess import ModelInput, model_input
-from model.prediction import MapRequest, Picture
+from model.prediction import Picture, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation
@@ -290,21 +290,13 @@ class Pipeline:
         )
         return Decoded(picture, time.perf_counter() - started)
 
-    async def infer(
-        self,
-        pixels: Picture,
-        deadline: Deadline,
-        *,
-        top_k: int,
-        map_request: MapRequest | None,
-        logits: bool = False,
-    ) -> InferenceResult:
+    async def infer(self, pixels: Picture, deadline: Deadline, requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
         traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, top_k, map_request, traceparent, logits)
+        request = InferenceRequest(pixels, requested, traceparent)
         remaining = deadline.remaining()
         try:
             result = await self._infer(request, remaining)

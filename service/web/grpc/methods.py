@@ -26,7 +26,7 @@ from service.web.grpc.open_inference_pb2 import (
     ServerReadyResponse,
 )
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.documents import (
+from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
     model_statistics,

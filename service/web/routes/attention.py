@@ -24,10 +24,8 @@ from model.prediction import (
     AttentionMap,
     Fusion,
     MapRequest,
-    parse_classes,
-    parse_head,
-    parse_layer,
-    parse_rollout,
+    RequestedOutputs,
+    parse_maps,
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
@@ -167,13 +165,13 @@ async def _answer(
     `file` is the upload that the picture comes from.
     """
     results = await all_of(
-        pipeline.infer(picture.pixels, deadline, top_k=1, map_request=map_request) for map_request in map_requests
+        pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
     )
-    found = [result.map for result in results if result.map is not None]
+    found = [result.outputs.map for result in results if result.outputs.map is not None]
     assert len(found) == len(map_requests), "the engine answers a map when it is asked for one"
     if image_id is None:
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(results[0].scores[0]))
+        pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
         image_id = await pipeline.pictures.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
@@ -228,26 +226,14 @@ def _npy(found: list[AttentionMap]) -> bytes:
 
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
     """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    of_row = query.layer is not None or query.head is not None
-    of_rollout = query.fusion is not None or query.discard is not None
-    method = query.method
-    if method is None:
-        method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
-    if method not in METHODS:
-        raise InvalidParameter(f"method {method!r}: this service offers {', '.join(METHODS)}")
-    if query.class_ is not None and method not in CLASS_SPECIFIC:
-        raise InvalidParameter(f"class does not apply to method {method!r}")
-    if of_row and method != "cls":
-        raise InvalidParameter(f"{'head' if query.layer is None else 'layer'} does not apply to method {method!r}")
-    if of_rollout and method != "rollout":
-        raise InvalidParameter(f"{'discard' if query.fusion is None else 'fusion'} does not apply to method {method!r}")
+    maps = parse_maps(
+        info.config,
+        info.labels,
+        classes=query.class_,
+        **query.model_dump(include={"method", "layer", "head", "fusion", "discard"}),
+    )
     _check_drawing(query)
-    if method == "cls":
-        return [MapRequest(parse_layer(query.layer, info.config.depth), parse_head(query.head, info.config.heads))]
-    if method == "rollout":
-        return [MapRequest.explained(parse_rollout(query.fusion, query.discard).method)]
-    classes = [None] if query.class_ is None else parse_classes(query.class_, info.labels)
-    return [MapRequest.explained(method, class_index) for class_index in classes]
+    return maps
 
 
 def _check_drawing(query: AttentionQuery) -> None:

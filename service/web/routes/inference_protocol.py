@@ -19,7 +19,7 @@ from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
 from service.web.awaiting import unless_disconnected
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.documents import (
+from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
     model_statistics,

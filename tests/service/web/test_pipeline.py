@@ -16,6 +16,7 @@ from starlette.types import Message
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
+from model.prediction import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
 from service.web.awaiting import unless_disconnected
@@ -113,7 +114,7 @@ async def test_an_engine_has_half_a_second_more_than_the_requests_time(monkeypat
         return timeout(PATIENCE)
 
     monkeypatch.setattr(asyncio, "timeout", remember)
-    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), top_k=1, map_request=None)
+    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
     assert (bounds, service.engine.timeouts) == ([7.5], [7])
 
 
@@ -123,7 +124,7 @@ async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> Non
     inner, gate = pipeline_of(service), service.engine.gate
     gate.clear()
     time_is_up = Deadline(inner.clock(), inner.clock)
-    waiting = asyncio.ensure_future(inner.infer(pixels(1), time_is_up, top_k=1, map_request=None))
+    waiting = asyncio.ensure_future(inner.infer(pixels(1), time_is_up, RequestedOutputs(1)))
     await settle()
     gate.set()
     assert (await waiting).batch_size == 1

@@ -64,7 +64,7 @@ async def test_no_more_than_the_best_class_is_asked_for_beside_a_map() -> None:
     infer = service.engine.infer
 
     async def counting(request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        asked.append(request.top_k)
+        asked.append(request.requested.top_k)
         return await infer(request, timeout=timeout)
 
     service.engine.infer = counting  # type: ignore[method-assign]
