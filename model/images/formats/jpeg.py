@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +11,7 @@ import numpy as np
 from PIL import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from model.errors import UnsupportedImageFormat
 from model.images.exif import UPRIGHT, read_orientation
 from model.images.formats.base import MAX_PARTS, ControlledFile, EncodedImage, MinSize, bounded_parts, pixel_bytes
 
@@ -19,10 +20,14 @@ _STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 """Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE = {0xC2, 0xCA}
-_HUFFMAN_PROGRESSIVE = 0xC2
-_DCT = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+_ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
+_HUFFMAN = {0xC0, 0xC1}
+_PROGRESSIVE = 0xC2
+_DCT = {0xC0, 0xC1, 0xC2}
 """Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+
+_SCAN_COST = 0.03
+"""Pixels of an 8-bit RGB PNG that take as long to decode as a pixel takes in each scan, though it says nothing new."""
 
 _SOS = 0xDA
 _SCAN, _HUFFMAN_TABLES, _RESTART_INTERVAL, _END_OF_IMAGE = b"\xff\xda", b"\xff\xc4", b"\xff\xdd", b"\xff\xd9"
@@ -67,27 +72,17 @@ class Jpeg(EncodedImage):
         kept = [view[:2]]
         exif = xmp = None
         frame, components = 0, 0
-        position = 2
         scans, buffered, first_scan = 1, False, None
-        for _ in bounded_parts():
-            # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
-            found = _MARKER.search(data, position)
-            if found is None:
-                break
-            begin, marker, start = found.start(), found[0][1], found.end()
-            if marker in _STANDALONE:
-                kept.append(view[begin:start])
-                position = start
-                continue
-            length = int.from_bytes(data[start : start + 2], "big")
-            position = start + max(2, length)
+        for marker, begin, start, position in _segments(data, 2):
             if marker == _SOS:
-                if frame == _HUFFMAN_PROGRESSIVE:
+                if frame == _PROGRESSIVE:
                     first_scan = sum(map(len, kept))
                 kept.append(view[begin:])
-                buffered = frame in _PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
+                buffered = frame == _PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
                 scans = _count_scans(data, start) + 1 if buffered else 1
                 break
+            if marker in _ARITHMETIC:
+                raise UnsupportedImageFormat("JPEG pictures with arithmetic coding are not read: no browser shows them")
             if marker in _METADATA and not data.startswith(_COLOUR_SEGMENTS, start + 2):
                 if marker == _APP1:
                     segment = bytes(view[start + 2 : position])
@@ -138,7 +133,8 @@ class Jpeg(EncodedImage):
 
     def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
         """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return (0.5 if scale == 1 else 0.25) * (2.0 if self.buffered else 1.0)
+        cost = 0.5 if scale == 1 else 0.25
+        return 2.0 * cost + _SCAN_COST * self.scans if self.buffered else cost
 
     def without_fine_scans(self, scale: int, components: Set[int]) -> bytes | None:
         """Return a progressive JPEG's data without what does not show at 1/4 or 1/8; None where nothing is left out.
@@ -183,6 +179,26 @@ class Jpeg(EncodedImage):
         else:
             return None
         return b"".join((*kept, view[done : position + 2])) if kept else None
+
+
+def _segments(data: bytes | bytearray, position: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment from `position` on."""
+    for _ in bounded_parts():
+        # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
+        found = _MARKER.search(data, position)
+        if found is None:
+            return
+        begin, marker, position = found.start(), found[0][1], found.end()
+        start = position
+        if marker not in _STANDALONE:
+            position += max(2, int.from_bytes(data[start : start + 2], "big"))
+        yield marker, begin, start, position
+
+
+def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
+    """Return whether the frame of the JPEG stream at `position` is a sequential one with Huffman codes."""
+    frames = (marker for marker, *_ in _segments(data, position) if marker in _FRAMES or marker == _SOS)
+    return next(frames, _SOS) in _HUFFMAN
 
 
 def _layers(image: ImageFile.ImageFile) -> list[tuple[int, int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from typing import Self
@@ -10,19 +11,23 @@ import numpy as np
 from PIL import ImageFile
 from PIL.TiffImagePlugin import (
     BITSPERSAMPLE,
+    COMPRESSION,
     ROWSPERSTRIP,
     STRIPBYTECOUNTS,
+    STRIPOFFSETS,
     TILEBYTECOUNTS,
     TILELENGTH,
+    TILEOFFSETS,
     TILEWIDTH,
     TiffImageFile,
 )
 
-from model.errors import InvalidImage
+from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
 from model.images.formats.base import EncodedImage, pixel_bytes
+from model.images.formats.jpeg import has_baseline_frame
 
-_XMP = 700
+_XMP, _JPEG = 700, 7
 _PICTURE_TAGS = {
     *(256, 257, 258, 259, 262, 266, 273, 277, 278, 279, 284),  # size, samples, compression, strips
     *(292, 293, 317, 320, 322, 323, 324, 325, 332, 338, 339, 347),  # fax, predictor, colours, tiles, JPEG tables
@@ -67,7 +72,9 @@ class Tiff(EncodedImage):
         fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _PICTURE_TAGS}
         if sum(field.size for field in fields.values()) > len(data):
             raise InvalidImage("the TIFF file's directory claims more data than the file has")
-        if any(_total(fields.get(tag), directory, data) > len(data) for tag in (STRIPBYTECOUNTS, TILEBYTECOUNTS)):
+        if any(
+            sum(_integers(fields.get(tag), directory, data)) > len(data) for tag in (STRIPBYTECOUNTS, TILEBYTECOUNTS)
+        ):
             # Strips that share their bytes would be unpacked again and again.
             raise InvalidImage("the TIFF file's strips or tiles claim more data than the file has")
         if any(field.value_size > 1 and field.value_count > _MAX_VALUES for field in fields.values()):
@@ -77,6 +84,7 @@ class Tiff(EncodedImage):
             xmp = directory.find(_XMP)
             orientation = read_orientation(None, directory.value(xmp, data) if xmp else None)
 
+        _check_jpeg(fields, directory, data)
         # Pillow ignores fields whose values stand outside the file, and warns of them.
         entries = [
             _entry(field, directory, data)
@@ -102,7 +110,16 @@ class Tiff(EncodedImage):
         """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
         assert isinstance(image, TiffImageFile)
         factor = _LZMA_FACTOR if image.info.get("compression") == "lzma" else 1.0
-        return factor * max(_pixel_bits(image) / 24, 0.5)
+        return factor * max(_pixel_bits(image) / 24, 0.5) * _unpacked_share(image)
+
+
+def _check_jpeg(fields: dict[int, Field], directory: Directory, data: bytes | bytearray) -> None:
+    """Raise `UnsupportedImageFormat` if a strip or tile is a JPEG that is not sequential with Huffman codes."""
+    if _integers(fields.get(COMPRESSION), directory, data)[:1] != [_JPEG]:
+        return
+    for tag in (STRIPOFFSETS, TILEOFFSETS):
+        if not all(has_baseline_frame(data, at) for at in _integers(fields.get(tag), directory, data)):
+            raise UnsupportedImageFormat("of TIFF files with JPEG inside, only those with baseline JPEG are read")
 
 
 def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes:
@@ -128,16 +145,25 @@ def _block_bytes(image: TiffImageFile) -> float:
     return width * rows * max(_pixel_bits(image) / 8, 4.0 if image.mode == "RGB" else 0.0)
 
 
+def _unpacked_share(image: TiffImageFile) -> float:
+    """Return how many times the picture's pixels its tiles have, which may be larger than the picture."""
+    width, rows = image.tag_v2.get(TILEWIDTH), image.tag_v2.get(TILELENGTH)
+    if not width or not rows:
+        return 1.0
+    columns = math.ceil(image.width / width)
+    return float(columns * width * math.ceil(image.height / rows) * rows / (image.width * image.height))
+
+
 def _pixel_bits(image: TiffImageFile) -> float:
     """Return the bits of a pixel before it is packed."""
     sample_bits = image.tag_v2.get(BITSPERSAMPLE, (8,))
     return float(sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits)
 
 
-def _total(field: Field | None, directory: Directory, data: bytes | bytearray) -> int:
-    """Return the sum of a field's integers; 0 where there is no such field or it holds none."""
+def _integers(field: Field | None, directory: Directory, data: bytes | bytearray) -> list[int]:
+    """Return a field's integers; none where there is no such field or it holds no integers."""
     if field is None or field.field_type not in _INTEGER_TYPES:
-        return 0
+        return []
     values = np.frombuffer(directory.value(field, data), np.uint8)
     whole = values[: len(values) // field.value_size * field.value_size]
-    return int(whole.view(f"{directory.byte_order}u{field.value_size}").sum(dtype=np.float64))
+    return list(map(int, whole.view(f"{directory.byte_order}u{field.value_size}")))

@@ -89,8 +89,8 @@ def test_the_sender_is_told_what_the_reader_says_but_no_accident_inside_it(error
 
 
 COSTS: dict[str, list[tuple[Any, ...]]] = {
-    "JPEG": [("RGB", {}, 1, 0.5), ("RGB", {}, 2, 0.25), ("RGB", {}, 8, 0.25), ("RGB", {"progressive": True}, 1, 1.0),
-             ("RGB", {"progressive": True}, 4, 0.5)],
+    "JPEG": [("RGB", {}, 1, 0.5), ("RGB", {}, 2, 0.25), ("RGB", {}, 8, 0.25), ("RGB", {"progressive": True}, 1, 1.3),
+             ("RGB", {"progressive": True}, 4, 0.8)],
     "PNG": [("RGB", {}, 1, 1.0), ("RGBA", {}, 1, 4 / 3), ("L", {}, 1, 1 / 3), ("I;16", {}, 1, 2 / 3)],
     "GIF": [("P", {}, 1, 0.5)],
     "BMP": [("RGB", {}, 1, 0.5)],
