@@ -20,6 +20,7 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
+from model.images.formats import unpack_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.prediction import MapRequest, Picture
 from service.engine.base import Engine
@@ -40,9 +41,10 @@ from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
 from service.web.connections import CRAWLS, GIVE_WAY
+from service.web.decoders import Decoders
 from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
-from service.web.lanes import Control, Deadline, Lane, PictureTooBig
+from service.web.lanes import Deadline, Lane
 from service.web.lifecycle import Lifecycle
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
@@ -65,32 +67,26 @@ class Decoded:
     seconds: float
 
 
-BIG_PICTURE = 10_000_000
-"""Cost of decoding, in pixels of an 8-bit RGB PNG, beyond which a picture is a big one: 0.2 s of a thread."""
-
-
-@dataclass(frozen=True, slots=True)
 class Lanes:
-    """The threads that decode small pictures and big ones, and those that draw maps."""
+    """What works beside the event loop of one process: threads of each kind, and the processes that decode pictures."""
 
-    small: Lane
-    big: Lane
-    drawing: Lane
-
-    @classmethod
-    def of(cls, settings: Settings) -> Lanes:
-        """Return the lanes of one process; big pictures have half as many threads, beside those of the small ones."""
+    def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
-        return cls(
-            small=Lane("decode", threads, max_cost=BIG_PICTURE),
-            big=Lane("decode-big", max(1, threads // 2), background=True),
-            drawing=Lane("drawing", 1, capacity=settings.max_drawings, background=True),
-        )
+        self.pictures = Lane("decode", threads)
+        self.documents = Lane("documents", 1, background=True)
+        self.drawing = Lane("drawing", 1, capacity=settings.max_drawings, background=True)
+        self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` if a thread does not come back from its work."""
+        for lane in (self.pictures, self.documents, self.drawing):
+            lane.check()
 
     def close(self) -> None:
-        """Drop what waits on all threads and take nothing more."""
-        for lane in (self.small, self.big, self.drawing):
+        """Drop what waits, take nothing more, and end the processes."""
+        for lane in (self.pictures, self.documents, self.drawing):
             lane.close()
+        self.decoders.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +138,12 @@ class Pipeline:
         if info is None or not self.engine.ready:
             raise EngineUnavailable(self.engine.status.reason)
         return info
+
+    def check_ready(self) -> None:
+        """Raise `Draining` or `EngineUnavailable` if the service takes no requests, or should get none."""
+        self.lifecycle.check()
+        self.model()
+        self.lanes.check()
 
     def admit(self) -> AbstractContextManager[Permit]:
         """Take a place in the service before any work; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
@@ -268,7 +270,7 @@ class Pipeline:
         return file
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to one picture of the model's size, on a decode thread.
+        """Decode a file to one picture of the model's size, on a decode thread or in a process of its own.
 
         Raises:
             ImageError: see `model.images.preprocess.preprocess`.
@@ -277,25 +279,27 @@ class Pipeline:
         """
         if not data:
             raise MissingImage("the picture is empty")
-        work = partial(self._decode, data, self.model().preprocess)
+        config = self.model().preprocess
         remaining = deadline.remaining()
         try:
-            try:
-                decoded = await self.lanes.small.run(work, deadline)
-            except PictureTooBig:
-                decoded = await self.lanes.big.run(work, deadline)
+            decoded = await self.lanes.pictures.run(partial(self._decode_bounded, data, config), deadline)
+            if decoded is None:
+                pixels = await self.lanes.decoders.model_input(data, config, deadline)
+                decoded = Decoded(pixels.picture, pixels.seconds)
         except (ImageError, ServiceError) as error:
             self.stage_failed("decode", remaining - deadline.remaining(), error)
             raise
         self.stage_ended("decode", decoded.seconds)
         return decoded
 
-    def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
+    def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
+        """Return the picture in a file whose structure bounds the work; None for all others."""
         started = time.perf_counter()
+        encoded = unpack_bounded(data)
+        if encoded is None:
+            return None
         bounds = self.settings
-        picture = model_input(
-            data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, control=control
-        )
+        picture = model_input(encoded, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode)
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from typing import Self
@@ -10,21 +9,17 @@ from typing import Self
 import numpy as np
 from PIL import ImageFile
 from PIL.TiffImagePlugin import (
-    BITSPERSAMPLE,
     COMPRESSION,
-    ROWSPERSTRIP,
     STRIPBYTECOUNTS,
     STRIPOFFSETS,
     TILEBYTECOUNTS,
-    TILELENGTH,
     TILEOFFSETS,
-    TILEWIDTH,
     TiffImageFile,
 )
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
-from model.images.formats.base import EncodedImage, pixel_bytes
+from model.images.formats.base import EncodedImage
 from model.images.formats.jpeg import has_baseline_frame
 
 _XMP, _JPEG = 700, 7
@@ -38,9 +33,6 @@ _SINGLE_VALUE_TAGS = {256, 257, 259, 266, 277, 278, 284, 322, 323}
 
 _INTEGER_TYPES = {3, 4, 16}
 """Field types of unsigned integers of 16, 32 and 64 bits."""
-
-_LZMA_FACTOR = 4.0
-"""How many times as long as deflate LZMA takes for the same pixels."""
 
 _MAX_VALUES = 65_536
 """Values of one field, such as the places of the strips."""
@@ -58,7 +50,6 @@ class Tiff(EncodedImage):
     name = "TIFF"
     magic = re.compile(rb"II[*+]\0|II\0\*|MM\0[*+]|MM\*\0")
     reader = _TiffReader
-    max_cost = 1.4  # one call of libtiff unpacks the whole picture: 8-bit RGBA of the largest size just fits
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:
@@ -98,20 +89,6 @@ class Tiff(EncodedImage):
         end = directory.offset + len(rewritten)
         return cls(b"".join((view[: directory.offset], rewritten, view[end:])), orientation=orientation)
 
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of Pillow's picture and of the largest strip or tile, which libtiff holds unpacked."""
-        pixel = pixel_bytes(image)
-        if image.info.get("compression") == "raw":
-            return float(pixel)
-        assert isinstance(image, TiffImageFile)
-        return pixel + _block_bytes(image) / (image.width * image.height)
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        assert isinstance(image, TiffImageFile)
-        factor = _LZMA_FACTOR if image.info.get("compression") == "lzma" else 1.0
-        return factor * max(_pixel_bits(image) / 24, 0.5) * _unpacked_share(image)
-
 
 def _check_jpeg(fields: dict[int, Field], directory: Directory, data: bytes | bytearray) -> None:
     """Raise `UnsupportedImageFormat` if a strip or tile is a JPEG that is not sequential with Huffman codes."""
@@ -131,33 +108,6 @@ def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes
     return struct.pack(
         directory.entry_format, field.tag, field.field_type, 1, value if len(value) <= len(inline) else inline
     )
-
-
-def _block_bytes(image: TiffImageFile) -> float:
-    """Return the bytes of the largest strip or tile."""
-    tags = image.tag_v2
-    width, rows = tags.get(TILEWIDTH), tags.get(TILELENGTH)
-    if width is None or rows is None:
-        width, rows = image.width, min(image.height, tags.get(ROWSPERSTRIP, image.height))
-    if not isinstance(width, int) or not isinstance(rows, int):
-        raise InvalidImage("the TIFF picture's tiles have no valid size")
-    # Pixels are unpacked to at least 32 bits where libtiff converts colours.
-    return width * rows * max(_pixel_bits(image) / 8, 4.0 if image.mode == "RGB" else 0.0)
-
-
-def _unpacked_share(image: TiffImageFile) -> float:
-    """Return how many times the picture's pixels its tiles have, which may be larger than the picture."""
-    width, rows = image.tag_v2.get(TILEWIDTH), image.tag_v2.get(TILELENGTH)
-    if not width or not rows:
-        return 1.0
-    columns = math.ceil(image.width / width)
-    return float(columns * width * math.ceil(image.height / rows) * rows / (image.width * image.height))
-
-
-def _pixel_bits(image: TiffImageFile) -> float:
-    """Return the bits of a pixel before it is packed."""
-    sample_bits = image.tag_v2.get(BITSPERSAMPLE, (8,))
-    return float(sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits)
 
 
 def _integers(field: Field | None, directory: Directory, data: bytes | bytearray) -> list[int]:

@@ -109,7 +109,7 @@ class _Classifier:
         pipeline.metrics.top1_score.observe(float(classified.result.scores[0]))
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
         render = partial(self._render, classified, image_id)
-        return await pipeline.lanes.big.run_large(render, self._deadline, size=self._top_k)
+        return await pipeline.lanes.documents.run_large(render, self._deadline, size=self._top_k)
 
     def _render(self, classified: Classified, image_id: str | None) -> bytes:
         result = classified.result
