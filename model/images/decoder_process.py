@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin
+from PIL import AvifImagePlugin, ImageCms, ImageColor, ImageFilter, ImagePalette
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
@@ -55,6 +55,9 @@ TOO_MUCH: Final = 1
 """The picture needs more memory than a quick job may take."""
 ERRORS: Final = (UnsupportedImageFormat, ImageTooLarge, ImageTooCostly, InvalidImage)
 """Statuses from 2 on."""
+
+_IMPORTED_LATE: Final = (ImageCms, ImageColor, ImageFilter, ImagePalette)
+"""Modules that Pillow imports when a picture needs them, which a decoder no longer can."""
 
 QUICK_PIXELS: Final = 4_194_304
 """Pixels of the largest picture that may be a quick job."""

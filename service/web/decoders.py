@@ -1,9 +1,9 @@
 """The decoder processes of a web process, as it sees them: a job goes in, pixels or an error come out.
 
-    quick:  at most 0.25 s of processor time, 4 megapixels; processes that are kept
+    quick:  at most 0.15 s of processor time, 4 megapixels; processes that are kept
     slow:   what was no quick job after all, at low priority, up to VIT_DECODE_SECONDS; a fresh process each
 
-A file that costs a lot therefore keeps others from being decoded for a quarter of a second, and then only those that
+A file that costs a lot therefore keeps others from being decoded for 0.15 s, and then only those that
 cost a lot too. What the processes may do is said in `model.images.decoder_process`.
 """
 
@@ -39,7 +39,7 @@ from service.web.lanes import Deadline
 
 logger = logging.getLogger("vitserve")
 
-_QUICK_SECONDS: Final = 0.25
+_QUICK_SECONDS: Final = 0.15
 _MAX_TEXT: Final = 4096
 
 _PIXEL_BYTES: Final = 6.5
