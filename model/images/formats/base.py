@@ -36,7 +36,7 @@ class EncodedImage(ABC):
         data: the encoded picture, of most formats without metadata.
         orientation: Exif orientation 1...8; None where only the reader can tell, once the file is open.
         size: (width, height) in pixels, where the file tells it before it is opened.
-        bounded: the structure of the file proves that decoding takes less than 0.4 s and 100 MB, whatever its data are.
+        bounded: the structure of the file proves that decoding takes less than 0.5 s and 180 MB, whatever its data are.
     """
 
     name: ClassVar[str]
