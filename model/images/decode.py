@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
 from model.images.exif import read_orientation
-from model.images.formats import EncodedImage, MinSize, unpack
+from model.images.formats import MinSize, unpack, unpack_bounded
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -67,11 +67,12 @@ class DecodedImage(NamedTuple):
 
 
 def decode(
-    data: bytes | bytearray | EncodedImage,
+    data: bytes | bytearray,
     *,
     max_pixels: int,
     min_size: MinSize | None = None,
     on_size: OnSize = lambda _: None,
+    bounded: bool = False,
 ) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
 
@@ -79,18 +80,20 @@ def decode(
     limits of the process (`model.images.decoder_process`).
 
     Args:
-        data: the whole file, or what `unpack` or `unpack_bounded` made of it.
+        data: the whole file.
         max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
         min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
         on_size: what it raises is raised here.
+        bounded: decode only what its structure bounds.
 
     Raises:
+        UnboundedWork: `bounded`, and the file is not; nothing of it is decoded.
         UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
         ImageTooLarge: too many pixels; raised before they are allocated.
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = data if isinstance(data, EncodedImage) else unpack(data)
+    encoded = (unpack_bounded if bounded else unpack)(data)
     try:
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)

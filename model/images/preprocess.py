@@ -21,7 +21,7 @@ from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.colour import converter
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, OnSize, decode
-from model.images.formats import EncodedImage, MinSize
+from model.images.formats import MinSize
 from model.images.region import Region, first_pixel, seen_region
 from model.images.resize import passes_rows_first, resize
 
@@ -64,27 +64,27 @@ class ModelInput:
 
 
 def preprocess(
-    data: bytes | bytearray | memoryview | EncodedImage,
+    data: bytes | bytearray | memoryview,
     config: PreprocessConfig,
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    on_size: OnSize = lambda _: None,
 ) -> NDArray[np.uint8]:
     """Return the pixels of `model_input`, which says the rest.
 
     It is the shorter way for those who draw no maps.
     """
-    return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode, on_size=on_size).pixels
+    return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode).pixels
 
 
 def model_input(
-    data: bytes | bytearray | memoryview | EncodedImage,
+    data: bytes | bytearray | memoryview,
     config: PreprocessConfig,
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
     on_size: OnSize = lambda _: None,
+    bounded: bool = False,
 ) -> ModelInput:
     """Return the picture in an uploaded file as the model sees it, and which part of the photo that is.
 
@@ -98,7 +98,7 @@ def model_input(
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
             along both axes, of the size that the picture is resized to, before the crop. What follows then still
             shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
-        on_size: see `model.images.decode.decode`.
+        on_size, bounded: see `model.images.decode.decode`.
 
     Returns:
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
@@ -119,6 +119,7 @@ def model_input(
         max_pixels=max_pixels,
         min_size=min_decoded_size(config) if scaled_decode else None,
         on_size=on_size,
+        bounded=bounded,
     )
     try:
         small, region = _resize_and_crop(decoded, config, "RGB" if channels == 3 else "L")

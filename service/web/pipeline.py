@@ -20,7 +20,7 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
-from model.images.formats import unpack_bounded
+from model.images.formats import UnboundedWork
 from model.images.preprocess import ModelInput, model_input
 from model.prediction import MapRequest, Picture
 from service.engine.base import Engine
@@ -295,11 +295,13 @@ class Pipeline:
     def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
         """Return the picture in a file whose structure bounds the work; None for all others."""
         started = time.perf_counter()
-        encoded = unpack_bounded(data)
-        if encoded is None:
-            return None
         bounds = self.settings
-        picture = model_input(encoded, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode)
+        try:
+            picture = model_input(
+                data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, bounded=True
+            )
+        except UnboundedWork:
+            return None
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(

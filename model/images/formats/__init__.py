@@ -20,7 +20,7 @@ from model.images.formats.png import Png
 from model.images.formats.tiff import Tiff
 from model.images.formats.webp import WebP
 
-__all__ = ["FORMATS", "SUPPORTED_FORMATS", "EncodedImage", "MinSize", "detect", "unpack", "unpack_bounded"]
+__all__ = ["FORMATS", "SUPPORTED_FORMATS", "EncodedImage", "MinSize", "UnboundedWork", "unpack", "unpack_bounded"]
 
 FORMATS: tuple[type[EncodedImage], ...] = (Jpeg, Png, WebP, Gif, Tiff, Avif, Heif, Bmp)
 """The first that matches a file reads it; the most usual formats stand first."""
@@ -51,11 +51,19 @@ def unpack(data: bytes | bytearray) -> EncodedImage:
     return detect(data).parse(data)
 
 
-def unpack_bounded(data: bytes | bytearray) -> EncodedImage | None:
-    """Return what `unpack` returns if the file's structure bounds the work of decoding, else None; raises as `unpack`.
+class UnboundedWork(Exception):
+    """The file's structure does not bound the work of decoding it."""
 
-    Of formats that never are so, nothing but the magic is looked at.
+
+def unpack_bounded(data: bytes | bytearray) -> EncodedImage:
+    """Return what `unpack` returns, and raise what it raises.
+
+    Of formats that are never bounded, nothing but the magic is looked at.
+
+    Raises:
+        UnboundedWork: the file's structure does not bound the work of decoding it.
     """
     kind = detect(data)
-    encoded = kind.parse(data) if kind.may_be_bounded else None
-    return encoded if encoded is not None and encoded.bounded else None
+    if kind.may_be_bounded and (encoded := kind.parse(data)).bounded:
+        return encoded
+    raise UnboundedWork

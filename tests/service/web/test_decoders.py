@@ -22,7 +22,7 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images.decoder_process import ANSWER, ERRORS, _isolate
-from model.images.formats import unpack_bounded
+from model.images.formats import UnboundedWork, unpack_bounded
 from model.images.photo import upright_photo
 from model.images.preprocess import model_input
 from service.errors import DeadlineExceeded, EngineUnavailable
@@ -277,7 +277,11 @@ async def test_a_decoder_that_answers_what_it_should_not_is_not_believed(monkeyp
 
 
 def bounded(data: bytes) -> bool:
-    return unpack_bounded(data) is not None
+    try:
+        unpack_bounded(data)
+    except UnboundedWork:
+        return False
+    return True
 
 
 def test_only_what_its_structure_bounds_is_decoded_in_the_service() -> None:

@@ -14,7 +14,6 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from model.images.formats import EncodedImage, unpack
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import EngineUnavailable, MalformedRequest
@@ -228,8 +227,8 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
 ) -> None:
     decoding, go_on = threading.Event(), threading.Event()
 
-    def decode(encoded: EncodedImage, *_: Any, **__: Any) -> ModelInput:
-        if encoded == unpack(png(2)):
+    def decode(data: bytearray, *_: Any, **__: Any) -> ModelInput:
+        if data == png(2):
             decoding.set()
             assert go_on.wait(PATIENCE)
         else:
