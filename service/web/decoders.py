@@ -3,8 +3,8 @@
     quick:  at most 0.15 s of processor time, 4 megapixels; processes that are kept
     slow:   what was no quick job after all, at low priority, up to VIT_DECODE_SECONDS; a fresh process each
 
-A file that costs a lot therefore keeps others from being decoded for 0.15 s, and then only those that
-cost a lot too. What the processes may do is said in `model.images.decoder_process`.
+A file that costs a lot therefore keeps others waiting for 0.15 s, and then only those that cost a lot too. What the
+processes may do is said in `model.images.decoder_process`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, InvalidImage
@@ -62,17 +61,11 @@ class _Died(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedPixels:
-    """Pixels uint8 [H, W, C], the region of the photo that they show, and the seconds that decoding took."""
+class Decoded:
+    """A picture as the model sees it, or the photo that it comes from, and the seconds that decoding took."""
 
-    pixels: NDArray[np.uint8]
-    region: Region
+    picture: ModelInput
     seconds: float
-
-    @property
-    def picture(self) -> ModelInput:
-        """Return the picture as the model sees it."""
-        return ModelInput(self.pixels, self.region)
 
 
 class Decoders:
@@ -96,7 +89,7 @@ class Decoders:
         self._template: subprocess.Popen[bytes] | None = None
         self._control: asyncio.Task[socket.socket] | None = None
 
-    async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> DecodedPixels:
+    async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
         """Return the picture in a file as the model sees it.
 
         Raises:
@@ -107,7 +100,7 @@ class Decoders:
         shape = (*config.size, len(config.mean))
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)
 
-    async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> DecodedPixels:
+    async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> Decoded:
         """Return the whole photo in a file, and where in it the region lies; see `model.images.photo.upright_photo`.
 
         Raises:
@@ -118,7 +111,7 @@ class Decoders:
             job, data, deadline, lambda got: len(got) == 3 and got[2] == 3 and 0 < min(got) <= max(got) <= MAX_SIZE
         )
 
-    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> DecodedPixels:
+    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> Decoded:
         began = math.inf
         try:
             async with asyncio.timeout(deadline.remaining()):
@@ -130,7 +123,7 @@ class Decoders:
                         answer = await self._attempt(decoder, quick, data, is_shape)
                         self._idle.append(decoder)
                         if answer is not None:
-                            return answer.get()
+                            return _pixels(answer)
                 async with self._slow:
                     decoder = await self._start()
                     began = time.monotonic()
@@ -138,7 +131,7 @@ class Decoders:
                     with decoder:
                         answer = await self._attempt(decoder, slow, data, is_shape)
                     assert answer is not None, "a slow job is done, or fails"
-                    return answer.get()
+                    return _pixels(answer)
         except TimeoutError:
             raise DeadlineExceeded("the time was up before the picture was decoded") from None
         except _Died:
@@ -148,7 +141,7 @@ class Decoders:
 
     async def _attempt(
         self, decoder: socket.socket, job: dict[str, Any], data: bytearray, is_shape: _IsShape
-    ) -> _Answer | None:
+    ) -> Decoded | ImageError | None:
         """Return a decoder's answer to a job, or None if it is no quick one.
 
         The decoder is killed if its answer is none, or if the caller leaves: closing its socket does that.
@@ -227,30 +220,22 @@ class Decoders:
             self._template = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a decoder answered."""
-
-    pixels: DecodedPixels | None
-    error: ImageError | None = None
-
-    def get(self) -> DecodedPixels:
-        """Return the pixels, or raise the error."""
-        if self.pixels is None:
-            assert self.error is not None
-            raise self.error
-        return self.pixels
+def _pixels(answer: Decoded | ImageError) -> Decoded:
+    """Return what was decoded, or raise the error."""
+    if isinstance(answer, ImageError):
+        raise answer
+    return answer
 
 
-def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape) -> _Answer:
+def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape) -> Decoded | ImageError:
     """Return an answer as it was meant; raises `ValueError`, `LookupError` or `TypeError` if it is not a valid one."""
     if status != DONE:
-        return _Answer(None, ERRORS[status - 2](text.decode(errors="replace")))
+        return ERRORS[status - 2](text.decode(errors="replace"))
     facts = json.loads(text)
     shape, region = tuple(map(int, facts["shape"])), Region(*map(float, facts["region"]))
     if not is_shape(shape) or not all(map(math.isfinite, region)):
         raise ValueError("not what was asked for")
-    return _Answer(DecodedPixels(np.frombuffer(pixels, np.uint8).reshape(shape), region, float(facts["seconds"])))
+    return Decoded(ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"]))
 
 
 async def _receive(decoder: socket.socket, size: int) -> bytearray:

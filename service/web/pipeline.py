@@ -21,7 +21,7 @@ from starlette.types import Message, Receive
 from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.images.formats import UnboundedWork
-from model.images.preprocess import ModelInput, model_input
+from model.images.preprocess import model_input
 from model.prediction import MapRequest, Picture
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
@@ -41,7 +41,7 @@ from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
 from service.web.connections import CRAWLS, GIVE_WAY
-from service.web.decoders import Decoders
+from service.web.decoders import Decoded, Decoders
 from service.web.early_refusal import RefusedHeads
 from service.web.image_store import SharedPictures
 from service.web.lanes import Deadline, Lane
@@ -57,14 +57,6 @@ T = TypeVar("T")
 
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A picture as the model sees it, and the seconds that decoding took."""
-
-    picture: ModelInput
-    seconds: float
 
 
 class Lanes:
@@ -284,8 +276,7 @@ class Pipeline:
         try:
             decoded = await self.lanes.pictures.run(partial(self._decode_bounded, data, config), deadline)
             if decoded is None:
-                pixels = await self.lanes.decoders.model_input(data, config, deadline)
-                decoded = Decoded(pixels.picture, pixels.seconds)
+                decoded = await self.lanes.decoders.model_input(data, config, deadline)
         except (ImageError, ServiceError) as error:
             self.stage_failed("decode", remaining - deadline.remaining(), error)
             raise

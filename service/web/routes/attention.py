@@ -189,7 +189,7 @@ async def _answer(
     if query.view == "photo" and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
         photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline)
-        shown, covered = photo.pixels, photo.region
+        shown, covered = photo.picture.pixels, photo.picture.region
     png = await pipeline.lanes.drawing.run(partial(_png, found, shown, covered, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 

@@ -51,7 +51,7 @@ class Pool(Decoders):
 
     async def decode(self, data: bytes, seconds: float = 50, wanted: PreprocessConfig = CONFIG) -> np.ndarray:
         found = await self.model_input(bytearray(data), wanted, Deadline(time.monotonic() + seconds))
-        return found.pixels
+        return found.picture.pixels
 
 
 @asynccontextmanager
@@ -85,11 +85,12 @@ async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
     async with pool() as decoders:
         for name in FORMATS:
             data = encode(image, name, **({"orientation": 6} if name in ("JPEG", "PNG", "WEBP", "TIFF") else {}))
-            got = await decoders.model_input(bytearray(data), CONFIG, Deadline(time.monotonic() + 50))
+            got = (await decoders.model_input(bytearray(data), CONFIG, Deadline(time.monotonic() + 50))).picture
             expected = model_input(data, CONFIG)
             assert np.array_equal(got.pixels, expected.pixels), name
             assert (got.region, got.pixels.flags.writeable) == (expected.region, True)
-            photo = await decoders.photo(bytearray(data), expected.region, 300, Deadline(time.monotonic() + 50))
+            late = Deadline(time.monotonic() + 50)
+            photo = (await decoders.photo(bytearray(data), expected.region, 300, late)).picture
             pixels, region = upright_photo(data, expected.region, 300)
             assert np.array_equal(photo.pixels, pixels), name
             assert photo.region == region
