@@ -19,8 +19,9 @@ from model.images.preprocess import ModelInput
 from model.prediction import RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import NotDecoded, ServiceError
-from service.web.lanes import Control, Deadline
-from service.web.pipeline import Decoded, Pipeline
+from service.web.decoders import Decoded
+from service.web.lanes import Deadline
+from service.web.pipeline import Pipeline
 
 
 async def classify_upload(
@@ -54,7 +55,7 @@ async def _prepare(pipeline: Pipeline, data: bytearray, deadline: Deadline) -> t
     remaining = deadline.remaining()
     work = partial(_timed, data, pipeline.model().preprocess, pipeline.settings.max_image_pixels)
     try:
-        found, seconds = await pipeline.lanes.small.run(work, deadline)
+        found, seconds = await pipeline.lanes.pictures.run(work, deadline)
     except ServiceError as error:
         pipeline.stage_failed("decode", remaining - deadline.remaining(), error)
         raise
@@ -64,9 +65,7 @@ async def _prepare(pipeline: Pipeline, data: bytearray, deadline: Deadline) -> t
     return found, seconds
 
 
-def _timed(
-    data: bytearray, config: PreprocessConfig, max_pixels: int, control: Control
-) -> tuple[DevicePicture | None, float]:
+def _timed(data: bytearray, config: PreprocessConfig, max_pixels: int) -> tuple[DevicePicture | None, float]:
     started = time.perf_counter()
     found = device_picture(data, config, max_pixels=max_pixels)
     return found, time.perf_counter() - started

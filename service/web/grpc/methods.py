@@ -59,7 +59,7 @@ async def model_ready(pipeline: Pipeline, call: Call) -> bytes:
 
 def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") -> bool:
     try:
-        pipeline.lifecycle.check()
+        pipeline.check_ready()
         find_model(pipeline.pinned(), name, version)
     except (NotFound, Unavailable):
         return False

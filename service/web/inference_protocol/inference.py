@@ -214,7 +214,7 @@ async def infer(
         return encode(make_outputs(results, wanted, info.labels))
 
     size = len(inputs) * wanted.size(info)
-    return await pipeline.lanes.big.run_large(answer, deadline, size=size)
+    return await pipeline.lanes.documents.run_large(answer, deadline, size=size)
 
 
 async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:

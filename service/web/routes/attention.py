@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
-from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput
+from model.images.region import Region
 from model.images.sheet import in_a_row
 from model.prediction import (
     CLASS_SPECIFIC,
@@ -29,10 +29,9 @@ from model.prediction import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.settings import Settings
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, region_document
-from service.web.lanes import Control, Deadline
+from service.web.lanes import Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.endpoint import Endpoint
@@ -184,37 +183,22 @@ async def _answer(
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)
-    photo = file if query.view == "photo" else None
-    png = await pipeline.lanes.drawing.run(partial(_png, found, picture, query, photo, pipeline.settings), deadline)
+    shown, covered = (None if query.overlay is False else picture.pixels), None
+    if query.view == "photo" and file is not None:
+        # Decoded a second time, so that no photo is in memory while its map is computed.
+        photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline)
+        shown, covered = photo.picture.pixels, photo.picture.region
+    png = await pipeline.lanes.drawing.run(partial(_png, found, shown, covered, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
 def _png(
-    found: list[AttentionMap],
-    picture: ModelInput,
-    query: AttentionQuery,
-    file: bytearray | None,
-    bounds: Settings,
-    control: Control,
+    found: list[AttentionMap], shown: NDArray[np.uint8] | None, region: Region | None, query: AttentionQuery
 ) -> bytes:
-    """Return the maps over what the model saw, or over the whole photo in `file`.
-
-    The photo is decoded here, a second time, so that none is in memory while its map is computed.
-    """
-    shown: NDArray[np.uint8] | None = None if query.overlay is False else picture.pixels
-    region = None
-    if file is not None:
-        shown, region = upright_photo(
-            file,
-            picture.region,
-            query.size,
-            max_pixels=bounds.max_image_pixels,
-            scaled_decode=bounds.scaled_decode,
-            control=control,
-        )
+    """Return the maps over a picture, of which they cover a region."""
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = (draw_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found)
-    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE, control=control), control)
+    drawings = (draw_heatmap(one.values, picture=shown, region=region, **look) for one in found)
+    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE))
 
 
 def _npy(found: list[AttentionMap]) -> bytes:

@@ -17,10 +17,11 @@ from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.classification import classify_upload
+from service.web.decoders import Decoded
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.pipeline import Decoded, Pipeline, pipeline_of
+from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import UploadedFile
@@ -107,7 +108,7 @@ class _Classifier:
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
         render = partial(self._render, decoded, result, image_id)
-        return await pipeline.lanes.big.run_large(render, self._deadline, size=self._requested.top_k)
+        return await pipeline.lanes.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
         outputs, region = result.outputs, decoded.picture.region
