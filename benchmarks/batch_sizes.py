@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.prediction import MapRequest
-from model.runtime import openvino_network
-from model.runtime.openvino import OpenVino
+from model.prediction import MapRequest, RequestedOutputs
+from model.runtime.openvino import network as openvino_network
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 
 _SEQUENCES: Final = {
@@ -68,12 +68,12 @@ def _measure(
     one: Predictor, each: Predictor, sizes: Sequence[int], rounds: int, *, explained: bool
 ) -> dict[str, float]:
     pixels = np.random.default_rng(0).integers(0, 256, (max(sizes), *one.config.image_size, 3), dtype=np.uint8)
-    relevance = [MapRequest.explained("relevance")] * max(sizes)
+    request = RequestedOutputs(5, MapRequest("relevance") if explained else None)
 
     def spent(predictor: Predictor) -> float:
         started = time.process_time()
         for size in sizes:
-            predictor.predict(pixels[:size], top_k=5, maps=relevance[:size] if explained else ())
+            predictor.predict(pixels[:size], request)
         return 1000 * (time.process_time() - started) / sum(sizes)
 
     for predictor in (one, each):

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from model.prediction import RequestedOutputs
+
 if __name__ == "__main__":  # as a script, only its own folder is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,9 +35,9 @@ from model.errors import DeviceError
 from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
 from model.prediction import EncodedPicture
+from model.runtime.cuda.nvimgcodec import NvImageCodec
+from model.runtime.cuda.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.device import choose_device
-from model.runtime.nvimgcodec import NvImageCodec
-from model.runtime.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.predictor import Predictor
 from service.settings import Settings
 
@@ -161,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def top1(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
             parts = [pixels[start : start + step] for start in range(0, len(pixels), step)]
-            return np.concatenate([predictor.predict(part, top_k=1).indices[:, 0] for part in parts])
+            answers = (answer for part in parts for answer in predictor.predict(part, RequestedOutputs(1)))
+            return np.array([answer.indices[0] for answer in answers])
 
         files = [path.read_bytes() for path in sorted(arguments.folder.iterdir()) if path.is_file()]
         preprocessing, batch, seconds = checkpoint.preprocess, arguments.batch, arguments.seconds

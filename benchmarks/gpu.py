@@ -1,7 +1,7 @@
 """vitserve on a GPU: `python -m benchmarks.gpu`. ViT-B/16 at 224 pixels, bfloat16, random weights.
 
     versions  nvidia-smi, versions, variables
-    tests     tests/model/runtime/test_cuda.py, under compute-sanitizer too
+    tests     tests/model/runtime/cuda/test_cuda.py, under compute-sanitizer too
     sweep     images per second over batch sizes: ours and timm under torch.compile(mode="max-autotune")
     profile   the kernels of one batch of 64: which attention, shares of products and GELU
     engine    both at their best batch size, in turn; with a map of every image; whether they agree with each other and

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
-from model.prediction import MapRequest
+from model.prediction import MapRequest, RequestedOutputs
 from model.runtime.compilation import CompilationState, CompileMode
 from model.runtime.predictor import Predictor
 
@@ -78,29 +78,30 @@ class Ours:
 
     def rate(self, batch: int, seconds: float, layer: int | None = None) -> float:
         """Images per second of batches of one size, each image with the attention row of a layer if one is named."""
-        maps = () if layer is None else (MapRequest(layer),) * batch
+        request = RequestedOutputs(TOP_K, None if layer is None else MapRequest.row(layer))
         # Several batches in turn, so that none is answered from a cache.
-        return self._rate([(random_pictures(self.checkpoint, batch, seed=seed), maps) for seed in range(3)], seconds)
+        return self._rate([(random_pictures(self.checkpoint, batch, seed=seed), request) for seed in range(3)], seconds)
 
     def mixed_rate(self, seconds: float) -> dict[str, float]:
         """Images per second of batches of 1 to the largest size, all alike often, and what share is padding."""
         largest = self.predictor.max_batch
         sizes = np.random.default_rng(0).permutation(np.linspace(1, largest, min(32, largest)).astype(int))
         launched = sum(self.predictor.launch_size(int(size)) for size in sizes)
-        rate = self._rate([(random_pictures(self.checkpoint, int(size)), ()) for size in sizes], seconds)
+        request = RequestedOutputs(TOP_K)
+        rate = self._rate([(random_pictures(self.checkpoint, int(size)), request) for size in sizes], seconds)
         return {"rate": round(rate, 1), "padding": round(1 - int(sizes.sum()) / launched, 3)}
 
-    def _rate(self, batches: Sequence[tuple[NDArray[np.uint8], Sequence[MapRequest]]], seconds: float) -> float:
+    def _rate(self, batches: Sequence[tuple[NDArray[np.uint8], RequestedOutputs]], seconds: float) -> float:
         done = [0] * self.predictor.streams
         stop = threading.Event()
         failures: list[BaseException] = []
 
         def work(stream: int) -> None:
             try:
-                for pictures, maps in itertools.cycle(batches):
+                for pictures, request in itertools.cycle(batches):
                     if stop.is_set():
                         return
-                    self.predictor.predict(pictures, top_k=TOP_K, maps=maps)
+                    self.predictor.predict(pictures, request)
                     done[stream] += len(pictures)
             except RuntimeError as error:
                 failures.append(error)
@@ -131,13 +132,15 @@ class Ours:
     def latency(self, seconds: float) -> dict[str, float]:
         """Milliseconds of one picture alone, from the call to the answer."""
         picture = random_pictures(self.checkpoint, 1)
-        return percentiles(lambda: self.predictor.predict(picture, top_k=TOP_K), seconds)
+        return percentiles(lambda: self.predictor.predict(picture, RequestedOutputs(TOP_K)), seconds)
 
     def top1(self, pictures: NDArray[np.uint8]) -> NDArray[np.int64]:
         """Best class of each picture, as requests get it."""
-        found: NDArray[np.int64] = self._in_steps(
-            lambda part: self.predictor.predict(part, top_k=1).indices[:, 0], pictures
-        )
+
+        def best(part: NDArray[np.uint8]) -> NDArray[np.int64]:
+            return np.array([each.indices[0] for each in self.predictor.predict(part, RequestedOutputs(1))])
+
+        found: NDArray[np.int64] = self._in_steps(best, pictures)
         return found
 
     def agreement(self, pictures: NDArray[np.uint8]) -> dict[str, float]:

@@ -15,11 +15,12 @@ from benchmarks import gpu_machine
 from benchmarks.checkpoints import REPOSITORY
 from benchmarks.gpu_bench import Bench
 from benchmarks.record import table
+from model.prediction import RequestedOutputs
 
 TESTS = [
     *("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
-    *("tests/model/runtime/test_cuda.py", "tests/model/runtime/test_float8.py"),
-    "tests/model/runtime/test_nvimgcodec.py",
+    *("tests/model/runtime/cuda/test_cuda.py", "tests/model/runtime/test_float8.py"),
+    "tests/model/runtime/cuda/test_nvimgcodec.py",
 ]
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 
@@ -91,7 +92,7 @@ def profile(bench: Bench) -> None:
     ours = bench.ours(variant, [batch])
     pictures = random_pictures(ours.checkpoint, batch)
     ours.rate(batch, min(1, bench.seconds))
-    one_batch = partial(ours.predictor.predict, pictures, top_k=TOP_K)
+    one_batch = partial(ours.predictor.predict, pictures, RequestedOutputs(TOP_K))
     found = gpu_machine.kernels(one_batch, bench.arguments.device)
     section = bench.record.section("profile")
     bench.note(section, f"ours, batch {batch}", found)

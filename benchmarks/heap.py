@@ -1,8 +1,8 @@
 """What it costs that glibc gives a pass's memory back: `python -m benchmarks.heap`.
 
-Two processes compute the same batches in torch on one CPU thread, one with `model.runtime.heap` and one without, in
-turn. Printed are the thread's milliseconds an image (lower quartile of the rounds) and the pages that the kernel
-cleared for each batch.
+Two processes compute the same batches in torch on one CPU thread, one after `keep_freed_memory` of
+`model.runtime.torch_cpu` and one without, in turn. Printed are the thread's milliseconds an image (lower quartile of
+the rounds) and the pages that the kernel cleared for each batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
+from model.prediction import RequestedOutputs
 from model.runtime import torch_cpu
 from model.runtime.predictor import Predictor
 
@@ -67,11 +68,11 @@ def _serve(name: str, keep: bool) -> None:
         batch = int(line)
         images = generator.integers(0, 256, (batch, *predictor.config.image_size, 3), dtype=np.uint8)
         for _ in range(2):
-            predictor.predict(images, top_k=5)
+            predictor.predict(images, RequestedOutputs(5))
         passes = max(2, 16 // batch)
         pages, started = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.thread_time()
         for _ in range(passes):
-            predictor.predict(images, top_k=5)
+            predictor.predict(images, RequestedOutputs(5))
         spent = (time.thread_time() - started) / passes / batch
         print(1000 * spent, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages) / passes, flush=True)
 

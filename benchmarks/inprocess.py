@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.images.preprocess import preprocess
+from model.prediction import RequestedOutputs
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
@@ -53,7 +54,7 @@ class Limit:
         return preprocess(data, self._config)
 
     def _compute(self, pictures: list[NDArray[np.uint8]]) -> None:
-        self._predictor.predict(np.stack(pictures), top_k=self._top_k)
+        self._predictor.predict(np.stack(pictures), RequestedOutputs(self._top_k))
 
     def side_by_side(self, seconds: float) -> float:
         """Decode threads feed a compute thread, which takes whatever waits: images per second."""

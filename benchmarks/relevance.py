@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
-from model.prediction import MapRequest
-from model.runtime.choose_backend import BackendName
-from model.runtime.openvino import OpenVino
+from model.prediction import MapRequest, RequestedOutputs
+from model.runtime.choice import BackendName
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 
 _BATCHES = (1, 8, 16)
@@ -50,12 +50,11 @@ def main() -> None:
 
 def _measure(predictor: Predictor, batch: int, rounds: int) -> dict[str, float]:
     images = np.random.default_rng(0).integers(0, 256, (batch, *predictor.config.image_size, 3), dtype=np.uint8)
-    relevance = [MapRequest.explained("relevance")] * batch
 
     def spent(passes: int, *, explained: bool) -> float:
         started = time.process_time()
         for _ in range(passes):
-            predictor.predict(images, top_k=5, maps=relevance if explained else ())
+            predictor.predict(images, RequestedOutputs(5, MapRequest("relevance") if explained else None))
         return 1000 * (time.process_time() - started) / passes / batch
 
     for explained in (False, True):

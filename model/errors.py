@@ -4,6 +4,7 @@
       ImageError                the picture cannot be used: its sender's fault
         UnsupportedImageFormat    not the magic of an allowed format
         ImageTooLarge             more pixels than the limit allows
+        ImageTooCostly            takes more time or memory to decode than is allowed
         InvalidImage              an allowed format that does not decode
       CheckpointError           not readable exactly as it was written
       DeviceError               a device or dtype that this machine does not have
@@ -40,6 +41,10 @@ class UnsupportedImageFormat(ImageError):
 
 class ImageTooLarge(ImageError):
     """The picture has more pixels than the limit allows; raised before they are allocated."""
+
+
+class ImageTooCostly(ImageError):
+    """Decoding the picture takes more processor time or memory than is allowed."""
 
 
 class InvalidImage(ImageError):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, cast
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import ViTConfig
 from model.errors import InputError
 
 Head = int | Literal["mean", "max"]
@@ -18,12 +19,15 @@ Head = int | Literal["mean", "max"]
 Fusion = Literal["mean", "max", "min"]
 """How rollout combines the heads of a block."""
 
-FUSIONS: Final[tuple[Fusion, ...]] = ("mean", "max", "min")
+FUSIONS: Final[tuple[Fusion, ...]] = get_args(Fusion)
 
-METHODS: Final = ("relevance", "cls", "rollout", "gae", "legrad")
-"""Ways to make a map, the default first: `cls` is the attention row itself, `model.explanation` has the others."""
+Method = Literal["relevance", "cls", "rollout", "gae", "legrad"]
+"""A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others."""
 
-CLASS_SPECIFIC: Final = frozenset({"relevance", "gae", "legrad"})
+METHODS: Final[tuple[Method, ...]] = get_args(Method)
+"""All of them, the default first."""
+
+CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
 """Those of the methods whose map is of one class."""
 
 MAX_CLASSES: Final = 8
@@ -31,68 +35,34 @@ MAX_CLASSES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """The parameters of the method `rollout`.
-
-    Requests and maps carry them in the name of their method, so that images with the same ones are computed together.
-
-    Attributes:
-        fusion: how the heads of a block are combined.
-        discard: share of an image's weights in each block, at least 0 and below 1, that are set to zero, the smallest
-            first.
-    """
-
-    fusion: Fusion = "mean"
-    discard: float = 0.0
-
-    @property
-    def method(self) -> str:
-        """Return the name of the method with these parameters: `rollout`, or for example `rollout:max:0.9`."""
-        return "rollout" if self == Rollout() else f"rollout:{self.fusion}:{self.discard!r}"
-
-    @classmethod
-    def of(cls, method: str) -> Rollout | None:
-        """Return the parameters in the name of a method, or None if it is the name of another method."""
-        name, _, rest = method.partition(":")
-        fusion, _, discard = rest.partition(":")
-        if name != "rollout":
-            return None
-        return cls(cast(Fusion, fusion), float(discard)) if rest else cls()
-
-
-def parse_rollout(fusion: str | None, discard: float | None) -> Rollout:
-    """Return the parameters of a rollout; None is the default.
-
-    Raises:
-        InputError: there is no such fusion, or the share is not at least 0 and below 1.
-    """
-    if fusion is not None and fusion not in FUSIONS:
-        raise InputError("fusion", f"fusion {fusion[:20]!r}: expected one of {', '.join(FUSIONS)}")
-    if discard is not None and not 0 <= discard < 1:
-        raise InputError("discard", f"discard {discard}: expected at least 0, and less than 1")
-    return Rollout(fusion or "mean", discard or 0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class MapRequest:
     """A request for one map.
 
     Attributes:
-        layer: 0 ... depth-1; None with every method but `cls`.
-        head: 0 ... heads-1, or how all heads are combined; None with every method but `cls`.
-        method: one of `METHODS`, or the name of a rollout with its parameters (see `Rollout`).
-        class_index: the class whose map is wanted, with the methods that are class-specific; None is the best class.
+        class_index: the class whose map it is, with a class-specific method; None is the best class.
+        layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
+        head: 0 ... heads-1, or how all heads are combined, with `cls`.
+        fusion: how the heads of a block are combined, with `rollout`; see `of_rollout`.
+        discard: share of an image's weights in each block, at least 0 and below 1, that `rollout` sets to zero, the
+            smallest first.
     """
 
-    layer: int | None
-    head: Head | None = "mean"
-    method: str = "cls"
+    method: Method
     class_index: int | None = None
+    layer: int | None = None
+    head: Head | None = None
+    fusion: Fusion | None = None
+    discard: float | None = None
 
     @classmethod
-    def explained(cls, method: str, class_index: int | None = None) -> MapRequest:
-        """Return a request for a map by another method than `cls`."""
-        return cls(None, None, method, class_index)
+    def row(cls, layer: int, head: Head = "mean") -> MapRequest:
+        """Return a request for the attention row of a layer."""
+        return cls("cls", layer=layer, head=head)
+
+    @classmethod
+    def of_rollout(cls, fusion: Fusion = "mean", discard: float = 0.0) -> MapRequest:
+        """Return a request for a rollout."""
+        return cls("rollout", fusion=fusion, discard=discard)
 
     @property
     def needs_pass(self) -> bool:
@@ -103,6 +73,56 @@ class MapRequest:
     def of_best_class(self) -> bool:
         """Return whether it is the relevance of the best class, which the classification's pass can give."""
         return self.method == "relevance" and self.class_index is None
+
+
+def parse_maps(
+    config: ViTConfig,
+    labels: Sequence[str],
+    *,
+    method: str | None = None,
+    classes: str | None = None,
+    layer: int | None = None,
+    head: str | None = None,
+    fusion: str | None = None,
+    discard: float | None = None,
+) -> list[MapRequest]:
+    """Return the maps that a caller asks for: one, or one for each class; None is what was not said.
+
+    Without a method it is `cls` with a layer or head, `rollout` with a fusion or discard, else the default.
+
+    Args:
+        config, labels: of the model.
+        classes: see `parse_classes`.
+
+    Raises:
+        InputError: the model has no such class, layer, head or method, or one does not apply to the other.
+    """
+    of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
+    of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
+    implied: Method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
+    name = implied if method is None else method
+    if name not in METHODS:
+        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(METHODS)}")
+    strangers = [
+        *(["class"] if classes is not None and name not in CLASS_SPECIFIC else []),
+        *(of_row if name != "cls" else []),
+        *(of_rollout if name != "rollout" else []),
+    ]
+    if strangers:
+        raise InputError(strangers[0], f"{strangers[0]} does not apply to method {name!r}")
+    if name == "cls":
+        return [MapRequest.row(parse_layer(layer, config.depth), parse_head(head, config.heads))]
+    if name == "rollout":
+        return [_parse_rollout(fusion, discard)]
+    return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
+
+
+def _parse_rollout(fusion: str | None, discard: float | None) -> MapRequest:
+    if fusion is not None and fusion not in FUSIONS:
+        raise InputError("fusion", f"fusion {fusion[:20]!r}: expected one of {', '.join(FUSIONS)}")
+    if discard is not None and not 0 <= discard < 1:
+        raise InputError("discard", f"discard {discard}: expected at least 0, and less than 1")
+    return MapRequest.of_rollout(fusion or "mean", discard or 0.0)
 
 
 def parse_layer(layer: int | None, depth: int) -> int:
@@ -178,20 +198,18 @@ def _indices(labels: tuple[str, ...]) -> tuple[dict[str, list[int]], dict[str, l
 
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """The map of one image; its first two and last two attributes are those of the request, its class known.
+    """The map of one image.
 
     Attributes:
+        request: what was asked for; of a class-specific method its class is known.
         values: float32 [grid rows, grid columns], summing to 1.
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
     """
 
-    layer: int | None
-    head: Head | None
+    request: MapRequest
     values: NDArray[np.float32]
     kept_mass: float
-    method: str = "cls"
-    class_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,22 +232,40 @@ Picture = NDArray[np.uint8] | EncodedPicture
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPrediction:
-    """The top-k classes and attention maps of one batch, in the order of the images.
+class RequestedOutputs:
+    """What a caller asks of one image, from the route to the kernel.
 
     Attributes:
-        scores: float32 [B, k], highest first.
-        indices: int64 [B, k], the classes that the scores belong to.
-        finite: bool [B]; False where a score is not finite, so that the image has no prediction.
-        maps: B entries, None where no map was requested.
-        logits: float32 [B, classes], before the temperature; None where they were not asked for.
-        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
-            device could not decode, whose other values mean nothing.
+        top_k: how many classes, 1 ... num_classes.
+        map: which map, if any.
+        logits: whether the logits of all classes are wanted.
+    """
+
+    top_k: int
+    map: MapRequest | None = None
+    logits: bool = False
+
+    @property
+    def needs_pass(self) -> bool:
+        """Return whether something is asked for that does not come out of the classification's pass."""
+        return self.map is not None and self.map.needs_pass
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What one image gets, from the kernel to the answer; None is what was not asked for.
+
+    Attributes:
+        scores: float32 [top_k], highest first.
+        indices: int64 [top_k], the classes that the scores belong to.
+        logits: float32 [num_classes], before the temperature.
+        decoded: uint8 [H, W, C] that the device made of an encoded picture.
+        failure: why the other values mean nothing: a score is not finite, or the device could not decode the picture.
     """
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]
-    finite: NDArray[np.bool_]
-    maps: list[AttentionMap | None]
+    map: AttentionMap | None = None
     logits: NDArray[np.float32] | None = None
-    decoded: Mapping[int, NDArray[np.uint8] | None] = field(default_factory=dict)
+    decoded: NDArray[np.uint8] | None = None
+    failure: Literal["not finite", "not decoded"] | None = None

@@ -111,6 +111,7 @@ _BY_CODE: Mapping[str, type[ProblemError]] = {
     "upload_too_large": ImageRefused,
     "image_too_large": ImageRefused,
     "unsupported_media_type": ImageRefused,
+    "image_too_costly": ImageRefused,
     "invalid_image": ImageRefused,
     "invalid_parameter": InvalidParameter,
     "inference_failed": InferenceFailed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.evaluation.robustness import as_png
 from model.images.preprocess import preprocess
-from model.prediction import BatchPrediction
+from model.prediction import Outputs, RequestedOutputs
 
 
 class BatchPredictor(Protocol):
@@ -28,8 +28,8 @@ class BatchPredictor(Protocol):
     checkpoint: Checkpoint
     max_batch: int
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int) -> BatchPrediction:
-        """Return the `top_k` best classes of each image of uint8 [B, H, W, C], B <= `max_batch`."""
+    def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> Sequence[Outputs]:
+        """Return what is asked of each image of uint8 [B, H, W, C], B <= `max_batch`."""
         ...
 
 
@@ -139,8 +139,8 @@ def _predict_batches(
     with tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar:
         for start in range(0, count, predictor.max_batch):
             batch = range(start, min(start + predictor.max_batch, count))
-            answer = predictor.predict(read(batch), top_k=classes)
-            np.put_along_axis(scores[start : batch.stop], answer.indices, answer.scores, axis=1)
+            for row, answer in zip(batch, predictor.predict(read(batch), RequestedOutputs(classes)), strict=True):
+                scores[row, answer.indices] = answer.scores
             bar.update(len(batch))
     return scores
 

@@ -18,8 +18,9 @@ from model.errors import DatasetError
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.attention_map import cls_map
-from model.explanation.methods import METHODS, explain
+from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
+from model.prediction import MapRequest, Method
 from model.runtime.postprocess import Postprocess
 
 RANDOM: Final = "random"
@@ -124,7 +125,12 @@ def cls_maps(model: VisionTransformer) -> Maps:
 def available_methods(model: VisionTransformer, *, seed: int = 0) -> dict[str, Maps]:
     """Return the methods that can be measured, by name; the random baseline is the first."""
     plain = {RANDOM: random_maps(model.config.grid, seed), "cls": cls_maps(model)}
-    return plain | {name: partial(explain, model, method=name) for name in METHODS}
+
+    def of(method: Method) -> Maps:
+        request = MapRequest(method)
+        return lambda pixels, classes: explain(model, pixels, classes, request)[0]
+
+    return plain | {method: of(method) for method in EXPLANATIONS}
 
 
 def measure_explanations(

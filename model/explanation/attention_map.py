@@ -13,24 +13,24 @@ from model.prediction import AttentionMap, Head, MapRequest
 
 def attention_maps(
     attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
-) -> list[AttentionMap | None]:
-    """Return the map of each request, or None where no row of attention is requested.
+) -> dict[int, AttentionMap]:
+    """Return the maps of the requests that are of a row of attention, by their places.
 
     Requests of the same layer and head, however mixed the batch, are computed in one operation.
 
     Args:
         attention: rows of these layers, float32 [B, len(layers), heads, N] on the CPU.
     """
-    groups: dict[tuple[int, Head], list[int]] = {}
+    groups: dict[tuple[int, Head], dict[int, MapRequest]] = {}
     for index, request in enumerate(requests):
         if request is not None and request.layer is not None and request.head is not None:
-            groups.setdefault((request.layer, request.head), []).append(index)
-    found: list[AttentionMap | None] = [None] * len(requests)
+            groups.setdefault((request.layer, request.head), {})[index] = request
+    found: dict[int, AttentionMap] = {}
     for (layer, head), members in groups.items():
-        rows = attention[members, layers.index(layer)]
+        rows = attention[list(members), layers.index(layer)]
         maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
-        for member, values, kept in zip(members, maps.numpy(), kept_mass.tolist(), strict=True):
-            found[member] = AttentionMap(layer, head, values, kept)
+        for (member, request), values, kept in zip(members.items(), maps.numpy(), kept_mass.tolist(), strict=True):
+            found[member] = AttentionMap(request, values, kept)
     return found
 
 

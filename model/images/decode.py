@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from PIL import Image
 
-from model.errors import ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.control import UNCONTROLLED, WorkControl
+from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
 from model.images.exif import read_orientation
-from model.images.formats import EncodedImage, MinSize, unpack
+from model.images.formats import MinSize, unpack, unpack_bounded
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -32,7 +32,6 @@ DECODE_ERRORS = (
     EOFError,
     ImportError,
     LookupError,
-    MemoryError,
     OSError,
     RuntimeError,
     SyntaxError,
@@ -47,13 +46,8 @@ DECODE_ERRORS = (
 MAX_SIDE = 1_048_576
 """Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most."""
 
-_BYTES_PER_ALLOWED_PIXEL = 6.5
-"""What decoding may allocate at its peak, in bytes for each pixel that is allowed: 416 MB for 64 million."""
-
-_MAX_SCANS = 1_000
-_MAX_SCAN_PASSES = 20
-"""Times that a progressive JPEG of the largest allowed size may be gone over; smaller ones more often. Encoders
-write about 10 scans."""
+OnSize = Callable[[tuple[int, int]], None]
+"""Takes the (width, height) that a file declares, before its pixels are allocated; may raise, which ends the work."""
 
 
 class DecodedImage(NamedTuple):
@@ -77,46 +71,46 @@ def decode(
     *,
     max_pixels: int,
     min_size: MinSize | None = None,
-    control: WorkControl = UNCONTROLLED,
+    on_size: OnSize = lambda _: None,
+    bounded: bool = False,
 ) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
+
+    How long that takes and how much memory is bounded for files that `unpack_bounded` returns; for others, by the
+    limits of the process (`model.images.decoder_process`).
 
     Args:
         data: the whole file.
         max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
         min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
-        control: is told what decoding will cost, and may end it: at any time in JPEG, PNG, GIF and BMP, before the
-            codec's only call in the others. What it raises is raised here.
+        on_size: what it raises is raised here.
+        bounded: decode only what its structure bounds.
 
     Raises:
+        UnboundedWork: `bounded`, and the file is not; nothing of it is decoded.
         UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
-        ImageTooLarge: too many pixels, or too much memory to decode them; raised before they are allocated.
+        ImageTooLarge: too many pixels; raised before they are allocated.
+        ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = unpack(data)
-    if encoded.reader is None:
-        raise UnsupportedImageFormat(encoded.unsupported)
+    encoded = (unpack_bounded if bounded else unpack)(data)
     try:
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)
-            _check_memory(encoded.name, encoded.size, encoded.opening_bytes, max_pixels)
-        image = encoded.open(control)
+            on_size(encoded.size)
+        image = encoded.open()
         size = image.size
         _check_pixels(size, max_pixels)
-        _check_scans(encoded, size, max_pixels)
+        on_size(size)
         scale = encoded.draft(image, min_size) if min_size is not None else 1
-        _check_memory(encoded.name, size, encoded.decoding_bytes(image, scale), max_pixels)
-        cost = encoded.cost(image, scale)
-        if size[0] * size[1] * cost > max_pixels * encoded.max_cost:
-            raise ImageTooLarge(f"this {encoded.name} picture of {size[0]} x {size[1]} pixels takes too long to decode")
-        control.estimated(size[0] * size[1] * cost)
-        control.check()
         image.load()
         orientation = encoded.orientation
         if orientation is None:
             orientation = read_orientation(image.info.get("exif"), image.info.get("xmp"))
     except Image.DecompressionBombError as error:
         raise ImageTooLarge(f"the {encoded.name} picture is larger than Pillow decodes: {error}") from error
+    except MemoryError as error:
+        raise ImageTooCostly(f"decoding this {encoded.name} picture takes more memory than is allowed") from error
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the {encoded.name} picture does not decode: {_reason(error)}") from error
     return DecodedImage(image, size, scale, orientation)
@@ -128,21 +122,6 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         raise ImageTooLarge(f"the picture has {width} x {height} pixels: at most {max_pixels} are allowed")
     if max(width, height) > MAX_SIDE:
         raise ImageTooLarge(f"the picture has {width} x {height} pixels: a side may have at most {MAX_SIDE}")
-
-
-def _check_memory(name: str, size: tuple[int, int], bytes_per_pixel: float, max_pixels: int) -> None:
-    need, allowed = size[0] * size[1] * bytes_per_pixel, max_pixels * _BYTES_PER_ALLOWED_PIXEL
-    if need > allowed:
-        raise ImageTooLarge(
-            f"decoding this {name} picture of {size[0]} x {size[1]} pixels takes {need / 1e6:.0f} MB: "
-            f"at most {allowed / 1e6:.0f} are allowed"
-        )
-
-
-def _check_scans(encoded: EncodedImage, size: tuple[int, int], max_pixels: int) -> None:
-    passes = encoded.scans * size[0] * size[1] / max_pixels
-    if encoded.scans > _MAX_SCANS or passes > _MAX_SCAN_PASSES:
-        raise InvalidImage(f"the JPEG picture is stored in {encoded.scans} scans, more than are read")
 
 
 def _reason(error: BaseException) -> str:

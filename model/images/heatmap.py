@@ -12,12 +12,11 @@ from PIL import Image
 from model.errors import InputError
 from model.images.colorbar import with_colorbar
 from model.images.colormaps import COLORMAPS, colour_table
-from model.images.control import UNCONTROLLED, WorkControl
 from model.images.interpolation import monotone_cubic, nearest
 from model.images.region import Region
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    pass
 
 __all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png"]
 
@@ -34,7 +33,7 @@ _DIMMED = 0.35
 """Brightness of the part of a photo that the model did not see."""
 
 _STRIP_ROWS = 256
-"""Rows drawn between two checks of the control."""
+"""Rows drawn at a time."""
 
 _COMPRESS_LEVEL = 4
 """One of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
@@ -60,7 +59,6 @@ def draw_heatmap(
     size: int | None = None,
     smooth: bool = True,
     colorbar: bool = False,
-    control: WorkControl = UNCONTROLLED,
 ) -> Image.Image:
     """Return a map drawn over a picture.
 
@@ -78,7 +76,6 @@ def draw_heatmap(
         smooth: run from patch to patch without steps, and never beyond the values of neighbours; otherwise each patch
             is one square.
         colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
-        control: may end the work between its steps. What it raises is raised here.
 
     Returns:
         An RGB image with the picture's aspect ratio.
@@ -102,7 +99,6 @@ def draw_heatmap(
     across = _cells(width, columns, region.x, region.width, grid_columns)
     seen = ((down >= 0) & (down <= grid_rows))[:, np.newaxis] & ((across >= 0) & (across <= grid_columns))
 
-    control.check()
     levels, full_scale = _levels(values)
     enlarge = monotone_cubic if smooth else nearest
     by_column = enlarge(levels, down).T.copy()  # [grid columns, height]
@@ -110,7 +106,6 @@ def draw_heatmap(
     opacities = np.rint(alpha * np.arange(256)).astype(np.uint8)
     drawing = Image.new("RGB", (width, height))
     for top in range(0, height, _STRIP_ROWS):
-        control.check()
         rows_here = slice(top, top + _STRIP_ROWS)
         index = np.rint(255 * enlarge(by_column[:, rows_here], across).T).astype(np.uint8)  # [strip's rows, width]
         strip = Image.fromarray(colours[index])
@@ -121,23 +116,11 @@ def draw_heatmap(
     return with_colorbar(drawing, colours, full_scale) if colorbar else drawing
 
 
-def encode_png(drawing: Image.Image, control: WorkControl = UNCONTROLLED) -> bytes:
-    """Return a drawing as a PNG; what `control` raises ends the work."""
-    encoded = _ControlledOutput(control)
+def encode_png(drawing: Image.Image) -> bytes:
+    """Return a drawing as a PNG."""
+    encoded = io.BytesIO()
     drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
     return encoded.getvalue()
-
-
-class _ControlledOutput(io.BytesIO):
-    """A file in memory that asks its control with every write, of which the encoder makes one for each 64 KiB."""
-
-    def __init__(self, control: WorkControl) -> None:
-        super().__init__()
-        self._control = control
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        self._control.check()
-        return super().write(data)
 
 
 def _enlarged(picture: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:

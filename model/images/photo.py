@@ -8,8 +8,7 @@ from PIL import Image
 
 from model.errors import InvalidImage
 from model.images.colour import converter
-from model.images.control import UNCONTROLLED, WorkControl
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, decode
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, OnSize, decode
 from model.images.preprocess import TRANSPOSE
 from model.images.region import Region
 from model.images.resize import resize
@@ -25,7 +24,7 @@ def upright_photo(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    control: WorkControl = UNCONTROLLED,
+    on_size: OnSize = lambda _: None,
 ) -> tuple[NDArray[np.uint8], Region]:
     """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned upright.
 
@@ -34,7 +33,7 @@ def upright_photo(
     Args:
         region: in pixels of the upright original.
         size: the longer side in pixels, at most; None: 1024.
-        max_pixels, control: see `model_input`.
+        max_pixels, on_size: see `model_input`.
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the result's size.
 
     Returns:
@@ -49,7 +48,7 @@ def upright_photo(
         factor = min(1.0, longer / max(width, height))
         return max(1, round(width * factor)), max(1, round(height * factor))
 
-    decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None, control=control)
+    decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None, on_size=on_size)
     try:
         stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
         small = resize(
@@ -58,7 +57,6 @@ def upright_photo(
             (0.0, 0.0, *stored),
             Image.Resampling.BICUBIC,
             convert=converter(decoded.image, "RGB"),
-            control=control,
         ).convert("RGB")
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error

@@ -20,8 +20,7 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.colour import converter
-from model.images.control import UNCONTROLLED, WorkControl
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, decode
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, OnSize, decode
 from model.images.formats import MinSize
 from model.images.region import Region, first_pixel, seen_region
 from model.images.resize import passes_rows_first, resize
@@ -70,13 +69,12 @@ def preprocess(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    control: WorkControl = UNCONTROLLED,
 ) -> NDArray[np.uint8]:
     """Return the pixels of `model_input`, which says the rest.
 
     It is the shorter way for those who draw no maps.
     """
-    return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode, control=control).pixels
+    return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode).pixels
 
 
 def model_input(
@@ -85,30 +83,30 @@ def model_input(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    control: WorkControl = UNCONTROLLED,
+    on_size: OnSize = lambda _: None,
+    bounded: bool = False,
 ) -> ModelInput:
     """Return the picture in an uploaded file as the model sees it, and which part of the photo that is.
 
-    It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes. It needs at most about
-    7 bytes of memory for each pixel allowed, beside the upload itself.
+    It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes.
 
     Args:
         data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
             installed. Of several pictures the first counts. Alpha and ICC profiles are ignored.
         config: the checkpoint's preprocessing; one `mean` makes a greyscale picture.
-        max_pixels: how many pixels the picture may have as stored. Formats whose decoders hold several copies of
-            it (WebP, AVIF, HEIC, some TIFF and progressive JPEG) may have fewer.
+        max_pixels: how many pixels the picture may have as stored.
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
             along both axes, of the size that the picture is resized to, before the crop. What follows then still
             shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
-        control: is told what decoding will cost, and may end the work between its steps. What it raises is raised here.
+        on_size, bounded: see `model.images.decode.decode`.
 
     Returns:
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format.
-        ImageTooLarge: too many pixels, or too much memory to decode them; raised before they are allocated.
+        ImageTooLarge: too many pixels; raised before they are allocated.
+        ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
         ValueError: `config` has neither 1 nor 3 channels.
     """
@@ -120,10 +118,11 @@ def model_input(
         bytes(data) if isinstance(data, memoryview) else data,
         max_pixels=max_pixels,
         min_size=min_decoded_size(config) if scaled_decode else None,
-        control=control,
+        on_size=on_size,
+        bounded=bounded,
     )
     try:
-        small, region = _resize_and_crop(decoded, config, "RGB" if channels == 3 else "L", control)
+        small, region = _resize_and_crop(decoded, config, "RGB" if channels == 3 else "L")
         pixels = np.asarray(small)
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
@@ -192,7 +191,7 @@ def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, ro
 
 
 def _resize_and_crop(
-    decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"], control: WorkControl
+    decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]
 ) -> tuple[Image.Image, Region]:
     """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
     resample = Image.Resampling[config.interpolation.upper()]
@@ -215,7 +214,6 @@ def _resize_and_crop(
         resample,
         convert=converter(decoded.image, mode),
         rows_first=rows_first,
-        control=control,
     )
     if decoded.orientation in TRANSPOSE:
         small = small.transpose(TRANSPOSE[decoded.orientation])

@@ -14,7 +14,6 @@ import math
 from PIL import Image
 
 from model.images.colour import Converter
-from model.images.control import UNCONTROLLED, WorkControl
 
 Box = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels of the picture, fractions allowed."""
@@ -75,7 +74,6 @@ def resize(
     *,
     convert: Converter | None = None,
     rows_first: bool | None = None,
-    control: WorkControl = UNCONTROLLED,
 ) -> Image.Image:
     """Return a part of a loaded picture, converted and resized.
 
@@ -84,9 +82,7 @@ def resize(
         convert: applied to pieces of the picture before they are resized; None: nothing to convert.
         rows_first: resize vertically first; None: whichever order is quicker. Overruled where the picture between
             the passes would be huge.
-        control: may end the work before each piece. What it raises is raised here.
     """
-    control.check()
     pillow_rows_first = passes_rows_first(image.size, size)
     if rows_first is None:
         rows_first = pillow_rows_first
@@ -106,7 +102,6 @@ def resize(
     if rows_first:
         step = max(1, _STRIP_PIXELS // (bottom - top))
         for start in range(left, right, step):
-            control.check()
             strip = _piece(image, (start, top, min(start + step, right), bottom), convert)
             strip = strip.resize((strip.width, size[1]), resample, (0, box[1], strip.width, box[3]))
             between = between or Image.new(strip.mode, (right - left, size[1]))
@@ -115,7 +110,6 @@ def resize(
         return between.resize(size, resample, (box[0], 0, box[2], size[1]))
     step = max(1, _STRIP_PIXELS // (right - left))
     for start in range(top, bottom, step):
-        control.check()
         strip = _piece(image, (left, start, right, min(start + step, bottom)), convert)
         strip = strip.resize((size[0], strip.height), resample, (box[0], 0, box[2], strip.height))
         between = between or Image.new(strip.mode, (size[0], bottom - top))

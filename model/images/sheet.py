@@ -8,8 +8,6 @@ from typing import Final
 
 from PIL import Image, ImageDraw, ImageFont
 
-from model.images.control import UNCONTROLLED, WorkControl
-
 _ROW_GAP: Final = 4
 """White pixels between two pictures of a row."""
 
@@ -28,7 +26,6 @@ def in_a_row(
     count: int,
     *,
     max_width: int | None = None,
-    control: WorkControl = UNCONTROLLED,
 ) -> Image.Image:
     """Return RGB pictures side by side, their upper edges level, on white; a single one as it is.
 
@@ -36,12 +33,10 @@ def in_a_row(
         count: how many there are. They are taken one by one, and each is made small before the next, so that pictures
             that are drawn as they are taken are never in memory whole together.
         max_width: pixels of the row at most: each picture that has more than its share of them is made smaller.
-        control: may end the work between its steps. What it raises is raised here.
     """
     room = None if max_width is None else (max_width - _ROW_GAP * (count - 1)) // count
     fitted = []
     for picture in pictures:
-        control.check()
         if count > 1 and room is not None and picture.width > room:
             size = room, max(1, round(picture.height * room / picture.width))
             fitted.append(picture.resize(size, Image.Resampling.LANCZOS))

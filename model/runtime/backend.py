@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import Picture
+from model.prediction import MapRequest, Picture
+from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import Compilation
-from model.runtime.postprocess import TopKOutput
 
 Images = NDArray[np.uint8] | Sequence[Picture]
 """A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere, some perhaps still encoded."""
@@ -30,11 +30,8 @@ class Backend(Protocol):
     compilation: Compilation
     batch_sizes: tuple[int, ...] | None
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
-        """Return the best classes of a batch, and the attention rows of these layers, in host memory.
-
-        With `logits` these are returned, too; with `postprocess.RELEVANCE` among the layers the relevance of each
-        image's best class.
+    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
+        """Return what is asked of a batch, or more, in host memory.
 
         It is called by as many threads at once as there are streams.
 
@@ -42,8 +39,10 @@ class Backend(Protocol):
             RuntimeError: as the library raises it (out of memory, a device fault).
         """
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
-        """Return `model.explanation.methods.explain_with_mass` of a batch, in host memory; always torch's.
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
+        """Return `model.explanation.methods.explain` of a batch, in host memory; always torch's.
 
         It may be called by one more thread than `predict`, and outside of inference mode only.
 
@@ -77,11 +76,6 @@ class Backend(Protocol):
 def stacked(images: Images) -> NDArray[np.uint8]:
     """Return a batch as one array, uint8 [B, H, W, C]; no picture of it is encoded."""
     return images if isinstance(images, np.ndarray) else np.stack(cast(Sequence[NDArray[np.uint8]], images))
-
-
-def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
-    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
-    return count if sizes is None else next(size for size in sizes if size >= count)
 
 
 def first_line(error: BaseException) -> str:

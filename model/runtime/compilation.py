@@ -70,23 +70,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
     return Compilation(CompilationState.COMPILING)
 
 
-def captured_sizes(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
-
-    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
-    """
-    sizes = [1, 2, 4, 8, 16]
-    while sizes[-1] < largest:
-        octave = 1 << (sizes[-1].bit_length() - 1)
-        sizes.append(sizes[-1] + max(8, octave // 4))
-    return (*(size for size in sizes if size < largest), largest)
-
-
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes 1, 2, 4, ... that are below the largest, and the largest."""
-    return (*(1 << power for power in range((largest - 1).bit_length())), largest)
-
-
 def choose_kernels(model: VisionTransformer, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Replace the kernels that are slow on the device by ones that are equivalent in the dtype."""
     # The tanh approximation is at most 0.0005 away, a sixteenth of what bfloat16 rounds off, and half of float16's.
@@ -139,6 +122,8 @@ def twin_for_any_batch(model: VisionTransformer, *, autotune: bool, backend: str
 def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend: str = "inductor") -> Callable[P, T]:
     """Return a function that compiles itself once for all sizes of its tensors' first dimension.
 
+    Tensors are arguments, or parts of one that is a tuple.
+
     A single row is computed without: code for any size would be compiled once more for it.
 
     Args:
@@ -148,7 +133,8 @@ def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend:
     compiled = torch.compile(function, mode=_mode(autotune), backend=backend)
 
     def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        parts = [part for each in arguments for part in (each if isinstance(each, tuple) else (each,))]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         if len(tensors[0]) == 1:
             return function(*arguments, **keywords)
         for tensor in tensors:

@@ -7,31 +7,39 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 from typing import Final, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
-from model.explanation.methods import METHODS
 from model.explanation.token_maps import Floats, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters
-from model.prediction import AttentionMap, BatchPrediction, EncodedPicture, MapRequest, Picture
-from model.runtime.backend import Backend, Images, first_line, launch_size, stacked
-from model.runtime.batch_launcher import DeviceOps
-from model.runtime.choose_backend import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode, captured_sizes, powers_of_two
+from model.prediction import (
+    CLASS_SPECIFIC,
+    AttentionMap,
+    EncodedPicture,
+    MapRequest,
+    Outputs,
+    Picture,
+    RequestedOutputs,
+)
+from model.runtime.backend import Backend, Images, first_line, stacked
+from model.runtime.batches import BatchRequest, captured_sizes, launch_size, powers_of_two, sizes_in_use
+from model.runtime.choice import BackendName, choose_backend
+from model.runtime.compilation import Compilation, CompileMode
+from model.runtime.cuda.batch_launcher import DeviceOps
+from model.runtime.cuda.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.picture_decoding import DevicePreprocess, PictureDecoder
-from model.runtime.pieces import sizes_in_use
-from model.runtime.postprocess import RELEVANCE
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -143,10 +151,11 @@ class Predictor:
                 graphs,
                 behind,
                 dtype == "float8",
-                preprocess,
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            found = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            found = choose_backend(
+                options, backend, threads=policy, streams=self.streams, ops=ops, preprocess=preprocess
+            )
             if options.float8:
                 self.agreement = self._require_agreement(model, found[0], float8_agreement)
             return found
@@ -219,7 +228,8 @@ class Predictor:
         shape = (*self.config.image_size, self.config.in_channels)
         noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         for name, image in (("black", np.zeros_like(noise)), ("white", np.full_like(noise, 255)), ("noise", noise)):
-            if not self.predict(image[np.newaxis], top_k=1).finite.all():
+            [outputs] = self.predict(image[np.newaxis], RequestedOutputs(1))
+            if outputs.failure is not None:
                 raise NotFinite(f"{self.device}: warm-up gave scores of {name} that are not finite in {self.dtype}")
 
     def _fill_caches(self) -> None:
@@ -250,23 +260,43 @@ class Predictor:
         except RuntimeError as error:
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
-    def predict(
-        self, images: Images, *, top_k: int, maps: Sequence[MapRequest | None] = (), logits: bool = False
-    ) -> BatchPrediction:
-        """Classify a batch.
+    def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
+        """Return what is asked of each image of a batch.
 
         Args:
             images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
                 less, and some of which may be encoded if there is a decoder; 1 <= B <= max_batch.
-            top_k: how many classes to return, 1 ... num_classes.
-            maps: empty, or one entry an image.
-            logits: whether those of all classes are wanted, too.
+            requests: one for each image, or the same for all.
 
         Raises:
-            ValueError: wrong shape, too large a batch, or `maps` of another length.
-            InputError: a method that there is not.
+            ValueError: wrong shape, too large a batch, or another number of requests.
             RuntimeError: as torch raises it (out of memory, a device fault).
         """
+        requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
+        self._check_batch(images, len(requests))
+        request = BatchRequest.of(requests)
+        with torch.inference_mode():
+            outputs = self._backend.predict(images, request)
+            tensors = outputs.tensors()
+            scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
+            logits = tensors["logits"].float().numpy() if request.logits else None
+            maps = self._maps_of_pass(tensors, request, requests)
+        decoded = outputs.decoded or {}
+        pictures = [decoded.get(place, image) for place, image in enumerate(images)] if decoded else images
+        maps |= self._maps_of_own_pass(pictures, requests, indices)
+        return [
+            Outputs(
+                scores=scores[place, : each.top_k],
+                indices=indices[place, : each.top_k],
+                map=maps.get(place),
+                logits=None if logits is None or not each.logits else logits[place],
+                decoded=decoded.get(place),
+                failure="not decoded" if pictures[place] is None else None if finite[place] else "not finite",
+            )
+            for place, each in enumerate(requests)
+        ]
+
+    def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
         pixels = [image for image in images if not isinstance(image, EncodedPicture)]
@@ -275,56 +305,44 @@ class Predictor:
             raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
         if len(pixels) < count and not self._decodes:
             raise ValueError(f"{count - len(pixels)} encoded pictures: there is no decoder")
-        if maps and len(maps) != count:
-            raise ValueError(f"{len(maps)} map requests for {count} images")
-        layers = tuple(sorted({wanted.layer for wanted in maps if wanted is not None and wanted.layer is not None}))
-        wanted_too = (RELEVANCE,) if any(wanted is not None and wanted.of_best_class for wanted in maps) else ()
-        with torch.inference_mode():
-            output = self._backend.predict(images, layers=layers + wanted_too, top_k=top_k, logits=logits)
-            found: list[AttentionMap | None] = [None] * count
-            if layers and output.attention is not None:
-                found = attention_maps(output.attention, layers, maps, self.config)
-            prediction = BatchPrediction(
-                output.scores.numpy(),
-                output.indices.numpy(),
-                output.finite.numpy(),
-                found,
-                None if output.logits is None else output.logits.numpy(),
-                output.decoded,
-            )
-            if output.relevance is not None:
-                members = [place for place, wanted in enumerate(maps) if wanted is not None and wanted.of_best_class]
-                made = sharpened_maps(output.relevance.numpy()[members], self.config)
-                _put(prediction, "relevance", members, prediction.indices[members, 0], *made)
-        seen: Images | Sequence[Picture | None] = images
-        if maps and prediction.decoded:
-            seen = [prediction.decoded.get(place, image) for place, image in enumerate(images)]
-            maps = [None if image is None else wanted for image, wanted in zip(seen, maps, strict=True)]
-        for method in sorted({wanted.method for wanted in maps if wanted is not None and wanted.needs_pass}):
-            self._explain(seen, method, maps, prediction)
-        return prediction
+        if requests != count:
+            raise ValueError(f"{requests} requests for {count} images")
 
-    def _explain(
+    def _maps_of_pass(
+        self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]
+    ) -> dict[int, AttentionMap]:
+        """Return the maps that come out of the classification's pass, by the places of their images."""
+        maps: dict[int, AttentionMap] = {}
+        if request.layers:
+            maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
+        if request.relevance:
+            places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
+            made = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
+            maps |= _by_place(places, MapRequest("relevance"), tensors["indices"][places, 0].tolist(), *made)
+        return maps
+
+    def _maps_of_own_pass(
         self,
-        images: Images | Sequence[Picture | None],
-        method: str,
-        requests: Sequence[MapRequest | None],
-        prediction: BatchPrediction,
-    ) -> None:
-        """Put the maps of one method into the prediction, each of its request's class or of the best one."""
-        members = [
-            index
-            for index, wanted in enumerate(requests)
-            if wanted is not None and wanted.needs_pass and wanted.method == method
-        ]
-        classes = prediction.indices[members, 0]
-        for place, member in enumerate(members):
-            wanted = requests[member]
-            if wanted is not None and wanted.class_index is not None:
-                classes[place] = wanted.class_index
-        pictures = stacked([cast(Picture, images[member]) for member in members])
-        maps, kept_mass = self._backend.explain(pictures, classes, method)
-        _put(prediction, method, members, classes, maps.numpy(), kept_mass.numpy())
+        pictures: Images | Sequence[Picture | None],
+        requests: Sequence[RequestedOutputs],
+        indices: NDArray[np.int64],
+    ) -> dict[int, AttentionMap]:
+        """Return the maps that need passes of their own, each of its request's class or of the best one.
+
+        Args:
+            pictures: None for one that the device could not decode, which gets no map.
+        """
+        passes: dict[MapRequest, dict[int, int]] = {}
+        for place, (picture, each) in enumerate(zip(pictures, requests, strict=True)):
+            if each.map is not None and each.map.needs_pass and picture is not None:
+                label = int(indices[place, 0]) if each.map.class_index is None else each.map.class_index
+                passes.setdefault(replace(each.map, class_index=None), {})[place] = label
+        maps: dict[int, AttentionMap] = {}
+        for request, labels in passes.items():
+            pixels = stacked([cast(Picture, pictures[place]) for place in labels])
+            found, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
+            maps |= _by_place(labels, request, labels.values(), found.numpy(), kept_mass.numpy())
+        return maps
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -333,15 +351,9 @@ class Predictor:
         return found
 
 
-def _put(
-    prediction: BatchPrediction,
-    method: str,
-    members: Sequence[int],
-    classes: NDArray[np.int64],
-    maps: Floats,
-    kept_mass: Floats,
-) -> None:
-    """Put maps by one method into the prediction, those of these members of the batch."""
-    for member, label, values, kept in zip(members, classes.tolist(), maps, kept_mass.tolist(), strict=True):
-        of_class = label if METHODS[method].class_specific else None
-        prediction.maps[member] = AttentionMap(None, None, values, kept, method, of_class)
+def _by_place(
+    places: Iterable[int], request: MapRequest, labels: Iterable[int], maps: Floats, kept_mass: Floats
+) -> dict[int, AttentionMap]:
+    """Return maps [B, rows, columns] that a request gave for these classes, by the places of their images."""
+    known = [replace(request, class_index=label if request.method in CLASS_SPECIFIC else None) for label in labels]
+    return dict(zip(places, map(AttentionMap, known, maps, kept_mass.tolist()), strict=True))

@@ -18,10 +18,12 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.folded_weights import fold
-from model.explanation.methods import explain_with_mass
+from model.explanation.methods import explain
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, count_parameters
-from model.runtime.backend import first_line, launch_size
+from model.prediction import MapRequest
+from model.runtime.backend import first_line
+from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
@@ -31,8 +33,7 @@ from model.runtime.compilation import (
     plan_compilation,
 )
 from model.runtime.float8 import use_float8
-from model.runtime.picture_decoding import DevicePreprocess
-from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, run_network
+from model.runtime.postprocess import Postprocess, run_network
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ class TorchOptions:
         graphs: whether they become CUDA graphs on CUDA.
         behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
-        preprocess: what decodes pictures on CUDA; None where they come as pixels.
     """
 
     model: VisionTransformer
@@ -59,7 +59,6 @@ class TorchOptions:
     graphs: bool = True
     behind: bool = False
     float8: bool = False
-    preprocess: DevicePreprocess | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -91,7 +90,7 @@ class TorchBackend:
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Attributes:
-        usual_layers: choices of attention layers that are compiled and captured: no map, or one of the defaults.
+        usual: requests whose part of the network is compiled and captured: no map, or one of the defaults.
 
     Raises:
         DeviceError: not enough memory for the weights.
@@ -101,7 +100,7 @@ class TorchBackend:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
         self.config = options.model.config
-        self.usual_layers: tuple[tuple[int, ...], ...] = (), (self.config.depth - 1,), (RELEVANCE,)
+        self.usual = BatchRequest(), BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
         self.postprocess = Postprocess(options.checkpoint)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
@@ -121,22 +120,24 @@ class TorchBackend:
         self._model = self._plain
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def forward(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
+    def forward(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
         """Return the output of `run_network` for uint8 [B, H, W, C] in host memory, on the device."""
         # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
-        model, count = self._model_for(layers), len(images)
+        model, count = self._model_for(request), len(images)
         missing = launch_size(count, self.batch_sizes) - count
         if missing:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        output = run_network(model, self._normalise(batch), layers, self._folded)
+        output = run_network(model, self._normalise(batch), request, self._folded)
         return output if not missing else output.first(count)
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        wanted = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        return explain_with_mass(self._plain, self._normalise(batch), wanted, method)
+        labels = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
+        return explain(self._plain, self._normalise(batch), labels, request)
 
     def float_copy(self) -> VisionTransformer:
         """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
@@ -148,22 +149,25 @@ class TorchBackend:
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
-        return self.forward(images, ()).logits
+        return self.forward(images, BatchRequest()).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""
         self._exercise(self._logits_of(self._model), sizes)
 
-    def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
-        return lambda images, layers: run_network(model, self._normalise(images), layers, self._folded).logits
+    def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, BatchRequest], Tensor]:
+        def logits(images: Tensor, request: BatchRequest) -> Tensor:
+            return run_network(model, self._normalise(images), request, self._folded).tensors()["logits"]
 
-    def _exercise(self, compute: Callable[[Tensor, tuple[int, ...]], Tensor], sizes: Sequence[int]) -> None:
-        """Run (images on the device, layers) -> logits or scores with trial images of these sizes."""
+        return logits
+
+    def _exercise(self, compute: Callable[[Tensor, BatchRequest], Tensor], sizes: Sequence[int]) -> None:
+        """Run (images on the device, request) -> logits or scores with trial images of these sizes."""
         with torch.inference_mode():
             for size in sizes:
-                for turn, layers in enumerate(self.usual_layers):
+                for turn, request in enumerate(self.usual):
                     images = torch.from_numpy(self.trial_images(size, turn)).to(self._device)
-                    self.require_finite(compute(images, layers))
+                    self.require_finite(compute(images, request))
 
     def fill_caches(self, size: int) -> None:
         """Do nothing: a GPU's allocator keeps what the largest batch took, for all sizes."""
@@ -184,9 +188,9 @@ class TorchBackend:
             name = self._options.dtype_name
             raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {name}")
 
-    def _model_for(self, layers: tuple[int, ...]) -> VisionTransformer:
+    def _model_for(self, request: BatchRequest) -> VisionTransformer:
         """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""
-        return self._model if layers in self.usual_layers else self._plain
+        return self._model if request.of_network in self.usual else self._plain
 
     def _compile(self) -> None:
         """Compile a twin that shares the weights, run it at every launch size, then let it take over."""

@@ -1,20 +1,36 @@
-"""The backend that runs the network in torch on the CPU, and how many threads compute a batch there."""
+"""The backend that runs the network in torch on the CPU, the threads that compute a batch there, and their memory."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.prediction import MapRequest
 from model.runtime.backend import Images, stacked
+from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
 from model.runtime.compilation import CompilationState
-from model.runtime.heap import keep_freed_memory
-from model.runtime.pieces import compute_in_pieces
-from model.runtime.postprocess import NetworkOutput, TopKOutput
 from model.runtime.torch_backend import TorchBackend, TorchOptions
+
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+"""Parameters of `mallopt`: see mallopt(3)."""
+
+_TUNABLES: Final = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold")
+_VARIABLES: Final = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+_LARGEST_IN_HEAP: Final = 32 << 20
+"""Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
+once a block of that size was freed."""
+
+_KEPT: Final = 2 * _LARGEST_IN_HEAP
+"""Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
 
 
 class ThreadPolicy:
@@ -48,7 +64,7 @@ class ThreadPolicy:
 class TorchCpu(TorchBackend):
     """Torch on the CPU; the compiler works in the background.
 
-    The process's heap is told to keep what a pass frees: see `model.runtime.heap`.
+    The process's heap is told to keep what a pass frees: see `keep_freed_memory`.
     """
 
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
@@ -56,27 +72,45 @@ class TorchCpu(TorchBackend):
         keep_freed_memory()
         self.threads = threads
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
+    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`."""
         with self.threads:
-            return self.postprocess(self._forward_in_pieces(stacked(images), layers), top_k, logits=logits)
+            return self.postprocess(self._forward_in_pieces(stacked(images), request), request.top_k)
 
-    def _forward_in_pieces(self, images: NDArray[np.uint8], layers: tuple[int, ...]) -> NetworkOutput:
+    def _forward_in_pieces(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
         if self.batch_sizes is not None:  # compiled: padded to one of few sizes
-            return self.forward(images, layers)
-        return compute_in_pieces(images, lambda piece: self.forward(piece, layers))
+            return self.forward(images, request)
+        return compute_in_pieces(images, lambda piece: self.forward(piece, request))
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
         self.exercise((size,))
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, classes, method)
+            return super().explain(images, classes, request)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""
         if self.compilation.state is CompilationState.COMPILING:
             threading.Thread(target=self._compile, name="compile", daemon=True).start()
+
+
+def keep_freed_memory() -> bool:
+    """Let each heap of this process keep up to 64 MiB that it freed; return whether that was done.
+
+    glibc gives freed memory back to the operating system at once when it is at the end of a heap or was a large block,
+    and takes it again for the next pass: the kernel then clears thousands of pages for each batch. Networks of a few
+    milliseconds an image spend an eighth of their time so.
+
+    Each thread that computes has a heap. `malloc_trim` gives back what the first thread's keeps, not the others'. A C
+    library that is not glibc is left as it is, and so is glibc where the environment sets its thresholds.
+    """
+    if any(name in os.environ.get("GLIBC_TUNABLES", "") for name in _TUNABLES) or not _VARIABLES.isdisjoint(os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import ImageError, InputError
+from model.prediction import RequestedOutputs
 from service.cli.image_files import find_images, read_pixels
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -82,13 +83,13 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
         while chunk := list(islice(remaining, predictor.max_batch)):
             decoded = list(pool.map(decode, chunk))
             good = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            found = predictor.predict(np.stack(good), top_k=top_k) if good else None
-            rows = zip(found.indices, found.scores, strict=True) if found else iter(())
+            found = iter(predictor.predict(np.stack(good), RequestedOutputs(top_k)) if good else ())
             for file, pixels in zip(chunk, decoded, strict=True):
                 if isinstance(pixels, str):
                     yield ClassifiedFile(file, [], pixels)
                 else:
-                    yield ClassifiedFile(file, ranked_predictions(info.labels, *next(rows)))
+                    outputs = next(found)
+                    yield ClassifiedFile(file, ranked_predictions(info.labels, outputs.indices, outputs.scores))
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:

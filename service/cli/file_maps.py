@@ -19,17 +19,7 @@ from model.errors import ImageError, InputError
 from model.images.heatmap import Look, draw_heatmap
 from model.images.preprocess import ModelInput
 from model.images.sheet import in_a_row
-from model.prediction import (
-    CLASS_SPECIFIC,
-    METHODS,
-    AttentionMap,
-    MapRequest,
-    Rollout,
-    parse_classes,
-    parse_head,
-    parse_layer,
-    parse_rollout,
-)
+from model.prediction import AttentionMap, MapRequest, RequestedOutputs, parse_maps
 from service.cli.image_files import read_input, read_photo
 from service.cli.server_flags import while_reachable
 from service.engine.messages import ModelInfo
@@ -143,14 +133,14 @@ def maps_in_process(
             decoded = list(pool.map(decode, chunk))
             good = [seen.pixels for seen in decoded if not isinstance(seen, str)]
             # One prediction for each map of a picture.
-            found = [predictor.predict(np.stack(good), top_k=1, maps=[one] * len(good)) for one in wanted if good]
+            found = [predictor.predict(np.stack(good), RequestedOutputs(1, one)) for one in wanted if good]
             places = iter(range(len(good)))
             for file, seen in zip(chunk, decoded, strict=True):
                 if isinstance(seen, str):
                     yield FileMaps(file, error=seen)
                     continue
                 place = next(places)
-                maps = [map_ for one in found if (map_ := one.maps[place]) is not None]
+                maps = [map_ for one in found if (map_ := one[place].map) is not None]
                 values = np.stack([map_.values for map_ in maps])
                 try:
                     drawing = _drawn(values, file, seen, choice, settings) if choice.drawn else None
@@ -159,8 +149,8 @@ def maps_in_process(
                     continue
                 yield FileMaps(
                     file,
-                    info.labels[int(found[0].indices[place, 0])],
-                    float(found[0].scores[place, 0]),
+                    info.labels[int(found[0][place].indices[0])],
+                    float(found[0][place].scores[0]),
                     _facts(maps, info.labels),
                     drawing,
                     values if len(values) > 1 else values[0],
@@ -173,34 +163,28 @@ def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
     Raises:
         InputError: the model has no such class, layer, head or method, or one does not apply to the other.
     """
-    of_row = choice.layer is not None or choice.head is not None
-    of_rollout = choice.fusion is not None or choice.discard is not None
-    method = choice.method or ("cls" if of_row else "rollout" if of_rollout else METHODS[0])
-    if method not in METHODS:
-        raise InputError("method", f"--method {method}: expected one of {', '.join(METHODS)}")
-    if choice.classes and method not in CLASS_SPECIFIC:
-        raise InputError("class", f"--class does not apply to method {method}")
-    if of_rollout and method != "rollout":
-        raise InputError("fusion", f"--fusion and --discard do not apply to method {method}")
-    if method == "cls":
-        return [MapRequest(parse_layer(choice.layer, info.config.depth), parse_head(choice.head, info.config.heads))]
-    if of_row:
-        raise InputError("layer", f"--layer and --head do not apply to method {method}")
-    if method == "rollout":
-        return [MapRequest.explained(parse_rollout(choice.fusion, choice.discard).method)]
-    classes = parse_classes(",".join(choice.classes), info.labels) if choice.classes else [None]
-    return [MapRequest.explained(method, index) for index in classes]
+    return parse_maps(
+        info.config,
+        info.labels,
+        method=choice.method,
+        classes=",".join(choice.classes) if choice.classes else None,
+        layer=choice.layer,
+        head=choice.head,
+        fusion=choice.fusion,
+        discard=choice.discard,
+    )
 
 
 def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
-    first = maps[0]
-    of_classes = " and ".join(labels[one.class_index] for one in maps if one.class_index is not None)
-    rollout = Rollout.of(first.method)
-    what = f"layer {first.layer}, head {first.head}" if first.method == "cls" else first.method
-    if rollout is not None:
-        what = f"rollout, fusion {rollout.fusion}, discard {rollout.discard:g}"
-    rows, columns = first.values.shape
-    patches = f"{rows}x{columns} patches, kept mass {first.kept_mass:.2f}"
+    request, classes = maps[0].request, (one.request.class_index for one in maps)
+    of_classes = " and ".join(labels[index] for index in classes if index is not None)
+    what: str = request.method
+    if request.method == "cls":
+        what = f"layer {request.layer}, head {request.head}"
+    elif request.method == "rollout":
+        what = f"rollout, fusion {request.fusion}, discard {request.discard:g}"
+    rows, columns = maps[0].values.shape
+    patches = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
     return f"{what}{' of ' if of_classes else ''}{of_classes}, {patches}"
 
 

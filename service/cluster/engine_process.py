@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
-from service.cluster.heartbeat import keep_beating
 from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
+from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry

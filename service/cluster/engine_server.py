@@ -139,12 +139,12 @@ class _WorkerConnection(FrameProtocol):
         if frame.encoded is not None:
             length, *size, orientation = frame.encoded
             picture = EncodedPicture(self._slots.read(frame.slot, length), (size[0], size[1]), orientation)
-        request = InferenceRequest(picture, frame.top_k, frame.map, frame.traceparent, frame.logits)
+        request = InferenceRequest(picture, frame.requested, frame.traceparent)
         result = await self._server.engine.infer(request, timeout=frame.timeout)
-        if result.decoded is None:
+        if result.outputs.decoded is None:
             return result
-        self._slots[frame.slot][...] = result.decoded
-        return dataclasses.replace(result, decoded=None)
+        self._slots[frame.slot][...] = result.outputs.decoded
+        return dataclasses.replace(result, outputs=dataclasses.replace(result.outputs, decoded=None))
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
         """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""

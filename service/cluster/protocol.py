@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-from model.prediction import MapRequest
+from model.prediction import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 
@@ -79,17 +79,14 @@ class Submit(_Frame, frozen=True, tag=2):
         slot: where its pixels lie, or its bytes.
         timeout: seconds from now within which it must be launched.
         traceparent: of its request's span, if that is exported.
-        logits: whether they are wanted.
         encoded: how many bytes of an encoded picture lie in the slot, its width, height and orientation; else None.
     """
 
     id: int
     slot: Natural
-    top_k: int
-    map: MapRequest | None
     timeout: float
+    requested: RequestedOutputs
     traceparent: str | None = None
-    logits: bool = False
     encoded: tuple[Natural, Natural, Natural, Annotated[int, Meta(ge=1, le=8)]] | None = None
 
 

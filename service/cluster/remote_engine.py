@@ -185,8 +185,7 @@ class _EngineConnection(FrameProtocol):
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         self._pending[id_] = _Pending(slot, future, encoded is not None)
         self._count()
-        wanted = request.top_k, request.map, timeout, request.traceparent, request.logits
-        self.send(protocol.Submit(id_, slot, *wanted, encoded))
+        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent, encoded))
         try:
             return await future
         except asyncio.CancelledError:
@@ -199,7 +198,8 @@ class _EngineConnection(FrameProtocol):
         slot, future, encoded = self._pending.pop(id_)
         if encoded and isinstance(outcome, InferenceResult) and not future.done():
             assert self._slots is not None
-            outcome = replace(outcome, decoded=self._slots[slot].copy())  # the slot is another's in a moment
+            decoded = self._slots[slot].copy()  # the slot is another's in a moment
+            outcome = replace(outcome, outputs=replace(outcome.outputs, decoded=decoded))
         self._free.append(slot)
         self._count()
         if future.done():  # its caller went away

@@ -5,7 +5,7 @@
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
   `_MAX_DELAY`; one that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
-* A child that is frozen (`service.cluster.heartbeat`) is killed.
+* A child that is frozen (`service.http.watchdog`) is killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
   that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
   container comes back in a new container only.
@@ -28,8 +28,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from service.cluster.heartbeat import Pulse
 from service.cluster.processes import OperatingSystem
+from service.http.watchdog import Pulse
 
 logger = logging.getLogger("vitserve")
 

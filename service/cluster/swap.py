@@ -21,11 +21,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.cluster.heartbeat import Pulse
 from service.cluster.processes import OperatingSystem
 from service.cluster.supervisor import Child
 from service.cluster.swap_board import Request, SwapBoard, Verdict
 from service.engine.swapping import UNDER_WAY
+from service.http.watchdog import Pulse
 
 logger = logging.getLogger("vitserve")
 

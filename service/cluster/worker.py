@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from service.cluster.balancer import Balancer
 from service.cluster.channel import EngineChannel
-from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
@@ -21,6 +20,7 @@ from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
 from service.http.lifecycle import Lifecycle, settle
 from service.http.server import Server
+from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import start_telemetry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from model.prediction import BatchPrediction, MapRequest, Picture
+from model.prediction import Outputs, Picture, RequestedOutputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 
@@ -38,15 +38,8 @@ class ModelRunner(Protocol):
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
 
-    def predict(
-        self,
-        images: Sequence[Picture],
-        *,
-        top_k: int,
-        maps: Sequence[MapRequest | None] = (),
-        logits: bool = False,
-    ) -> BatchPrediction:
-        """Classify a batch, see `model.runtime.predictor.Predictor.predict`."""
+    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
+        """Return what is asked of each image, see `model.runtime.predictor.Predictor.predict`."""
 
 
 class Engine(Protocol):

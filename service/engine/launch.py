@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from model.errors import VitError
-from model.prediction import BatchPrediction
+from model.prediction import Outputs
 from service.engine.base import ModelRunner
 from service.engine.batching import Entry
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
@@ -75,34 +75,20 @@ def _predict(
     runner: ModelRunner, batch: Sequence[Waiting], launched: float, clock: Callable[[], float]
 ) -> list[Outcome]:
     requests = [entry.item for entry in batch]
-    maps = [request.map for request in requests]
-    prediction = runner.predict(
-        [request.pixels for request in requests],
-        top_k=max(request.top_k for request in requests),
-        maps=maps if any(maps) else (),
-        logits=any(request.logits for request in requests),
-    )
+    outputs = runner.predict([each.pixels for each in requests], [each.requested for each in requests])
     seconds = clock() - launched
-    return [_outcome(prediction, row, entry, launched, seconds) for row, entry in enumerate(batch)]
+    return [
+        _failure(each) or InferenceResult(each, len(batch), launched - entry.arrived, seconds)
+        for each, entry in zip(outputs, batch, strict=True)
+    ]
 
 
-def _outcome(prediction: BatchPrediction, row: int, entry: Waiting, launched: float, seconds: float) -> Outcome:
-    decoded = prediction.decoded.get(row)
-    if decoded is None and row in prediction.decoded:
+def _failure(outputs: Outputs) -> ServiceError | None:
+    if outputs.failure == "not decoded":
         return NotDecoded("the device does not decode this picture")
-    if not prediction.finite[row]:
+    if outputs.failure == "not finite":
         return InferenceFailed("the model gave no finite score for this image")
-    logits = prediction.logits
-    return InferenceResult(
-        scores=prediction.scores[row, : entry.item.top_k],
-        indices=prediction.indices[row, : entry.item.top_k],
-        map=prediction.maps[row],
-        batch_size=len(prediction.scores),
-        queue_seconds=launched - entry.arrived,
-        inference_seconds=seconds,
-        logits=logits[row] if logits is not None and entry.item.logits else None,
-        decoded=decoded,
-    )
+    return None
 
 
 def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:

@@ -10,11 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from model.config import PreprocessConfig, ViTConfig
-from model.prediction import AttentionMap, MapRequest, Picture
+from model.prediction import Outputs, Picture, RequestedOutputs
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
@@ -29,16 +26,13 @@ class InferenceRequest:
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size; or a picture that the engine's device is to make that of.
-        map: the attention map wanted beside the classes, if any.
+        requested: what is asked of it.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
-        logits: whether the logits of all classes are wanted, too.
     """
 
     pixels: Picture
-    top_k: int
-    map: MapRequest | None = None
+    requested: RequestedOutputs
     traceparent: str | None = None
-    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +40,18 @@ class InferenceResult:
     """The model's answer for one image.
 
     Attributes:
-        scores: float32 [top_k], highest first.
-        indices: int64 [top_k].
-        map: present when it was asked for.
+        outputs: what was asked of it.
         batch_size: images that were launched together.
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
         batch_traceparent: of the batch's span, if it has one: see `BatchReport`.
-        logits: float32 [classes], before the temperature; present when they were asked for.
-        decoded: uint8 [H, W, C] that the device made of an encoded picture.
     """
 
-    scores: NDArray[np.float32]
-    indices: NDArray[np.int64]
-    map: AttentionMap | None
+    outputs: Outputs
     batch_size: int
     queue_seconds: float
     inference_seconds: float
     batch_traceparent: str | None = None
-    logits: NDArray[np.float32] | None = None
-    decoded: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)

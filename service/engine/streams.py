@@ -90,7 +90,7 @@ class Streams:
             self._wake.notify_all()
 
     def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
-        return self._explanations if request.map is not None and request.map.needs_pass else self._queue
+        return self._explanations if request.requested.needs_pass else self._queue
 
     def computing_seconds(self) -> float:
         """Return how long the longest batch that is computed has been; 0 when there is none.

@@ -1,4 +1,11 @@
-"""Ends a process whose event loop no longer turns, so that whoever supervises it starts it again."""
+"""Notices an event loop that no longer turns, and a process that lives and does nothing.
+
+Each event loop counts a cell up. In one process a thread looks at the cell and ends the process, so that whoever
+supervises it starts it again. In several the cells lie in shared memory, and the supervisor looks at them. A busy
+machine may keep a healthy event loop from its turn for seconds, but not a whole process from the processor. So the
+supervisor takes a process for frozen after a short silence only if it used no processor time meanwhile, and otherwise
+after a long one.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +14,85 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from service.http.signals import exit_now
 
 logger = logging.getLogger("vitserve")
 
-_TURN_SECONDS = 0.5
+BEAT_SECONDS = 0.5
+
+_FROZEN_SECONDS = 3.0
+_STUCK_SECONDS = 30.0
+_FROZEN_AT_START_SECONDS = 60.0
+"""Whoever starts may wait for a disk with the interpreter's lock held: libraries of a gigabyte are mapped."""
+
 _LOOK_SECONDS = 1.0
+_LONGEST_LOOK = 1.5
+
+
+async def keep_beating(cells: NDArray[np.uint64], index: int) -> None:
+    """Count a cell up on the running event loop, until cancelled."""
+    while True:
+        cells[index] += 1
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+@dataclass(eq=False)
+class Pulse:
+    """Decides, from one look after the other, whether a process is frozen.
+
+    Attributes:
+        silent_seconds: without a beat.
+        idle_seconds: without a beat and without processor time.
+    """
+
+    beat: int = 0
+    cpu_seconds: float = 0.0
+    looked_at: float | None = None
+    silent_seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+    def look(self, now: float, beat: int, cpu_seconds: float = 0.0) -> None:
+        """Look at a process; call it about every second.
+
+        Args:
+            now: monotonic seconds.
+            beat: the count of its event loop.
+            cpu_seconds: processor time that it has used.
+        """
+        # Whoever looks may have stood still too, perhaps with the whole machine: that time does not count.
+        passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
+        self.silent_seconds = self.silent_seconds + passed if beat == self.beat else 0.0
+        works = beat != self.beat or cpu_seconds != self.cpu_seconds
+        self.idle_seconds = 0.0 if works else self.idle_seconds + passed
+        self.beat, self.cpu_seconds, self.looked_at = beat, cpu_seconds, now
+
+    def is_frozen(self, now: float, beat: int, cpu_seconds: float, *, starting: bool) -> bool:
+        """Look at a process, and return whether it is frozen; see `look`.
+
+        Args:
+            starting: whether it has yet to begin its work, so that long calls are expected of it.
+        """
+        self.look(now, beat, cpu_seconds)
+        if starting:
+            return self.idle_seconds >= _FROZEN_AT_START_SECONDS
+        return self.idle_seconds >= _FROZEN_SECONDS or self.silent_seconds >= _STUCK_SECONDS
 
 
 class Watchdog:
-    """Counts the turns of an event loop, and looks at the count from a thread of its own.
+    """Looks at the beats of an event loop from a thread of its own.
 
     Args:
-        timeout: seconds without a turn after which the process ends with 1.
+        timeout: seconds without a beat after which the process ends with 1.
         clock: monotonic seconds.
         end: ends the process with an exit code.
+
+    Attributes:
+        beats: the cell of the event loop.
     """
 
     def __init__(
@@ -32,37 +102,25 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = exit_now,
     ) -> None:
+        self.beats = np.zeros(1, np.uint64)
         self._timeout = timeout
         self._clock = clock
         self._end = end
-        self._turns = 0
-        self._seen = 0
-        self._looked_at = clock()
-        self._silent_seconds = 0.0
+        self._pulse = Pulse(looked_at=clock())
         self._ended = threading.Event()
 
     async def watch(self) -> None:
         """Start the thread, and count the turns of the running event loop until cancelled."""
         threading.Thread(target=self._look_again_and_again, name="watchdog", daemon=True).start()
         try:
-            while True:
-                self.turn()
-                await asyncio.sleep(_TURN_SECONDS)
+            await keep_beating(self.beats, 0)
         finally:
             self._ended.set()  # a loop that has ended turns no more, and is not to end its process
 
-    def turn(self) -> None:
-        """Count a turn."""
-        self._turns += 1
-
     def look(self) -> bool:
         """End the process if its event loop has not turned for too long, and return whether it was so."""
-        now = self._clock()
-        # What kept this thread from looking kept the event loop from turning: that time does not count.
-        passed = min(now - self._looked_at, 1.5 * _LOOK_SECONDS)
-        self._silent_seconds = self._silent_seconds + passed if self._turns == self._seen else 0.0
-        self._seen, self._looked_at = self._turns, now
-        if self._silent_seconds < self._timeout:
+        self._pulse.look(self._clock(), int(self.beats[0]))
+        if self._pulse.silent_seconds < self._timeout:
             return False
         logger.critical("the event loop has not turned for %g s: ending", self._timeout)
         self._end(1)

@@ -110,6 +110,9 @@ class Metrics(Collector):
             "Pictures where JPEGs are decoded on the device, by outcome: decoded, unsuited, failed",
             ["outcome"],
         )
+        self.decoder_restarts = counter(
+            "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
+        )
         self.images = counter("vit_images_total", "Images classified")
         self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
         self.batch_size = histogram(

@@ -128,7 +128,7 @@ def create_app(
         turnover=settings.request_timeout / 2,
         clock=clock,
     )
-    lanes = Lanes.of(settings)
+    lanes = Lanes(settings, metrics.decoder_restarts.inc)
 
     def engine_changed() -> None:
         for replica in replicas(engine):

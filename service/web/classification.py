@@ -11,38 +11,23 @@ What is wrong with a picture is always said by the first way, in the same words.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from model.config import PreprocessConfig
 from model.images.device_jpeg import DevicePicture, device_picture
 from model.images.preprocess import ModelInput
-from model.prediction import MapRequest
+from model.prediction import RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import NotDecoded, ServiceError
-from service.web.lanes import Control, Deadline
+from service.web.decoders import Decoded
+from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline
 
 
-@dataclass(frozen=True, slots=True)
-class Classified:
-    """A picture as the model saw it, the seconds that a decode thread took, and the model's answer."""
-
-    picture: ModelInput
-    decode_seconds: float
-    result: InferenceResult
-
-
 async def classify_upload(
-    pipeline: Pipeline,
-    data: bytearray,
-    deadline: Deadline,
-    *,
-    top_k: int,
-    map_request: MapRequest | None,
-    logits: bool = False,
-) -> Classified:
-    """Decode and compute a file.
+    pipeline: Pipeline, data: bytearray, deadline: Deadline, requested: RequestedOutputs
+) -> tuple[Decoded, InferenceResult]:
+    """Decode and compute a file; return the picture as the model saw it, and the model's answer.
 
     Raises:
         ImageError, ServiceError: see `Pipeline.decode` and `Pipeline.infer`.
@@ -51,18 +36,18 @@ async def classify_upload(
     if on_device and (prepared := await _prepare(pipeline, data, deadline)) is not None:
         (encoded, region), seconds = prepared
         try:
-            result = await pipeline.infer(encoded, deadline, top_k=top_k, map_request=map_request, logits=logits)
+            result = await pipeline.infer(encoded, deadline, requested)
         except NotDecoded:
             pipeline.metrics.device_decodes.labels("failed").inc()
         else:
             pipeline.metrics.device_decodes.labels("decoded").inc()
-            assert result.decoded is not None, "an engine hands back what it decoded"
-            return Classified(ModelInput(result.decoded, region), seconds, result)
+            assert result.outputs.decoded is not None, "an engine hands back what it decoded"
+            return Decoded(ModelInput(result.outputs.decoded, region), seconds), result
     elif on_device:
         pipeline.metrics.device_decodes.labels("unsuited").inc()
     decoded = await pipeline.decode(data, deadline)
-    result = await pipeline.infer(decoded.picture.pixels, deadline, top_k=top_k, map_request=map_request, logits=logits)
-    return Classified(decoded.picture, decoded.seconds, result)
+    result = await pipeline.infer(decoded.picture.pixels, deadline, requested)
+    return decoded, result
 
 
 async def _prepare(pipeline: Pipeline, data: bytearray, deadline: Deadline) -> tuple[DevicePicture, float] | None:
@@ -70,7 +55,7 @@ async def _prepare(pipeline: Pipeline, data: bytearray, deadline: Deadline) -> t
     remaining = deadline.remaining()
     work = partial(_timed, data, pipeline.model().preprocess, pipeline.settings.max_image_pixels)
     try:
-        found, seconds = await pipeline.lanes.small.run(work, deadline)
+        found, seconds = await pipeline.lanes.pictures.run(work, deadline)
     except ServiceError as error:
         pipeline.stage_failed("decode", remaining - deadline.remaining(), error)
         raise
@@ -80,9 +65,7 @@ async def _prepare(pipeline: Pipeline, data: bytearray, deadline: Deadline) -> t
     return found, seconds
 
 
-def _timed(
-    data: bytearray, config: PreprocessConfig, max_pixels: int, control: Control
-) -> tuple[DevicePicture | None, float]:
+def _timed(data: bytearray, config: PreprocessConfig, max_pixels: int) -> tuple[DevicePicture | None, float]:
     started = time.perf_counter()
     found = device_picture(data, config, max_pixels=max_pixels)
     return found, time.perf_counter() - started

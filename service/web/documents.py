@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.images.region import Region
-from model.prediction import AttentionMap, Rollout
+from model.prediction import AttentionMap
 from vitserve.documents import Prediction, RegionDocument
 
 
@@ -26,15 +25,16 @@ def ranked_predictions(
 
 def map_fields(found: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
     """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
-    rollout = Rollout.of(found.method)
+    request = found.request
     return {
-        "method": found.method if rollout is None else "rollout",
-        **({} if rollout is None else asdict(rollout)),
-        "class": found.class_index,
-        "label": None if found.class_index is None else labels[found.class_index],
+        "method": request.method,
+        "fusion": request.fusion,
+        "discard": request.discard,
+        "class": request.class_index,
+        "label": None if request.class_index is None else labels[request.class_index],
         "grid": found.values.shape,
-        "layer": found.layer,
-        "head": found.head,
+        "layer": request.layer,
+        "head": request.head,
         "values": found.values.astype(np.float64).round(7).tolist(),
         "kept_mass": _significant(found.kept_mass),
     }

@@ -1,8 +1,7 @@
-"""Threads for CPU work beside the event loop: a lane each for small pictures, big pictures and drawings.
+"""Threads for CPU work beside the event loop: a lane each for pictures of moderate size, documents and drawings.
 
-One kind of work never holds the threads of another. Big pictures wait for each other, and not in front of small ones;
-a drawing of two seconds waits for other drawings. Work whose time is up or whose caller has left is dropped: at once
-while it waits, and between two of its steps while a thread is at it.
+One kind of work never holds the threads of another: a drawing of two seconds waits for other drawings. Work whose time
+is up or whose caller has left is dropped while it waits. What a thread is at runs to its end, which is never far.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from model.images.control import WorkControl
-from service.errors import ClientDisconnected, DeadlineExceeded, QueueFull
-from service.priority import lower_priority
+from service.errors import DeadlineExceeded, EngineUnavailable, QueueFull
+from service.priority import lower_priority, seconds_without_core
 
 T = TypeVar("T")
 
 LARGE = 2000
 """Values from which on a document is read or written by a thread: they would hold the event loop for 5 to 10 ms."""
+
+_STUCK_SECONDS = 15.0
+"""No work takes a tenth of this. Time for which the thread waits for a core does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +38,33 @@ class Deadline:
         return max(0.0, self.at - self.clock())
 
 
-class PictureTooBig(Exception):
-    """The picture belongs to the lane of big ones; nothing of it is decoded yet."""
+class _Job(Generic[T]):
+    """Work in a pool's queue, which keeps what was cancelled until a thread comes to it: the picture goes before.
 
-
-class Control(WorkControl):
-    """Ends work at its deadline, when its caller leaves, or when it turns out to belong to another lane.
-
-    Args:
-        max_cost: what a picture may cost, in pixels of an 8-bit RGB PNG; None: whatever is allowed.
+    Attributes:
+        thread: the native id of the thread that is at it.
+        began: the reading of the clock when it began, less the time for which the thread had waited for a core.
     """
 
-    def __init__(self, deadline: Deadline, max_cost: float | None) -> None:
-        self._deadline = deadline
-        self._max_cost = max_cost
-        self._abandoned = threading.Event()
-
-    def abandon(self) -> None:
-        """Let the next `check` fail: the caller left."""
-        self._abandoned.set()
-
-    def estimated(self, cost: float) -> None:
-        """Raise `PictureTooBig` if this lane has no time for such a picture."""
-        if self._max_cost is not None and cost > self._max_cost:
-            raise PictureTooBig
-
-    def check(self) -> None:
-        """Raise `ClientDisconnected` or `DeadlineExceeded` if nobody waits for the work any more."""
-        if self._abandoned.is_set():
-            raise ClientDisconnected("the caller went away")
-        if self._deadline.remaining() == 0.0:
-            raise DeadlineExceeded("the time was up before the image was decoded or drawn")
-
-
-Work = Callable[[Control], T]
-"""CPU work that asks its control between its steps."""
-
-
-class _Job(Generic[T]):
-    """Work in a pool's queue, which keeps what was cancelled until a thread comes to it: the picture goes before."""
-
-    def __init__(self, work: Work[T], control: Control) -> None:
-        self.work: Work[T] | None = work
-        self.control = control
+    def __init__(self, work: Callable[[], T], deadline: Deadline) -> None:
+        self.work: Callable[[], T] | None = work
+        self.deadline = deadline
+        self.thread: int | None = None
+        self.began = 0.0
 
     def __call__(self) -> T:
-        self.control.check()
         work, self.work = self.work, None
+        if self.deadline.remaining() == 0.0:
+            raise DeadlineExceeded("the time was up before a thread was free")
         assert work is not None, "a job runs once, and is not dropped before"
-        return work(self.control)
+        thread = threading.get_native_id()
+        self.began = time.monotonic() - seconds_without_core(thread)
+        self.thread = thread
+        return work()
+
+    def seconds(self) -> float:
+        """Return for how long a thread has been at it."""
+        return 0.0 if self.thread is None else time.monotonic() - seconds_without_core(self.thread) - self.began
 
 
 class Lane:
@@ -93,60 +72,61 @@ class Lane:
 
     Args:
         capacity: jobs that wait or run at once; None: as many as the service has places.
-        max_cost: see `Control`.
         background: leave the processor to every other thread that wants it (Linux).
     """
 
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        *,
-        capacity: int | None = None,
-        max_cost: float | None = None,
-        background: bool = False,
-    ) -> None:
+    def __init__(self, name: str, threads: int, *, capacity: int | None = None, background: bool = False) -> None:
         self.pool = ThreadPoolExecutor(
             threads, thread_name_prefix=name, initializer=lower_priority if background else None
         )
-        self.outstanding = 0
+        self._background = background
+        self._jobs: set[_Job[object]] = set()
         self._name = name
         self._capacity = capacity
-        self._max_cost = max_cost
 
-    async def run(self, work: Work[T], deadline: Deadline) -> T:
+    @property
+    def outstanding(self) -> int:
+        """Return how many jobs wait or run."""
+        return len(self._jobs)
+
+    async def run(self, work: Callable[[], T], deadline: Deadline) -> T:
         """Run work on one of the threads and return its result.
 
         The call ends only after the thread has let go of the picture, so that its place in the service is not given
-        to another before.
+        to another before. What is in the background may take longer, and is left to itself.
 
         Raises:
             QueueFull: `capacity` is reached.
             DeadlineExceeded: the time was up before the work was done.
-            PictureTooBig, Exception: what the work raises.
+            Exception: what the work raises.
         """
         if self._capacity is not None and self.outstanding >= self._capacity:
             raise QueueFull(f"all {self._capacity} places of the {self._name} threads are taken")
-        control = Control(deadline, self._max_cost)
-        job = _Job(work, control)
+        job: _Job[T] = _Job(work, deadline)
         submitted = self.pool.submit(job)
         future = asyncio.wrap_future(submitted)
-        self.outstanding += 1
+        self._jobs.add(job)  # type: ignore[arg-type]
+        future.add_done_callback(lambda done: self._ended(job, done))
         try:
             await asyncio.wait((future,), timeout=deadline.remaining())
-            if submitted.cancel():  # no thread has begun it
-                raise DeadlineExceeded(f"the time was up before one of the {self._name} threads was free")
-            await asyncio.wait((future,))  # a thread whose time is up ends between two steps
-        except asyncio.CancelledError:
-            control.abandon()
-            if not submitted.cancel():
-                await asyncio.wait((future,))
-                future.exception()  # seen, though nobody asks for it any more
-            raise
+            if not future.done():
+                raise DeadlineExceeded(f"the time was up before one of the {self._name} threads was done")
         finally:
-            self.outstanding -= 1
-            job.work = None
+            if submitted.cancel():  # no thread has begun it
+                job.work = None
+            elif not self._background:
+                await asyncio.wait((future,))
         return future.result()
+
+    def _ended(self, job: _Job[T], future: asyncio.Future[T]) -> None:
+        self._jobs.discard(job)
+        if not future.cancelled():
+            future.exception()  # seen, though perhaps nobody asks for it any more
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` if a thread has been at one job for so long that it will hardly end."""
+        if any(job.seconds() >= _STUCK_SECONDS for job in self._jobs):
+            raise EngineUnavailable(f"one of the {self._name} threads has been at one job for {_STUCK_SECONDS:g} s")
 
     async def run_large(self, work: Callable[[], T], deadline: Deadline, *, size: int) -> T:
         """Run work on one of the threads if it handles many values, else here; raises what `run` raises."""
@@ -155,7 +135,7 @@ class Lane:
         found: list[
             T
         ] = []  # a future is in a circle with its callbacks, and keeps its result until the collector comes by
-        await self.run(lambda _: found.append(work()), deadline)
+        await self.run(lambda: found.append(work()), deadline)
         return found.pop()
 
     def close(self) -> None:

@@ -20,8 +20,9 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
-from model.images.preprocess import ModelInput, model_input
-from model.prediction import MapRequest, Picture
+from model.images.formats import UnboundedWork
+from model.images.preprocess import model_input
+from model.prediction import Picture, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation
@@ -40,8 +41,9 @@ from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Limiter, Permit
+from service.web.decoders import Decoded, Decoders
 from service.web.image_store import SharedPictures
-from service.web.lanes import Control, Deadline, Lane, PictureTooBig
+from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
 from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
@@ -55,40 +57,26 @@ _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A picture as the model sees it, and the seconds that decoding took."""
-
-    picture: ModelInput
-    seconds: float
-
-
-BIG_PICTURE = 10_000_000
-"""Cost of decoding, in pixels of an 8-bit RGB PNG, beyond which a picture is a big one: 0.2 s of a thread."""
-
-
-@dataclass(frozen=True, slots=True)
 class Lanes:
-    """The threads that decode small pictures and big ones, and those that draw maps."""
+    """What works beside the event loop of one process: threads of each kind, and the processes that decode pictures."""
 
-    small: Lane
-    big: Lane
-    drawing: Lane
-
-    @classmethod
-    def of(cls, settings: Settings) -> Lanes:
-        """Return the lanes of one process; big pictures have half as many threads, beside those of the small ones."""
+    def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
-        return cls(
-            small=Lane("decode", threads, max_cost=BIG_PICTURE),
-            big=Lane("decode-big", max(1, threads // 2), background=True),
-            drawing=Lane("drawing", 1, capacity=settings.max_drawings, background=True),
-        )
+        self.pictures = Lane("decode", threads)
+        self.documents = Lane("documents", 1, background=True)
+        self.drawing = Lane("drawing", 1, capacity=settings.max_drawings, background=True)
+        self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` if a thread does not come back from its work."""
+        for lane in (self.pictures, self.documents, self.drawing):
+            lane.check()
 
     def close(self) -> None:
-        """Drop what waits on all threads and take nothing more."""
-        for lane in (self.small, self.big, self.drawing):
+        """Drop what waits, take nothing more, and end the processes."""
+        for lane in (self.pictures, self.documents, self.drawing):
             lane.close()
+        self.decoders.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +127,12 @@ class Pipeline:
         if info is None or not self.engine.ready:
             raise EngineUnavailable(self.engine.status.reason)
         return info
+
+    def check_ready(self) -> None:
+        """Raise `Draining` or `EngineUnavailable` if the service takes no requests, or should get none."""
+        self.lifecycle.check()
+        self.model()
+        self.lanes.check()
 
     def admit(self) -> AbstractContextManager[Permit]:
         """Take a place in the service before any work; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
@@ -260,7 +254,7 @@ class Pipeline:
         return file
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to one picture of the model's size, on a decode thread.
+        """Decode a file to one picture of the model's size, on a decode thread or in a process of its own.
 
         Raises:
             ImageError: see `model.images.preprocess.preprocess`.
@@ -269,42 +263,37 @@ class Pipeline:
         """
         if not data:
             raise MissingImage("the picture is empty")
-        work = partial(self._decode, data, self.model().preprocess)
+        config = self.model().preprocess
         remaining = deadline.remaining()
         try:
-            try:
-                decoded = await self.lanes.small.run(work, deadline)
-            except PictureTooBig:
-                decoded = await self.lanes.big.run(work, deadline)
+            decoded = await self.lanes.pictures.run(partial(self._decode_bounded, data, config), deadline)
+            if decoded is None:
+                decoded = await self.lanes.decoders.model_input(data, config, deadline)
         except (ImageError, ServiceError) as error:
             self.stage_failed("decode", remaining - deadline.remaining(), error)
             raise
         self.stage_ended("decode", decoded.seconds)
         return decoded
 
-    def _decode(self, data: bytearray, config: PreprocessConfig, control: Control) -> Decoded:
+    def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
+        """Return the picture in a file whose structure bounds the work; None for all others."""
         started = time.perf_counter()
         bounds = self.settings
-        picture = model_input(
-            data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, control=control
-        )
+        try:
+            picture = model_input(
+                data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, bounded=True
+            )
+        except UnboundedWork:
+            return None
         return Decoded(picture, time.perf_counter() - started)
 
-    async def infer(
-        self,
-        pixels: Picture,
-        deadline: Deadline,
-        *,
-        top_k: int,
-        map_request: MapRequest | None,
-        logits: bool = False,
-    ) -> InferenceResult:
+    async def infer(self, pixels: Picture, deadline: Deadline, requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
         traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, top_k, map_request, traceparent, logits)
+        request = InferenceRequest(pixels, requested, traceparent)
         remaining = deadline.remaining()
         try:
             result = await self._infer(request, remaining)

@@ -61,6 +61,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     model_errors.UnsupportedImageFormat: (415, "unsupported_media_type"),
     errors.ExpectationFailed: (417, "expectation_failed"),
     model_errors.InvalidImage: (422, "invalid_image"),
+    model_errors.ImageTooCostly: (422, "image_too_costly"),
     errors.MissingImage: (422, "invalid_image"),
     errors.InvalidParameter: (422, "invalid_parameter"),
     model_errors.InputError: (422, "invalid_parameter"),

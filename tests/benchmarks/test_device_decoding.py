@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from benchmarks import device_decoding
-from tests.model.runtime.test_picture_decoding import photograph
+from tests.model.runtime.cuda.test_picture_decoding import photograph
 
 
 @pytest.fixture

@@ -138,8 +138,10 @@ def test_the_documented_memory_adds_up_and_is_that_of_the_settings():
     sizes = dict(rows)
     defaults = {name: field.default for name, field in Settings.model_fields.items()}
     assert sizes["kept pictures"] == defaults["recent_bytes"]
-    picture = 7 * defaults["max_image_pixels"]
-    assert sizes["decoder processes"] == pytest.approx(4 * (picture + (60 << 20)), rel=0.01)
+    slow = 6.5 * defaults["max_image_pixels"] + (64 << 20) + 3 * defaults["max_upload_bytes"]
+    quick = (128 << 20) + 3 * defaults["max_upload_bytes"]
+    [decoders] = [size for name, size in rows if "in [processes]" in name]
+    assert decoders == pytest.approx(slow + 2 * quick, rel=0.01)
     [bodies] = [size for name, size in rows if name.startswith("bodies")]
     assert bodies == defaults["max_receiving_bytes"] * 9 // 8
 

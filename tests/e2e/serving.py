@@ -20,6 +20,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.images.preprocess import preprocess
+from model.prediction import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.launcher import PATIENCE, ServerProcess
 
@@ -179,9 +180,9 @@ class Pictures:
             buffer = io.BytesIO()
             patches.resize((side + attempt % 7, side + attempt % 5), Image.Resampling.BILINEAR).save(buffer, "PNG")
             pixels = preprocess(buffer.getvalue(), predictor.checkpoint.preprocess)
-            prediction = predictor.predict(pixels[np.newaxis], top_k=classes)
+            [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(classes))
             vector = np.zeros(classes, np.float32)
-            vector[prediction.indices[0]] = prediction.scores[0]
+            vector[outputs.indices] = outputs.scores
             if all(np.abs(vector - other).max() > 0.01 for other in vectors):
                 files.append(buffer.getvalue())
                 vectors.append(vector)

@@ -18,6 +18,7 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
+from model.prediction import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.processes import Processes
@@ -50,8 +51,8 @@ class Models:
         scores = np.zeros((len(pictures), len(OTHER_LABELS)), np.float32)
         for index, file in enumerate(pictures.files):
             pixels = preprocess(file, predictor.checkpoint.preprocess)
-            prediction = predictor.predict(pixels[np.newaxis], top_k=len(OTHER_LABELS))
-            scores[index, prediction.indices[0]] = prediction.scores[0]
+            [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(len(OTHER_LABELS)))
+            scores[index, outputs.indices] = outputs.scores
         self._pictures = {CHECKPOINT_NAME: pictures, OTHER_NAME: Pictures(pictures.files, scores)}
         self._labels = {CHECKPOINT_NAME: LABELS, OTHER_NAME: OTHER_LABELS}
         self._grids = {CHECKPOINT_NAME: [4, 4], OTHER_NAME: [6, 4]}

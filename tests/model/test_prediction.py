@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from model.config import ViTConfig
 from model.errors import InputError
-from model.prediction import (
-    FUSIONS,
-    MAX_CLASSES,
-    METHODS,
-    Rollout,
-    parse_classes,
-    parse_head,
-    parse_layer,
-    parse_rollout,
-)
+from model.prediction import MAX_CLASSES, MapRequest, parse_classes, parse_head, parse_layer, parse_maps
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
@@ -81,21 +75,44 @@ def test_a_class_that_is_not_one_is_an_error(text: str, says: str) -> None:
     assert error.value.parameter == "class"
 
 
-@pytest.mark.parametrize("fusion", [None, *FUSIONS])
-@pytest.mark.parametrize("discard", [None, 0.0, 0.9, 0.1 + 0.2, 1e-7])
-def test_a_rollout_is_known_by_the_name_of_its_method(fusion: str | None, discard: float | None) -> None:
-    wanted = parse_rollout(fusion, discard)
-    assert (wanted.fusion, wanted.discard) == (fusion or "mean", discard or 0.0)
-    assert Rollout.of(wanted.method) == wanted
-    assert Rollout.of("rollout") == Rollout()
-    assert [name for name in METHODS if Rollout.of(name)] == ["rollout"]
+def maps(**said: Any) -> list[MapRequest]:
+    config = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=3, heads=2, mlp_width=8, num_classes=8)
+    return parse_maps(config, LABELS, **said)
 
 
 @pytest.mark.parametrize(
-    ("fusion", "discard", "parameter"),
-    [("median", None, "fusion"), ("max", 1.0, "discard"), (None, -0.1, "discard"), (None, float("nan"), "discard")],
+    ("said", "requests"),
+    [
+        ({}, [MapRequest("relevance")]),
+        ({"layer": -3}, [MapRequest("cls", layer=0, head="mean")]),
+        ({"head": "1"}, [MapRequest("cls", layer=2, head=1)]),
+        ({"method": "cls"}, [MapRequest.row(2)]),
+        ({"discard": 0.1 + 0.2}, [MapRequest("rollout", fusion="mean", discard=0.1 + 0.2)]),
+        ({"fusion": "min"}, [MapRequest("rollout", fusion="min", discard=0.0)]),
+        ({"method": "rollout"}, [MapRequest.of_rollout()]),
+        ({"classes": "tiger, 7"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),
+        ({"method": "gae"}, [MapRequest("gae")]),
+    ],
 )
-def test_a_rollout_that_there_is_not_is_an_error(fusion: str | None, discard: float | None, parameter: str) -> None:
-    with pytest.raises(InputError, match=parameter) as error:
-        parse_rollout(fusion, discard)
+def test_what_was_not_said_follows_from_what_was(said: dict[str, Any], requests: list[MapRequest]) -> None:
+    assert maps(**said) == requests
+
+
+@pytest.mark.parametrize(
+    ("said", "parameter", "says"),
+    [
+        ({"method": "gradcam"}, "method", "method 'gradcam': expected one of relevance, cls, rollout, gae, legrad"),
+        ({"method": ""}, "method", "method '': expected one of relevance, cls"),
+        ({"method": "cls", "classes": "3"}, "class", "class does not apply to method 'cls'"),
+        ({"method": "gae", "head": "max"}, "head", "head does not apply to method 'gae'"),
+        ({"layer": 0, "discard": 0.5}, "discard", "discard does not apply to method 'cls'"),
+        ({"fusion": "median"}, "fusion", "expected one of mean, max, min"),
+        ({"fusion": "max", "discard": 1.0}, "discard", "at least 0, and less than 1"),
+        ({"discard": -0.1}, "discard", "at least 0"),
+        ({"discard": float("nan")}, "discard", "at least 0"),
+    ],
+)
+def test_a_map_that_there_is_not_is_an_error(said: dict[str, Any], parameter: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        maps(**said)
     assert error.value.parameter == parameter

@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, BatchPrediction, MapRequest, Picture
+from model.prediction import AttentionMap, Outputs, Picture, RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
@@ -142,45 +142,29 @@ class FakePredictor:
     def launch_size(self, count: int) -> int:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
 
-    def predict(
-        self,
-        images: Sequence[Picture],
-        *,
-        top_k: int,
-        maps: Sequence[MapRequest | None] = (),
-        logits: bool = False,
-    ) -> BatchPrediction:
+    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         reds = [int(np.asarray(image)[0, 0, 0]) for image in images]
         self.launched.append(reds)
         self.entered.release()
         assert self.gate.wait(PATIENCE)
         if self.device_is_dead or BAD in reds:
             raise self.error("it does not compute")
-        answers = [answer(red, top_k) for red in reds]
-        found = [
-            None
-            if request is None
-            else AttentionMap(
-                request.layer,
-                request.head,
-                np.full((2, 2), 0.25, np.float32),
-                red / 256,
-                request.method,
-                request.class_index,
-            )
-            for red, request in zip(reds, maps or [None] * len(reds), strict=True)
-        ]
-        return BatchPrediction(
-            np.stack([scores for scores, _ in answers]),
-            np.stack([indices for _, indices in answers]),
-            np.array([red != NAN for red in reds]),
-            found,
-            np.stack([expected_logits(red) for red in reds]) if logits else None,
-        )
+        return [self._answer(red, requested) for red, requested in zip(reds, requests, strict=True)]
+
+    def _answer(self, red: int, requested: RequestedOutputs) -> Outputs:
+        found = None
+        if requested.map is not None:
+            found = AttentionMap(requested.map, np.full((2, 2), 0.25, np.float32), red / 256)
+        logits = expected_logits(red) if requested.logits else None
+        return Outputs(*answer(red, requested.top_k), found, logits, failure="not finite" if red == NAN else None)
 
     async def wait_until_busy(self) -> None:
         """Until one more `predict` has begun."""
         assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
+
+
+def request_for(red: int, traceparent: str | None = None, *, top_k: int = 3, **requested: Any) -> InferenceRequest:
+    return InferenceRequest(pixels(red), RequestedOutputs(top_k, **requested), traceparent)
 
 
 @dataclass
@@ -193,8 +177,10 @@ class Rig:
     reports: list[BatchReport] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
 
-    async def ask(self, red: int, *, top_k: int = 3, timeout: float = PATIENCE, **request: Any) -> InferenceResult:
-        return await self.engine.infer(InferenceRequest(pixels(red), top_k, **request), timeout=timeout)
+    async def ask(
+        self, red: int, *, timeout: float = PATIENCE, traceparent: str | None = None, **requested: Any
+    ) -> InferenceResult:
+        return await self.engine.infer(request_for(red, traceparent, **requested), timeout=timeout)
 
     def ask_soon(self, red: int, **options: Any) -> asyncio.Task[InferenceResult]:
         return asyncio.create_task(self.ask(red, **options))

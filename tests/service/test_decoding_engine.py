@@ -16,7 +16,7 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.images.device_jpeg import MAX_BYTES, device_picture
 from model.images.preprocess import preprocess
-from model.prediction import EncodedPicture, MapRequest
+from model.prediction import EncodedPicture, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
@@ -27,9 +27,9 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo, attributes
 from service.errors import NotDecoded
 from service.settings import load_settings
-from tests.model.runtime.decoder_stand_in import PillowDecoder
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_picture_decoding import photograph
+from tests.model.runtime.cuda.decoder_stand_in import PillowDecoder
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_picture_decoding import photograph
 from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import App, until
@@ -89,7 +89,7 @@ WAYS = pytest.mark.parametrize("way", [in_this_process, behind_a_channel])
 
 
 async def asked(engine: Engine, picture: Any, **options: Any) -> InferenceResult:
-    return await engine.infer(InferenceRequest(picture, 2, **options), timeout=PATIENCE)
+    return await engine.infer(InferenceRequest(picture, RequestedOutputs(2, **options)), timeout=PATIENCE)
 
 
 @on_a_loop
@@ -98,18 +98,18 @@ async def test_a_picture_comes_back_as_the_model_saw_it_with_the_answer_to_just_
     async with way(PillowDecoder()) as engine:
         for seed in range(6):  # more than there are slots
             data = photograph((70, 90), 6, seed)
-            found = await asked(engine, encoded(data), map=MapRequest.explained("gae"), logits=True)
-            assert found.decoded is not None
-            assert np.abs(found.decoded.astype(int) - preprocess(data, PREPROCESS)).max() <= 1
-            again = await asked(engine, found.decoded, map=MapRequest.explained("gae"), logits=True)
-            assert again.decoded is None
-            np.testing.assert_allclose(found.scores, again.scores, atol=1e-6)
-            assert found.logits is not None
-            assert again.logits is not None
-            np.testing.assert_allclose(found.logits, again.logits, atol=1e-5)
-            assert found.map is not None
-            assert again.map is not None
-            np.testing.assert_allclose(found.map.values, again.map.values, atol=1e-5)
+            found = await asked(engine, encoded(data), map=MapRequest("gae"), logits=True)
+            assert found.outputs.decoded is not None
+            assert np.abs(found.outputs.decoded.astype(int) - preprocess(data, PREPROCESS)).max() <= 1
+            again = await asked(engine, found.outputs.decoded, map=MapRequest("gae"), logits=True)
+            assert again.outputs.decoded is None
+            np.testing.assert_allclose(found.outputs.scores, again.outputs.scores, atol=1e-6)
+            assert found.outputs.logits is not None
+            assert again.outputs.logits is not None
+            np.testing.assert_allclose(found.outputs.logits, again.outputs.logits, atol=1e-5)
+            assert found.outputs.map is not None
+            assert again.outputs.map is not None
+            np.testing.assert_allclose(found.outputs.map.values, again.outputs.map.values, atol=1e-5)
 
 
 @on_a_loop

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from service.cluster import channel, engine_server, heartbeat, protocol, remote_engine
+from service.cluster import channel, engine_server, protocol, remote_engine
 from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
 from service.errors import ClientDisconnected
+from service.http import watchdog
 from service.web import awaiting, pipeline
 from tests.simulation import requests
 from tests.simulation.transport import SimulatedChannel
@@ -208,7 +209,7 @@ def answers_lost_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
 def frozen_processes_left_alone(patch: pytest.MonkeyPatch) -> None:
     """Nobody notices that a process stands still."""
-    patch.setattr(heartbeat.Pulse, "is_frozen", lambda *arguments, **options: False)
+    patch.setattr(watchdog.Pulse, "is_frozen", lambda *arguments, **options: False)
 
 
 def frozen_engines_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def frozen_engines_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def working_processes_taken_for_frozen(patch: pytest.MonkeyPatch) -> None:
     """A process is given less time between two beats than they take."""
-    patch.setattr(heartbeat, "_FROZEN_SECONDS", 0.0)
+    patch.setattr(watchdog, "_FROZEN_SECONDS", 0.0)
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [

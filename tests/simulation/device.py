@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, BatchPrediction, MapRequest, Picture
+from model.prediction import AttentionMap, MapRequest, Outputs, Picture, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.threads import Threads
@@ -56,16 +56,17 @@ def number_of(pixels: Picture) -> int:
 def is_own(result: InferenceResult, request: InferenceRequest) -> bool:
     """Return whether a result is the answer to this request, all of it and nothing else."""
     number = number_of(request.pixels)
-    wanted = None if request.map is None else float(number % 251)
+    wanted = None if request.requested.map is None else float(number % 251)
+    outputs, top_k = result.outputs, request.requested.top_k
     return (
-        result.indices.tolist() == list(range(number, number + request.top_k))
-        and result.scores.tolist() == [0.5**i for i in range(request.top_k)]
-        and (None if result.map is None else float(result.map.values[0, 0])) == wanted
+        outputs.indices.tolist() == list(range(number, number + top_k))
+        and outputs.scores.tolist() == [0.5**i for i in range(top_k)]
+        and (None if outputs.map is None else float(outputs.map.values[0, 0])) == wanted
     )
 
 
 def _map(wanted: MapRequest, number: int) -> AttentionMap:
-    return AttentionMap(wanted.layer, wanted.head, np.full(_SIZE, number % 251, np.float32), 1.0)
+    return AttentionMap(wanted, np.full(_SIZE, number % 251, np.float32), 1.0)
 
 
 class Device:
@@ -125,17 +126,10 @@ class Device:
     def launch_size(self, count: int) -> int:
         return count
 
-    def predict(
-        self,
-        images: Sequence[Picture],
-        *,
-        top_k: int,
-        maps: Sequence[MapRequest | None] = (),
-        logits: bool = False,
-    ) -> BatchPrediction:
+    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         if not 0 < len(images) <= self.max_batch:
             self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")
-        if any(wanted is not None and wanted.needs_pass for wanted in maps) != self._explains():
+        if any(requested.needs_pass for requested in requests) != self._explains():
             self._scheduler.violate(f"{self.device}: explanations and classification are not apart")
         numbers = [number_of(pixels) for pixels in images]
         kinds = [int(np.asarray(pixels).flat[4]) for pixels in images]
@@ -146,15 +140,15 @@ class Device:
             raise Defect
         if self.dead or POISON in kinds:
             raise RuntimeError("it does not compute")
-        return BatchPrediction(
-            np.array([[0.5**i for i in range(top_k)]] * len(images), np.float32),
-            np.array([range(number, number + top_k) for number in numbers], np.int64),
-            np.array([kind != NAN for kind in kinds]),
-            [
-                None if wanted is None else _map(wanted, number)
-                for number, wanted in zip(numbers, maps or [None] * len(images), strict=True)
-            ],
-        )
+        return [
+            Outputs(
+                np.array([0.5**i for i in range(requested.top_k)], np.float32),
+                np.arange(number, number + requested.top_k, dtype=np.int64),
+                None if requested.map is None else _map(requested.map, number),
+                failure="not finite" if kind == NAN else None,
+            )
+            for number, kind, requested in zip(numbers, kinds, requests, strict=True)
+        ]
 
     def _explains(self) -> bool:
         """Return whether the thread that runs is that of explanations."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from service.cluster.heartbeat import Pulse
+from service.http.watchdog import Pulse
 from tests.simulation.scheduler import Process
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from model.prediction import RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import (
     ClientDisconnected,
@@ -97,7 +98,7 @@ class Requests:
         for worker in self._world.workers:
             for engine in worker.remotes:
                 number = next(self._image_numbers)
-                request = InferenceRequest(image(number, GOOD), 2)
+                request = InferenceRequest(image(number, GOOD), RequestedOutputs(2))
                 self._to_come += 1
                 self._unanswered.append(number)
                 worker.process.spawn(self._probe(engine, request, number))
@@ -179,7 +180,7 @@ class Requests:
             pixels = image(number, kind)
             if plan.decode:
                 await asyncio.sleep(plan.decode)
-            return await pipeline.infer(pixels, request.deadline, top_k=plan.top_k, map_request=plan.map)
+            return await pipeline.infer(pixels, request.deadline, plan.requested)
         except ServiceError as error:
             if len(request.images) == 1:
                 raise
@@ -200,7 +201,7 @@ class Requests:
         """Return whether an image may have this outcome at this moment."""
         plan = request.plan
         if isinstance(outcome, InferenceResult):
-            return kind == GOOD and is_own(outcome, InferenceRequest(image(number, kind), plan.top_k, plan.map))
+            return kind == GOOD and is_own(outcome, InferenceRequest(image(number, kind), plan.requested))
         if isinstance(outcome, InferenceFailed):
             return kind != GOOD or self._world.disturbed
         if isinstance(outcome, DeadlineExceeded):

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from model.prediction import MapRequest
+from model.prediction import MapRequest, RequestedOutputs
 from tests.simulation.device import GOOD, NAN, POISON
 
 FaultKind = Literal[
@@ -24,8 +24,7 @@ class RequestPlan:
     at: float
     worker: int
     kinds: tuple[int, ...]
-    top_k: int
-    map: MapRequest | None
+    requested: RequestedOutputs
     decode: float
     timeout: float
     leaves_after: float | None
@@ -108,8 +107,10 @@ def _request(choose: random.Random, span: float, together: float, workers: int, 
         at=_LOADED + (span / 2 if choose.random() < together else choose.random() * span),
         worker=choose.randrange(workers),
         kinds=tuple(choose.choices((GOOD, POISON, NAN), (20, 1, 1), k=choose.choice((1, 1, 1, 2, 3)))),
-        top_k=choose.randint(1, 3),
-        map=choose.choices((None, MapRequest(1), MapRequest.explained("gae")), (3, 1, 2))[0],
+        requested=RequestedOutputs(
+            top_k=choose.randint(1, 3),
+            map=choose.choices((None, MapRequest.row(1), MapRequest("gae")), (3, 1, 2))[0],
+        ),
         decode=choose.choice((0.0, 0.0, 0.001, 0.01)),
         timeout=timeout,
         leaves_after=choose.random() * min(timeout, 4 * slowest) if choose.random() < 0.3 else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from model.prediction import RequestedOutputs
 from service.cluster.protocol import REQUEST_LIMIT, Cancel, Hello, Submit, encode
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Endpoint, SimulatedChannel
@@ -20,7 +21,7 @@ class Stranger(asyncio.Protocol):
         forms = (
             encode(Hello(0, b"another key")),
             encode(Hello(len(channel.counters.worker_state), channel.key)),
-            encode(Submit(1, 0, 1, None, 1.0)),
+            encode(Submit(1, 0, 1.0, RequestedOutputs(1))),
             encode(Cancel(1)),
             (REQUEST_LIMIT + 1).to_bytes(4, "little"),
             b"\x05\x00\x00\x00hello",

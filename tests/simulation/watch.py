@@ -81,7 +81,7 @@ class WatchedEngine(LocalEngine):
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         now = self.process.time()
         number = self._asked[id(request)] = number_of(request.pixels)
-        explained = request.map is not None and request.map.needs_pass
+        explained = request.requested.needs_pass
         self._waiting[id(request)] = now, now + timeout, explained
         try:
             result = await super().infer(request, timeout=timeout)
@@ -94,7 +94,7 @@ class WatchedEngine(LocalEngine):
     def on_launch(self, batch: Sequence[Waiting]) -> None:
         """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""
         world, now = self._world, self.process.time()
-        if any(entry.item.map is not None and entry.item.map.needs_pass for entry in batch):
+        if any(entry.item.requested.needs_pass for entry in batch):
             if len(batch) > streams.EXPLAINED_AT_ONCE:
                 world.scheduler.violate(f"{len(batch)} images are explained at once")
             if len(self._streams._queue) and now - batch[0].arrived < streams.PATIENCE - _TICK:

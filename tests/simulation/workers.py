@@ -7,11 +7,11 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from service.cluster.heartbeat import keep_beating
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
 from service.http.lifecycle import Lifecycle
+from service.http.watchdog import keep_beating
 from service.web.admission import Limiter
 from service.web.pipeline import Pipeline
 from tests.simulation.scheduler import Process

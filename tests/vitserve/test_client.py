@@ -304,6 +304,7 @@ def test_another_server_is_an_error_of_its_own(call: Call, status: int, message:
         (413, "upload_too_large", ImageRefused),
         (413, "image_too_large", ImageRefused),
         (413, "too_many_images", ProblemError),
+        (422, "image_too_costly", ImageRefused),
         (415, "unsupported_media_type", ImageRefused),
         (422, "invalid_image", ImageRefused),
         (422, "invalid_parameter", InvalidParameter),

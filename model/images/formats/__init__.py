@@ -20,7 +20,7 @@ from model.images.formats.png import Png
 from model.images.formats.tiff import Tiff
 from model.images.formats.webp import WebP
 
-__all__ = ["FORMATS", "SUPPORTED_FORMATS", "EncodedImage", "MinSize", "unpack"]
+__all__ = ["FORMATS", "SUPPORTED_FORMATS", "EncodedImage", "MinSize", "UnboundedWork", "unpack", "unpack_bounded"]
 
 FORMATS: tuple[type[EncodedImage], ...] = (Jpeg, Png, WebP, Gif, Tiff, Avif, Heif, Bmp)
 """The first that matches a file reads it; the most usual formats stand first."""
@@ -29,16 +29,41 @@ SUPPORTED_FORMATS: tuple[str, ...] = tuple(each.name for each in FORMATS if each
 """Formats that this installation reads, as Pillow names them."""
 
 
-def unpack(data: bytes | bytearray) -> EncodedImage:
-    """Detect a whole file's format and leave out what its decoder need not see; keep no reference to a bytearray.
-
-    Raises:
-        UnsupportedImageFormat: not the magic of an allowed format.
-        InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
-    """
+def detect(data: bytes | bytearray) -> type[EncodedImage]:
+    """Return the format of a whole file; raises `UnsupportedImageFormat` or, where it is empty, `InvalidImage`."""
     if not data:
         raise InvalidImage("the picture is empty: 0 bytes")
     for each in FORMATS:
         if each.matches(data):
-            return each.parse(data)
+            if each.reader is None:
+                raise UnsupportedImageFormat(each.unsupported)
+            return each
     raise UnsupportedImageFormat("not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF")
+
+
+def unpack(data: bytes | bytearray) -> EncodedImage:
+    """Detect a whole file's format and leave out what its decoder need not see; keep no reference to a bytearray.
+
+    Raises:
+        UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
+        InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
+    """
+    return detect(data).parse(data)
+
+
+class UnboundedWork(Exception):
+    """The file's structure does not bound the work of decoding it."""
+
+
+def unpack_bounded(data: bytes | bytearray) -> EncodedImage:
+    """Return what `unpack` returns, and raise what it raises.
+
+    Of formats that are never bounded, nothing but the magic is looked at.
+
+    Raises:
+        UnboundedWork: the file's structure does not bound the work of decoding it.
+    """
+    kind = detect(data)
+    if kind.may_be_bounded and (encoded := kind.parse(data)).bounded:
+        return encoded
+    raise UnboundedWork

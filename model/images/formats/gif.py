@@ -6,7 +6,6 @@ import re
 import struct
 from typing import Self
 
-from PIL import ImageFile
 from PIL.GifImagePlugin import GifImageFile
 
 from model.errors import InvalidImage
@@ -29,7 +28,6 @@ class Gif(EncodedImage):
     name = "GIF"
     magic = re.compile(rb"GIF8[79]a")
     reader = GifImageFile
-    piece_bytes = 4096  # a byte of LZW codes becomes up to 2700
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:
@@ -65,10 +63,6 @@ class Gif(EncodedImage):
         if len(control) > 3:
             control[3] &= _NO_DISPOSAL
         return cls(b"".join((header, control, memoryview(data)[first:])), orientation=UPRIGHT, size=(width, height))
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return 0.5
 
 
 def _palette_bytes(flags: int) -> int:

@@ -11,9 +11,8 @@ from PIL import ImageFile, features
 from PIL.AvifImagePlugin import AvifImageFile
 
 from model.errors import InvalidImage, UnsupportedImageFormat
-from model.images.control import WorkControl
 from model.images.exif import UPRIGHT
-from model.images.formats.base import EncodedImage, bounded_parts, pixel_bytes
+from model.images.formats.base import EncodedImage, bounded_parts
 
 _FILE_TYPE_BOX = re.compile(rb".{4}ftyp", re.DOTALL)
 _AVIF_BRANDS = {b"avif", b"avis"}
@@ -46,24 +45,15 @@ class Avif(EncodedImage):
         _check_boxes(data)
         return cls(_without_exif(bytes(data)))
 
-    def open(self, control: WorkControl) -> ImageFile.ImageFile:
-        """Return Pillow's image with its header read and its pixels not yet decoded; raises what `control` raises."""
+    def open(self) -> ImageFile.ImageFile:
+        """Return Pillow's image with its header read and its pixels not yet decoded."""
         try:
-            return super().open(control)
+            return super().open()
         except SyntaxError as error:
             # libavif's word for a file that is whole, but not as it expects: such as a required property left out.
             if "BMFF" in str(error):
                 raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
             raise
-
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of Pillow's picture and of libavif's planes of up to 16 bits at full chroma."""
-        # Measured: 10.8 bytes in all for 8 bits, RGB; 13.2 with alpha.
-        return pixel_bytes(image) + (14.0 if image.mode == "RGBA" else 10.0)
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return 3.0
 
 
 class Heif(EncodedImage):
@@ -84,14 +74,6 @@ class Heif(EncodedImage):
         if not _has_brand(data, _HEIC_BRANDS):
             raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
         return cls(bytes(data), orientation=UPRIGHT)
-
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of Pillow's picture and of libheif's: 8 bits in RGB(A), or planes and frame of 16 bits."""
-        return pixel_bytes(image) + (4.0 if image.info.get("bit_depth", 8) == 8 else 14.0)
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return 4.0
 
 
 def _check_boxes(data: bytes | bytearray) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,18 +12,34 @@ import numpy as np
 from PIL import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from model.errors import UnsupportedImageFormat
 from model.images.exif import UPRIGHT, read_orientation
-from model.images.formats.base import MAX_PARTS, ControlledFile, EncodedImage, MinSize, bounded_parts, pixel_bytes
+from model.images.formats.base import MAX_PARTS, EncodedImage, MinSize, bounded_parts
 
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 """Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE = {0xC2, 0xCA}
-_HUFFMAN_PROGRESSIVE = 0xC2
-_DCT = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+_ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
+_HUFFMAN = {0xC0, 0xC1}
+_PROGRESSIVE = 0xC2
+_DCT = {0xC0, 0xC1, 0xC2}
 """Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+
+_MAX_BOUNDED_SEGMENTS = 1_024
+_MAX_BOUNDED_FILE = 16_777_216
+_MAX_BOUNDED_PIXELS = 26_000_000
+"""A photo of 24 megapixels; 0.1 to 0.3 s."""
+
+_MAX_BOUNDED_COEFFICIENTS = 40_000_000
+"""Of a picture that is decoded as a whole: 80 MB, the photo of 24 megapixels with half of the chroma in each way."""
+
+_MAX_BOUNDED_PASSES = 400_000_000
+"""Coefficients times scans: a scan that says nothing new takes 0.7 ns for each."""
+
+_SCAN_COEFFICIENTS = 400_000
+"""What a scan counts beside its coefficients, so that there are at most a thousand."""
 
 _SOS = 0xDA
 _SCAN, _HUFFMAN_TABLES, _RESTART_INTERVAL, _END_OF_IMAGE = b"\xff\xda", b"\xff\xc4", b"\xff\xdd", b"\xff\xd9"
@@ -53,8 +70,7 @@ class Jpeg(EncodedImage):
     name = "JPEG"
     magic = re.compile(rb"\xff\xd8\xff")
     reader = JpegImageFile
-    # Most pictures at once: no copies, and the interpreter's lock is let go of once, not for every 64 KiB.
-    piece_bytes = 262_144
+    may_be_bounded = True
 
     buffered: bool = False
     scalable: bool = False
@@ -66,28 +82,20 @@ class Jpeg(EncodedImage):
         view = memoryview(data)
         kept = [view[:2]]
         exif = xmp = None
-        frame, components = 0, 0
-        position = 2
-        scans, buffered, first_scan = 1, False, None
-        for _ in bounded_parts():
-            # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
-            found = _MARKER.search(data, position)
-            if found is None:
-                break
-            begin, marker, start = found.start(), found[0][1], found.end()
-            if marker in _STANDALONE:
-                kept.append(view[begin:start])
-                position = start
-                continue
-            length = int.from_bytes(data[start : start + 2], "big")
-            position = start + max(2, length)
+        frame, header = 0, b""
+        buffered, bounded, first_scan = False, False, None
+        for number, (marker, begin, start, position) in enumerate(_segments(data, 2)):
             if marker == _SOS:
-                if frame == _HUFFMAN_PROGRESSIVE:
+                if frame == _PROGRESSIVE:
                     first_scan = sum(map(len, kept))
                 kept.append(view[begin:])
-                buffered = frame in _PROGRESSIVE or data[start + 2 : start + 3] < bytes([components])
-                scans = _count_scans(data, start) + 1 if buffered else 1
+                buffered = frame == _PROGRESSIVE or data[start + 2 : start + 3] < header[7:8]
+                scans = _count_scans(data, start) + 1 if buffered else 0
+                small = number < _MAX_BOUNDED_SEGMENTS and len(data) <= _MAX_BOUNDED_FILE
+                bounded = small and frame in _DCT and _is_bounded(header, scans)
                 break
+            if marker in _ARITHMETIC:
+                raise UnsupportedImageFormat("JPEG pictures with arithmetic coding are not read: no browser shows them")
             if marker in _METADATA and not data.startswith(_COLOUR_SEGMENTS, start + 2):
                 if marker == _APP1:
                     segment = bytes(view[start + 2 : position])
@@ -98,11 +106,11 @@ class Jpeg(EncodedImage):
             else:
                 kept.append(view[begin:position])
             if marker in _FRAMES:
-                frame, components = marker, (data[start + 7 : start + 8] or b"\0")[0]
+                frame, header = marker, bytes(view[start:position])
         return cls(
             b"".join(kept),
             orientation=read_orientation(exif, xmp),
-            scans=scans,
+            bounded=bounded,
             buffered=buffered,
             scalable=frame in _DCT,
             first_scan=first_scan,
@@ -121,24 +129,9 @@ class Jpeg(EncodedImage):
                 image.draft(None, (width // scale, height // scale))
                 shorter = self.without_fine_scans(scale, _not_subsampled(image))
                 if shorter is not None:
-                    assert isinstance(image.fp, ControlledFile)
-                    image.fp = ControlledFile(shorter, image.fp.control, self.piece_bytes)
+                    image.fp = io.BytesIO(shorter)
                 return scale
         return 1
-
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of the scaled picture and of the coefficients that the decoder holds."""
-        coefficients = 0.0
-        if self.buffered:
-            # 16 bits each; a component has as many as its share of the most finely sampled one.
-            factors = [(rows, columns) for _, rows, columns, _ in _layers(image)]
-            full = max(rows for rows, _ in factors) * max(columns for _, columns in factors)
-            coefficients = 2.0 * sum(rows * columns for rows, columns in factors) / full
-        return pixel_bytes(image) / scale**2 + coefficients
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return (0.5 if scale == 1 else 0.25) * (2.0 if self.buffered else 1.0)
 
     def without_fine_scans(self, scale: int, components: Set[int]) -> bytes | None:
         """Return a progressive JPEG's data without what does not show at 1/4 or 1/8; None where nothing is left out.
@@ -185,15 +178,46 @@ class Jpeg(EncodedImage):
         return b"".join((*kept, view[done : position + 2])) if kept else None
 
 
-def _layers(image: ImageFile.ImageFile) -> list[tuple[int, int, int, int]]:
-    """Return (identifier, horizontal and vertical sampling factor, quantisation table) of each component."""
-    assert isinstance(image, JpegImageFile)
-    return image.layer
+def _segments(data: bytes | bytearray, position: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment from `position` on."""
+    for _ in bounded_parts():
+        # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
+        found = _MARKER.search(data, position)
+        if found is None:
+            return
+        begin, marker, position = found.start(), found[0][1], found.end()
+        start = position
+        if marker not in _STANDALONE:
+            position += max(2, int.from_bytes(data[start : start + 2], "big"))
+        yield marker, begin, start, position
+
+
+def _is_bounded(header: bytes, scans: int) -> bool:
+    """Return whether the frame with this header, of 8 bits and so many scans (0: all at once), is of moderate size."""
+    height, width = int.from_bytes(header[3:5], "big"), int.from_bytes(header[5:7], "big")
+    factors = [(max(1, each >> 4), max(1, each & 15)) for each in header[9::3]] or [(1, 1)]
+    finest = max(columns for columns, _ in factors), max(rows for _, rows in factors)
+    # Blocks of 8 x 8 that fill up the last group of each row and column count too.
+    groups = -(-width // (8 * finest[0])) * -(-height // (8 * finest[1]))
+    coefficients = 64 * groups * sum(columns * rows for columns, rows in factors)
+    return (
+        header[2:3] == b"\x08"
+        and width * height <= _MAX_BOUNDED_PIXELS
+        and (scans == 0 or coefficients <= _MAX_BOUNDED_COEFFICIENTS)
+        and scans * (coefficients + _SCAN_COEFFICIENTS) <= _MAX_BOUNDED_PASSES
+    )
+
+
+def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
+    """Return whether the frame of the JPEG stream at `position` is a sequential one with Huffman codes."""
+    frames = (marker for marker, *_ in _segments(data, position) if marker in _FRAMES or marker == _SOS)
+    return next(frames, _SOS) in _HUFFMAN
 
 
 def _not_subsampled(image: ImageFile.ImageFile) -> set[int]:
     """Return the identifiers of the components that have as many samples as the most finely sampled one."""
-    layers = _layers(image)
+    assert isinstance(image, JpegImageFile)
+    layers = image.layer  # of each the identifier, horizontal and vertical sampling factor, quantisation table
     finest = max(columns for _, columns, _, _ in layers), max(rows for _, _, rows, _ in layers)
     coarse = {name for name, columns, rows, _ in layers if (columns, rows) != finest}
     return {name for name, *_ in layers} - coarse

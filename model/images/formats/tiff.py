@@ -9,20 +9,20 @@ from typing import Self
 import numpy as np
 from PIL import ImageFile
 from PIL.TiffImagePlugin import (
-    BITSPERSAMPLE,
-    ROWSPERSTRIP,
+    COMPRESSION,
     STRIPBYTECOUNTS,
+    STRIPOFFSETS,
     TILEBYTECOUNTS,
-    TILELENGTH,
-    TILEWIDTH,
+    TILEOFFSETS,
     TiffImageFile,
 )
 
-from model.errors import InvalidImage
+from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
-from model.images.formats.base import EncodedImage, pixel_bytes
+from model.images.formats.base import EncodedImage
+from model.images.formats.jpeg import has_baseline_frame
 
-_XMP = 700
+_XMP, _JPEG = 700, 7
 _PICTURE_TAGS = {
     *(256, 257, 258, 259, 262, 266, 273, 277, 278, 279, 284),  # size, samples, compression, strips
     *(292, 293, 317, 320, 322, 323, 324, 325, 332, 338, 339, 347),  # fax, predictor, colours, tiles, JPEG tables
@@ -33,9 +33,6 @@ _SINGLE_VALUE_TAGS = {256, 257, 259, 266, 277, 278, 284, 322, 323}
 
 _INTEGER_TYPES = {3, 4, 16}
 """Field types of unsigned integers of 16, 32 and 64 bits."""
-
-_LZMA_FACTOR = 4.0
-"""How many times as long as deflate LZMA takes for the same pixels."""
 
 _MAX_VALUES = 65_536
 """Values of one field, such as the places of the strips."""
@@ -53,7 +50,6 @@ class Tiff(EncodedImage):
     name = "TIFF"
     magic = re.compile(rb"II[*+]\0|II\0\*|MM\0[*+]|MM\*\0")
     reader = _TiffReader
-    max_cost = 1.4  # one call of libtiff unpacks the whole picture: 8-bit RGBA of the largest size just fits
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:
@@ -67,7 +63,9 @@ class Tiff(EncodedImage):
         fields = {field.tag: field for field in reversed(directory.fields) if field.tag in _PICTURE_TAGS}
         if sum(field.size for field in fields.values()) > len(data):
             raise InvalidImage("the TIFF file's directory claims more data than the file has")
-        if any(_total(fields.get(tag), directory, data) > len(data) for tag in (STRIPBYTECOUNTS, TILEBYTECOUNTS)):
+        if any(
+            sum(_integers(fields.get(tag), directory, data)) > len(data) for tag in (STRIPBYTECOUNTS, TILEBYTECOUNTS)
+        ):
             # Strips that share their bytes would be unpacked again and again.
             raise InvalidImage("the TIFF file's strips or tiles claim more data than the file has")
         if any(field.value_size > 1 and field.value_count > _MAX_VALUES for field in fields.values()):
@@ -77,6 +75,7 @@ class Tiff(EncodedImage):
             xmp = directory.find(_XMP)
             orientation = read_orientation(None, directory.value(xmp, data) if xmp else None)
 
+        _check_jpeg(fields, directory, data)
         # Pillow ignores fields whose values stand outside the file, and warns of them.
         entries = [
             _entry(field, directory, data)
@@ -90,19 +89,14 @@ class Tiff(EncodedImage):
         end = directory.offset + len(rewritten)
         return cls(b"".join((view[: directory.offset], rewritten, view[end:])), orientation=orientation)
 
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of Pillow's picture and of the largest strip or tile, which libtiff holds unpacked."""
-        pixel = pixel_bytes(image)
-        if image.info.get("compression") == "raw":
-            return float(pixel)
-        assert isinstance(image, TiffImageFile)
-        return pixel + _block_bytes(image) / (image.width * image.height)
 
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        assert isinstance(image, TiffImageFile)
-        factor = _LZMA_FACTOR if image.info.get("compression") == "lzma" else 1.0
-        return factor * max(_pixel_bits(image) / 24, 0.5)
+def _check_jpeg(fields: dict[int, Field], directory: Directory, data: bytes | bytearray) -> None:
+    """Raise `UnsupportedImageFormat` if a strip or tile is a JPEG that is not sequential with Huffman codes."""
+    if _integers(fields.get(COMPRESSION), directory, data)[:1] != [_JPEG]:
+        return
+    for tag in (STRIPOFFSETS, TILEOFFSETS):
+        if not all(has_baseline_frame(data, at) for at in _integers(fields.get(tag), directory, data)):
+            raise UnsupportedImageFormat("of TIFF files with JPEG inside, only those with baseline JPEG are read")
 
 
 def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes:
@@ -116,28 +110,10 @@ def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes
     )
 
 
-def _block_bytes(image: TiffImageFile) -> float:
-    """Return the bytes of the largest strip or tile."""
-    tags = image.tag_v2
-    width, rows = tags.get(TILEWIDTH), tags.get(TILELENGTH)
-    if width is None or rows is None:
-        width, rows = image.width, min(image.height, tags.get(ROWSPERSTRIP, image.height))
-    if not isinstance(width, int) or not isinstance(rows, int):
-        raise InvalidImage("the TIFF picture's tiles have no valid size")
-    # Pixels are unpacked to at least 32 bits where libtiff converts colours.
-    return width * rows * max(_pixel_bits(image) / 8, 4.0 if image.mode == "RGB" else 0.0)
-
-
-def _pixel_bits(image: TiffImageFile) -> float:
-    """Return the bits of a pixel before it is packed."""
-    sample_bits = image.tag_v2.get(BITSPERSAMPLE, (8,))
-    return float(sum(sample_bits) if isinstance(sample_bits, tuple) else sample_bits)
-
-
-def _total(field: Field | None, directory: Directory, data: bytes | bytearray) -> int:
-    """Return the sum of a field's integers; 0 where there is no such field or it holds none."""
+def _integers(field: Field | None, directory: Directory, data: bytes | bytearray) -> list[int]:
+    """Return a field's integers; none where there is no such field or it holds no integers."""
     if field is None or field.field_type not in _INTEGER_TYPES:
-        return 0
+        return []
     values = np.frombuffer(directory.value(field, data), np.uint8)
     whole = values[: len(values) // field.value_size * field.value_size]
-    return int(whole.view(f"{directory.byte_order}u{field.value_size}").sum(dtype=np.float64))
+    return list(map(int, whole.view(f"{directory.byte_order}u{field.value_size}")))

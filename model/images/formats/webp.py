@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Self
 
-from PIL import ImageFile, features
+from PIL import features
 from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import InvalidImage
-from model.images.formats.base import EncodedImage, pixel_bytes
+from model.images.formats.base import EncodedImage
 
 
 class WebP(EncodedImage):
@@ -19,7 +19,6 @@ class WebP(EncodedImage):
     magic = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
     reader = WebPImageFile if features.check("webp") else None
     unsupported = "WebP pictures are not supported: this Pillow is built without libwebp"
-    opening_bytes = 12.0  # libwebp holds two canvases and a frame of 32 bits
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Self:
@@ -36,11 +35,3 @@ class WebP(EncodedImage):
         if size is None:
             raise InvalidImage("the WebP header is cut off or corrupt")
         return cls(bytes(data), size=size)
-
-    def decoding_bytes(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return the bytes of Pillow's picture and of libwebp's canvases."""
-        return pixel_bytes(image) + self.opening_bytes
-
-    def cost(self, image: ImageFile.ImageFile, scale: int) -> float:
-        """Return how many pixels of an 8-bit RGB PNG take as long to decode as one of the stored picture, at most."""
-        return 2.5

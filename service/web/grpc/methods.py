@@ -26,7 +26,7 @@ from service.web.grpc.open_inference_pb2 import (
     ServerReadyResponse,
 )
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.documents import (
+from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
     model_statistics,
@@ -59,7 +59,7 @@ async def model_ready(pipeline: Pipeline, call: Call) -> bytes:
 
 def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") -> bool:
     try:
-        pipeline.lifecycle.check()
+        pipeline.check_ready()
         find_model(pipeline.pinned(), name, version)
     except (NotFound, Unavailable):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.prediction import MapRequest
+from model.prediction import MapRequest, Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.awaiting import all_of
@@ -29,14 +30,41 @@ from service.web.pipeline import Pipeline, Upload
 
 T = TypeVar("T")
 
-OUTPUTS: Final = ("label", "index", "score", "logits", "attention")
+
+@dataclass(frozen=True)
+class Output:
+    """An output that a request may ask for.
+
+    Attributes:
+        shape: of one picture's values; -1 is a size that differs by request: `top_k`.
+        values: (outputs of the picture, labels) -> its values.
+    """
+
+    datatype: str
+    shape: Callable[[ModelInfo], list[int]]
+    values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
+
+
+OUTPUTS: Final[Mapping[str, Output]] = {
+    "label": Output(
+        "BYTES",
+        lambda info: [-1],
+        lambda outputs, labels: np.array([labels[each] for each in outputs.indices.tolist()], object),
+    ),
+    "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices),
+    "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
+    "logits": Output("FP32", lambda info: [info.config.num_classes], lambda outputs, _: outputs.logits),
+    "attention": Output(
+        "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
+    ),
+}
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats: answers wait for their callers, and nobody counts them."""
 _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
-    "cls": lambda info: MapRequest(info.config.depth - 1),
-    "relevance": lambda info: MapRequest.explained("relevance"),
+    "cls": lambda info: MapRequest.row(info.config.depth - 1),
+    "relevance": lambda info: MapRequest("relevance"),
 }
 
 
@@ -103,13 +131,12 @@ class Wanted:
 
     Attributes:
         outputs: in the order of the answer, each with its own parameters.
+        of_picture: what the engine is asked for.
         binary: whether outputs that do not say so themselves are sent as bytes.
     """
 
     outputs: Sequence[RequestedOutput]
-    top_k: int
-    map_request: MapRequest | None
-    logits: bool
+    of_picture: RequestedOutputs
     binary: bool
 
     @classmethod
@@ -135,17 +162,18 @@ class Wanted:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
         return cls(
             outputs,
-            max(asked, default=min(_DEFAULT_TOP_K, classes)),
-            _MAPS[method](info) if "attention" in names else None,
-            "logits" in names,
+            RequestedOutputs(
+                max(asked, default=min(_DEFAULT_TOP_K, classes)),
+                map=_MAPS[method](info) if "attention" in names else None,
+                logits="logits" in names,
+            ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
 
     def size(self, info: ModelInfo) -> int:
         """Return the number of values in all outputs for one picture."""
-        rows, columns = info.config.grid
-        sizes = {"logits": info.config.num_classes, "attention": rows * columns}
-        return sum(sizes.get(output.name, self.top_k) for output in self.outputs)
+        shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
+        return sum(math.prod(self.of_picture.top_k if side == -1 else side for side in shape) for shape in shapes)
 
 
 def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
@@ -186,7 +214,7 @@ async def infer(
         return encode(make_outputs(results, wanted, info.labels))
 
     size = len(inputs) * wanted.size(info)
-    return await pipeline.lanes.big.run_large(answer, deadline, size=size)
+    return await pipeline.lanes.documents.run_large(answer, deadline, size=size)
 
 
 async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
@@ -203,18 +231,9 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
                 limit = pipeline.settings.max_upload_bytes
                 if len(data) > limit:
                     raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
-                classified = await classify_upload(
-                    pipeline, data, deadline, top_k=wanted.top_k, map_request=wanted.map_request, logits=wanted.logits
-                )
-                return classified.result
+                return (await classify_upload(pipeline, data, deadline, wanted.of_picture))[1]
             assert inputs.pixels is not None
-            return await pipeline.infer(
-                inputs.pixels[position],
-                deadline,
-                top_k=wanted.top_k,
-                map_request=wanted.map_request,
-                logits=wanted.logits,
-            )
+            return await pipeline.infer(inputs.pixels[position], deadline, wanted.of_picture)
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:
                 raise
@@ -225,7 +244,7 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
     results = await all_of(one(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
     for result in results:
-        pipeline.metrics.top1_score.observe(float(result.scores[0]))
+        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
     return results
 
 
@@ -243,23 +262,19 @@ def check_count(inputs: Inputs, limit: int) -> None:
 
 def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
     """Return the outputs that were asked for: [N, K], of logits [N, C] and of attention [N, rows, columns]."""
-    top_k = wanted.top_k
-    index = np.stack([result.indices[:top_k] for result in results])
-    score = np.stack([result.scores[:top_k] for result in results])
-    label = np.array([[labels[each] for each in row] for row in index.tolist()], object)
+
+    def stacked(name: str, count: int | None = None) -> NDArray[Any]:
+        values = (OUTPUTS[name].values(result.outputs, labels) for result in results)
+        return np.stack([each[:count] for each in values if each is not None])
+
     found: list[OutputTensor] = []
     for output in wanted.outputs:
         binary = bool(output.parameters.get("binary_data", wanted.binary))
         count = output.parameters.get("classification")
-        values: NDArray[Any]
-        if count is not None:
-            values = _classification(score[:, :count], index[:, :count], label[:, :count])
-        elif output.name == "attention":
-            values = np.stack([result.map.values for result in results if result.map is not None])
-        elif output.name == "logits":
-            values = np.stack([result.logits for result in results if result.logits is not None])
+        if count is None:
+            values = stacked(output.name)
         else:
-            values = {"label": label, "index": index, "score": score}[output.name]
+            values = _classification(*(stacked(name, count) for name in ("score", "index", "label")))
         found.append(OutputTensor(output.name, values, binary=binary))
     return found
 

@@ -6,6 +6,7 @@ const WORDS = {
   unauthorized: "The service wants an API key, or does not know this one.",
   upload_too_large: "This file is larger than the service accepts.",
   image_too_large: "This picture has more pixels than the service accepts. Scale it down first.",
+  image_too_costly: "This picture takes the service too long, or too much memory. Save it as JPEG or PNG first.",
   invalid_image: "This picture is damaged or incomplete: it cannot be opened.",
   invalid_parameter: "The service does not offer this.",
   inference_failed: "The model failed on this picture.",

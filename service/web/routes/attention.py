@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
-from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput
+from model.images.region import Region
 from model.images.sheet import in_a_row
 from model.prediction import (
     CLASS_SPECIFIC,
@@ -24,17 +24,14 @@ from model.prediction import (
     AttentionMap,
     Fusion,
     MapRequest,
-    parse_classes,
-    parse_head,
-    parse_layer,
-    parse_rollout,
+    RequestedOutputs,
+    parse_maps,
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.settings import Settings
 from service.web.awaiting import all_of, unless_disconnected
 from service.web.documents import map_fields, region_document
-from service.web.lanes import Control, Deadline
+from service.web.lanes import Deadline
 from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.endpoint import Endpoint
@@ -167,13 +164,13 @@ async def _answer(
     `file` is the upload that the picture comes from.
     """
     results = await all_of(
-        pipeline.infer(picture.pixels, deadline, top_k=1, map_request=map_request) for map_request in map_requests
+        pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
     )
-    found = [result.map for result in results if result.map is not None]
+    found = [result.outputs.map for result in results if result.outputs.map is not None]
     assert len(found) == len(map_requests), "the engine answers a map when it is asked for one"
     if image_id is None:
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(results[0].scores[0]))
+        pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
         image_id = await pipeline.pictures.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
@@ -186,37 +183,22 @@ async def _answer(
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         return Response(_npy(found), media_type="application/x-npy", headers=headers)
-    photo = file if query.view == "photo" else None
-    png = await pipeline.lanes.drawing.run(partial(_png, found, picture, query, photo, pipeline.settings), deadline)
+    shown, covered = (None if query.overlay is False else picture.pixels), None
+    if query.view == "photo" and file is not None:
+        # Decoded a second time, so that no photo is in memory while its map is computed.
+        photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline)
+        shown, covered = photo.picture.pixels, photo.picture.region
+    png = await pipeline.lanes.drawing.run(partial(_png, found, shown, covered, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
 def _png(
-    found: list[AttentionMap],
-    picture: ModelInput,
-    query: AttentionQuery,
-    file: bytearray | None,
-    bounds: Settings,
-    control: Control,
+    found: list[AttentionMap], shown: NDArray[np.uint8] | None, region: Region | None, query: AttentionQuery
 ) -> bytes:
-    """Return the maps over what the model saw, or over the whole photo in `file`.
-
-    The photo is decoded here, a second time, so that none is in memory while its map is computed.
-    """
-    shown: NDArray[np.uint8] | None = None if query.overlay is False else picture.pixels
-    region = None
-    if file is not None:
-        shown, region = upright_photo(
-            file,
-            picture.region,
-            query.size,
-            max_pixels=bounds.max_image_pixels,
-            scaled_decode=bounds.scaled_decode,
-            control=control,
-        )
+    """Return the maps over a picture, of which they cover a region."""
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = (draw_heatmap(one.values, picture=shown, region=region, control=control, **look) for one in found)
-    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE, control=control), control)
+    drawings = (draw_heatmap(one.values, picture=shown, region=region, **look) for one in found)
+    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE))
 
 
 def _npy(found: list[AttentionMap]) -> bytes:
@@ -228,26 +210,14 @@ def _npy(found: list[AttentionMap]) -> bytes:
 
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
     """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    of_row = query.layer is not None or query.head is not None
-    of_rollout = query.fusion is not None or query.discard is not None
-    method = query.method
-    if method is None:
-        method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
-    if method not in METHODS:
-        raise InvalidParameter(f"method {method!r}: this service offers {', '.join(METHODS)}")
-    if query.class_ is not None and method not in CLASS_SPECIFIC:
-        raise InvalidParameter(f"class does not apply to method {method!r}")
-    if of_row and method != "cls":
-        raise InvalidParameter(f"{'head' if query.layer is None else 'layer'} does not apply to method {method!r}")
-    if of_rollout and method != "rollout":
-        raise InvalidParameter(f"{'discard' if query.fusion is None else 'fusion'} does not apply to method {method!r}")
+    maps = parse_maps(
+        info.config,
+        info.labels,
+        classes=query.class_,
+        **query.model_dump(include={"method", "layer", "head", "fusion", "discard"}),
+    )
     _check_drawing(query)
-    if method == "cls":
-        return [MapRequest(parse_layer(query.layer, info.config.depth), parse_head(query.head, info.config.heads))]
-    if method == "rollout":
-        return [MapRequest.explained(parse_rollout(query.fusion, query.discard).method)]
-    classes = [None] if query.class_ is None else parse_classes(query.class_, info.labels)
-    return [MapRequest.explained(method, class_index) for class_index in classes]
+    return maps
 
 
 def _check_drawing(query: AttentionQuery) -> None:

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.images.region import Region
-from model.prediction import AttentionMap, MapRequest
-from service.engine.messages import ModelInfo
+from model.prediction import AttentionMap, MapRequest, RequestedOutputs
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.awaiting import all_of, unless_disconnected
-from service.web.classification import Classified, classify_upload
+from service.web.classification import classify_upload
+from service.web.decoders import Decoded
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
 from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
@@ -88,11 +89,11 @@ class _Classifier:
         classes = self._info.config.num_classes
         if query.top_k is not None and query.top_k > classes:
             raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
-        self._top_k = query.top_k or min(_DEFAULT_TOP_K, classes)
-        self._map_request = None
+        found = None
         if query.attention:
-            row = MapRequest(self._info.config.depth - 1)
-            self._map_request = MapRequest.explained("relevance") if query.attention == "relevance" else row
+            row = MapRequest.row(self._info.config.depth - 1)
+            found = MapRequest("relevance") if query.attention == "relevance" else row
+        self._requested = RequestedOutputs(query.top_k or min(_DEFAULT_TOP_K, classes), found)
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -101,27 +102,24 @@ class _Classifier:
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline
-        classified = await classify_upload(
-            pipeline, file, self._deadline, top_k=self._top_k, map_request=self._map_request
-        )
-        image_id = await pipeline.pictures.put(classified.picture)
+        decoded, result = await classify_upload(pipeline, file, self._deadline, self._requested)
+        image_id = await pipeline.pictures.put(decoded.picture)
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(classified.result.scores[0]))
+        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
-        render = partial(self._render, classified, image_id)
-        return await pipeline.lanes.big.run_large(render, self._deadline, size=self._top_k)
+        render = partial(self._render, decoded, result, image_id)
+        return await pipeline.lanes.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
-    def _render(self, classified: Classified, image_id: str | None) -> bytes:
-        result = classified.result
-        found, region = result.map, classified.picture.region
+    def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
+        outputs, region = result.outputs, decoded.picture.region
         return _json(
             Classification(
                 id=image_id,
                 model=self._info.name,
-                predictions=ranked_predictions(self._info.labels, result.indices, result.scores),
-                attention=None if found is None else self._attention(found, image_id, region),
+                predictions=ranked_predictions(self._info.labels, outputs.indices, outputs.scores),
+                attention=None if outputs.map is None else self._attention(outputs.map, image_id, region),
                 timings_ms=Timings(
-                    decode=_milliseconds(classified.decode_seconds),
+                    decode=_milliseconds(decoded.seconds),
                     queue=_milliseconds(result.queue_seconds),
                     inference=_milliseconds(result.inference_seconds),
                     total=_milliseconds(self._pipeline.clock() - self._context.started),
@@ -131,7 +129,7 @@ class _Classifier:
         )
 
     def _attention(self, found: AttentionMap, image_id: str | None, region: Region) -> Attention:
-        url = _url(image_id, found.method)
+        url = _url(image_id, found.request.method)
         return Attention(url=url, region=region_document(region), **map_fields(found, self._info.labels))
 
     async def classify_item(self, file: UploadedFile) -> bytes:

@@ -19,7 +19,7 @@ from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
 from service.web.awaiting import unless_disconnected
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.documents import (
+from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
     model_statistics,
@@ -77,9 +77,7 @@ async def v2_live(request: Request) -> Response:
 @router.get("/health/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    pipeline = pipeline_of(request)
-    pipeline.lifecycle.check()
-    pipeline.model()
+    pipeline_of(request).check_ready()
     return Response()
 
 
@@ -87,7 +85,7 @@ async def v2_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_model_ready(request: Request) -> Response:
     """Answer 200 when this model is ready, else 503."""
-    pipeline_of(request).lifecycle.check()
+    pipeline_of(request).check_ready()
     _model(request)
     return Response()
 
@@ -136,7 +134,7 @@ async def _infer(
         header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
     else:
         read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
-        header, inputs = await pipeline.lanes.big.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
+        header, inputs = await pipeline.lanes.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
         binary = False
     encode = partial(encode_answer, info.name, VERSION, header.id)
     return await infer(pipeline, upload, header, inputs, info, deadline, encode, binary=binary)

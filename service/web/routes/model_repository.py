@@ -27,7 +27,7 @@ from service.errors import (
     Unauthorized,
 )
 from service.settings import Settings
-from service.web.inference_protocol.documents import repository_index
+from service.web.inference_protocol.descriptions import repository_index
 from service.web.keys import bearer_token
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.endpoint import Endpoint

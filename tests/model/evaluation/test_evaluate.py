@@ -13,7 +13,7 @@ from model.data.cifar10 import read_test
 from model.errors import DatasetError
 from model.evaluation.evaluate import evaluate_cifar10, measure, predict_scores
 from model.network.vit import VisionTransformer
-from model.prediction import BatchPrediction
+from model.prediction import Outputs, RequestedOutputs
 from tests.model.training.synthetic import LABELS
 
 
@@ -41,7 +41,7 @@ class FirstPixelPredictor:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
 
-    def predict(self, images: NDArray[np.uint8], *, top_k: int) -> BatchPrediction:
+    def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> list[Outputs]:
         count, classes = len(images), len(self.checkpoint.labels)
         assert images.dtype == np.uint8
         assert images.shape[1:] == (32, 32, 3)
@@ -49,9 +49,9 @@ class FirstPixelPredictor:
         sure = images[:, 0, 0, 1:2] / 100
         scores = np.repeat((1 - sure) / (classes - 1), classes, axis=1)
         np.put_along_axis(scores, images[:, 0, 0, :1].astype(np.int64), sure, axis=1)
-        order = np.argsort(-scores, axis=1)[:, :top_k]
+        order = np.argsort(-scores, axis=1)[:, : requests.top_k]
         best = np.take_along_axis(scores, order, axis=1).astype(np.float32)
-        return BatchPrediction(best, order, np.ones(count, dtype=np.bool_), [None] * count)
+        return list(map(Outputs, best, order))
 
 
 def write_test_images(folder: Path, truth: list[int], said: list[int], percent: list[int]) -> None:
@@ -91,9 +91,9 @@ def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
 
 def test_a_model_of_another_input_size_sees_the_pictures_through_its_preprocessing(cifar: Path) -> None:
     class Size(FirstPixelPredictor):
-        def predict(self, images: NDArray[np.uint8], *, top_k: int) -> BatchPrediction:
+        def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> list[Outputs]:
             assert images.shape[1:] == (64, 64, 3)
-            return super().predict(images[:, :32, :32], top_k=top_k)
+            return super().predict(images[:, :32, :32], requests)
 
     said = [n % 10 for n in range(16)]  # flat pictures stay what they are when they are enlarged
     records = np.zeros((16, 3, 1024), dtype=np.uint8)

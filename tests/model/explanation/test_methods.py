@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from model.config import ViTConfig
-from model.errors import InputError
 from model.explanation import methods
-from model.explanation.methods import METHODS, explain, explain_with_mass
+from model.explanation.methods import EXPLANATIONS, explain
 from model.explanation.rollout import rollout
 from model.network.vit import VisionTransformer
-from model.prediction import CLASS_SPECIFIC, Rollout
-from model.prediction import METHODS as NAMES
+from model.prediction import CLASS_SPECIFIC, METHODS, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward, read
 from tests.model.explanation.plain_relevance import plain_relevance
 
@@ -160,7 +158,7 @@ CASES += [("plain", "relevance", {"image_size": (96, 112), "num_classes": 30})]
 
 
 @pytest.mark.parametrize(("family", "method", "sizes"), CASES)
-def test_a_map_is_that_of_plain_autograd(family: str, method: str, sizes: dict[str, Any]) -> None:
+def test_a_map_is_that_of_plain_autograd(family: str, method: Method, sizes: dict[str, Any]) -> None:
     model = model_of(family, **sizes)
     pixels = pictures(model)
     require_maps(model, pixels, CLASSES, method, PLAIN[method](model, pixels).detach())
@@ -174,10 +172,10 @@ def test_a_class_without_ten_rivals_has_fewer_or_none(family: str, count: int) -
     require_maps(model, pixels, classes, "relevance", plain_relevance(model, pixels, classes))
 
 
-def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: str, tokens: Tensor) -> None:
+def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: Method, tokens: Tensor) -> None:
     """The method's maps and masses are those of the tokens, [B, N]."""
     patches = tokens[:, model.config.prefix_tokens :]
-    maps, kept = explain_with_mass(model, pixels, classes, method)
+    maps, kept = explain(model, pixels, classes, MapRequest(method))
     some = (patches > 0).any(1)
     assert some.any(), "the reference has something to compare"
     expected = patches / patches.sum(1, keepdim=True)
@@ -199,53 +197,46 @@ def test_rollout_fuses_heads_and_discards_by_each_image_alone(family: str, fusio
     found = rollout(model, pixels, fusion=fusion, discard_ratio=ratio)
     torch.testing.assert_close(found, plain_rollout(model, pixels, fusion, ratio), rtol=0, atol=1e-5)
     patches = found[:, model.config.prefix_tokens :]
-    named = explain(model, pixels, CLASSES, Rollout(fusion, ratio).method)
+    named, _ = explain(model, pixels, CLASSES, MapRequest.of_rollout(fusion, ratio))
     torch.testing.assert_close(named.flatten(1), patches / patches.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_image_has_the_same_map_in_any_batch(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", EXPLANATIONS)
+def test_an_image_has_the_same_map_in_any_batch(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("plain")
     pixels = pictures(model)
-    together = explain(model, pixels, CLASSES, method)
+    together = explain(model, pixels, CLASSES, MapRequest(method))
     monkeypatch.setattr(methods, "_WEIGHTS_BYTES", 1)  # one image at a time
-    torch.testing.assert_close(explain(model, pixels, CLASSES, method), together)
+    torch.testing.assert_close(explain(model, pixels, CLASSES, MapRequest(method)), together)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_only_a_class_specific_map_depends_on_the_class(method: str) -> None:
+@pytest.mark.parametrize("method", EXPLANATIONS)
+def test_only_a_class_specific_map_depends_on_the_class(method: Method) -> None:
     model = model_of("plain")
-    one, other = explain(model, pictures(model, 1).repeat(2, 1, 1, 1), torch.tensor([0, 1]), method)
-    assert torch.allclose(one, other) is not METHODS[method].class_specific
+    one, other = explain(model, pictures(model, 1).repeat(2, 1, 1, 1), torch.tensor([0, 1]), MapRequest(method))[0]
+    assert torch.allclose(one, other) is (method not in CLASS_SPECIFIC)
 
 
 @pytest.mark.parametrize("method", ["relevance", "gae", "legrad"])
-def test_where_nothing_is_found_the_map_is_even(method: str) -> None:
+def test_where_nothing_is_found_the_map_is_even(method: Method) -> None:
     model = model_of("plain")
     with torch.no_grad():
         model.head.weight.zero_()
-    maps, kept = explain_with_mass(model, pictures(model), CLASSES, method)
+    maps, kept = explain(model, pictures(model), CLASSES, MapRequest(method))
     torch.testing.assert_close(maps, torch.full((3, 2, 3), 1 / 6))
     assert kept.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_left_as_it_was(method: str) -> None:
+@pytest.mark.parametrize("method", EXPLANATIONS)
+def test_the_model_is_left_as_it_was(method: Method) -> None:
     model = model_of("plain")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    maps = explain(model, pictures(model), CLASSES, method)
+    maps, _ = explain(model, pictures(model), CLASSES, MapRequest(method))
     assert not maps.requires_grad
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
 
 
-def test_an_unknown_method_is_refused() -> None:
-    model = model_of("plain")
-    with pytest.raises(InputError, match="expected one of relevance, rollout, gae, legrad"):
-        explain(model, pictures(model), CLASSES, "gradcam")
-
-
-def test_the_names_that_need_no_torch_are_those_of_the_table() -> None:
-    assert set(NAMES) == {"cls", *METHODS}
-    assert {name for name, method in METHODS.items() if method.class_specific} == CLASS_SPECIFIC
+def test_every_method_but_the_attention_row_is_an_explanation() -> None:
+    assert set(METHODS) == {"cls", *EXPLANATIONS}

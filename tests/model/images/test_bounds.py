@@ -1,10 +1,8 @@
-"""The bounds on decoding and what it is said to cost, each at its exact edge."""
+"""The bounds on decoding, each at its exact edge."""
 
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +10,10 @@ from PIL import Image
 
 from model.errors import ImageTooLarge, InvalidImage
 from model.images import colour
-from model.images.control import UNCONTROLLED
-from model.images.decode import _check_memory, _check_pixels, _check_scans, _reason
+from model.images.decode import _check_pixels, _reason
 from model.images.formats import jpeg, unpack
 from model.images.preprocess import model_input
-from tests.model.images.pictures import config, encode, insert_after_soi, jpeg_segment, noise, png_chunk, scene
+from tests.model.images.pictures import config, encode, insert_after_soi, jpeg_segment, png_chunk, scene
 
 MAX_SIDE = 1_048_576
 
@@ -49,27 +46,6 @@ def test_by_default_a_picture_has_at_most_64_megapixels(size, error):
         model_input(b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", b""), config())
 
 
-def test_memory_is_six_and_a_half_bytes_for_each_pixel_that_is_allowed():
-    _check_memory("PNG", (13, 100), 4.0, 800)  # 5200 bytes
-    with pytest.raises(ImageTooLarge, match=r"this PNG picture of 13 x 100 pixels takes 0 MB: at most 0 are allowed"):
-        _check_memory("PNG", (13, 100), 4.0, 799)
-    with pytest.raises(ImageTooLarge, match=r"takes 400 MB: at most 390 are allowed"):
-        _check_memory("PNG", (10_000, 10_000), 4.0, 60_000_000)
-
-
-@pytest.mark.parametrize(
-    ("scans", "size", "allowed"),
-    [(1_000, (1, 1), True), (1_001, (1, 1), False), (20, (10, 10), True), (40, (10, 5), True), (21, (10, 10), False)],
-)
-def test_a_jpeg_may_be_gone_over_so_many_times(scans, size, allowed):
-    encoded: Any = SimpleNamespace(scans=scans)
-    if allowed:
-        _check_scans(encoded, size, 100)
-    else:
-        with pytest.raises(InvalidImage, match=f"{scans} scans"):
-            _check_scans(encoded, size, 100)
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -86,41 +62,6 @@ def test_a_jpeg_may_be_gone_over_so_many_times(scans, size, allowed):
 )
 def test_the_sender_is_told_what_the_reader_says_but_no_accident_inside_it(error, reason):
     assert _reason(error) == reason
-
-
-COSTS: dict[str, list[tuple[Any, ...]]] = {
-    "JPEG": [("RGB", {}, 1, 0.5), ("RGB", {}, 2, 0.25), ("RGB", {}, 8, 0.25), ("RGB", {"progressive": True}, 1, 1.0),
-             ("RGB", {"progressive": True}, 4, 0.5)],
-    "PNG": [("RGB", {}, 1, 1.0), ("RGBA", {}, 1, 4 / 3), ("L", {}, 1, 1 / 3), ("I;16", {}, 1, 2 / 3)],
-    "GIF": [("P", {}, 1, 0.5)],
-    "BMP": [("RGB", {}, 1, 0.5)],
-    "WEBP": [("RGB", {}, 1, 2.5)],
-    "AVIF": [("RGB", {}, 1, 3.0)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "options", "scale", "cost"), [(name, *row) for name, rows in COSTS.items() for row in rows]
-)
-def test_what_a_pixel_costs_beside_one_of_a_png(name, mode, options, scale, cost):
-    image = Image.new(mode, (16, 16)) if mode in ("P", "I;16") else noise(16, 16).convert(mode)
-    encoded = unpack(encode(image, name, **options))
-    assert encoded.cost(encoded.open(UNCONTROLLED), scale) == pytest.approx(cost)
-
-
-def test_a_bmp_of_run_lengths_costs_by_its_bytes():
-    palette = bytes(4 * 256)
-    rows = b"\x10\x05\x00\x00" * 4 + b"\x00\x01"  # 16 pixels, the end of a row; the end
-    offset = 14 + 40 + len(palette)
-    head = b"BM" + (offset + len(rows)).to_bytes(4, "little") + bytes(4) + offset.to_bytes(4, "little")
-    info = np.array([40, 16, 4], "<u4").tobytes() + np.array([1, 8], "<u2").tobytes()
-    info += np.array([1, len(rows), 0, 0, 256, 0], "<u4").tobytes()
-    data = head + info + palette + rows
-    encoded = unpack(data)
-    image = encoded.open(UNCONTROLLED)
-    assert encoded.cost(image, 1) == 0.5 + 30 * len(data) / (16 * 4)
-    image.load()
-    assert image.getextrema() == (5, 5)
 
 
 # The range of numbers without one

@@ -16,7 +16,6 @@ from PIL import Image
 from model.errors import InputError
 from model.images.colorbar import tick_ratios
 from model.images.colormaps import colour_table
-from model.images.control import WorkControl
 from model.images.heatmap import COLORMAPS, draw_heatmap, encode_png
 from model.images.region import Region
 from tests.model.images.pictures import difference, scene
@@ -323,16 +322,3 @@ def test_a_parameter_outside_what_is_offered_names_itself(parameter, value):
 def test_an_unknown_colormap_is_told_the_known_ones():
     with pytest.raises(InputError, match="viridis"):
         draw_heatmap(RAMP, picture=None, colormap="rainbows")
-
-
-def test_a_control_is_asked_before_the_work_and_before_each_strip_of_256_rows():
-    class Counting(WorkControl):
-        checks = 0
-
-        def check(self):
-            self.checks += 1
-
-    for height, checks in ((256, 2), (257, 3)):
-        control = Counting()
-        draw_heatmap(RAMP, picture=np.zeros((height, 9, 3), np.uint8), size=height, control=control)
-        assert control.checks == checks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import subprocess
 import sys
@@ -31,8 +30,7 @@ from tests.model.images.pictures import (
 def test_the_pixel_limit_is_exact(name):
     data = encode(Image.new("RGB", (64, 50)), name)
 
-    allowed = 64 * 50 * (3 if name in ("WEBP", "AVIF") else 1)  # their decoders hold several copies
-    assert preprocess(data, config(), max_pixels=allowed).shape == (32, 32, 3)
+    assert preprocess(data, config(), max_pixels=64 * 50).shape == (32, 32, 3)
     with pytest.raises(ImageTooLarge, match=r"64 x 50"):
         preprocess(data, config(), max_pixels=64 * 50 - 1)
 
@@ -102,13 +100,6 @@ def test_an_operator_may_allow_more_than_pillow_would():
     assert preprocess(data, config(), max_pixels=200_000_000).max() == 0
 
 
-def test_formats_that_need_more_memory_a_pixel_have_a_lower_limit():
-    data = encode(Image.new("RGB", (1000, 1000)), "WEBP")
-
-    with pytest.raises(ImageTooLarge, match="MB"):
-        preprocess(data, config(), max_pixels=1_100_000)
-
-
 WEBP: dict[str, dict[str, Any]] = {
     "VP8 ": {"quality": 50},
     "VP8L": {"lossless": True},
@@ -124,16 +115,6 @@ def test_the_size_of_a_webp_is_read_exactly(kind, mode, size):
 
     assert data[12:16] == (b"VP8X" if (kind, mode) == ("VP8 ", "RGBA") else kind.encode())  # alpha of its own
     assert unpack(data).size == size
-
-
-@pytest.mark.parametrize("kind", WEBP)
-def test_a_webp_is_refused_from_one_pixel_less_than_it_needs(kind):
-    data = encode(Image.new("RGB", (300, 257)), "WEBP", **WEBP[kind])
-    enough = math.ceil(300 * 257 * (4 + 12) / 6.5)  # Pillow's picture and libwebp's canvases, of the bytes a pixel
-
-    assert preprocess(data, config(), max_pixels=enough).shape == (32, 32, 3)
-    with pytest.raises(ImageTooLarge, match="300 x 257"):
-        preprocess(data, config(), max_pixels=enough - 1)
 
 
 PEAK = """

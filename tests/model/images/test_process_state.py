@@ -77,7 +77,7 @@ def test_the_limit_is_the_callers_and_not_pillows_in_many_threads(low_pillow_lim
     files = large_files(image)
 
     def decoded(data: bytes) -> np.ndarray:
-        return preprocess(data, config((16, 32), resize="squash"), max_pixels=200 * 100 * 3)  # AVIF takes more memory
+        return preprocess(data, config((16, 32), resize="squash"), max_pixels=200 * 100)
 
     with warnings.catch_warnings(action="error"):
         alone = [decoded(data) for data in files.values()]

@@ -13,7 +13,6 @@ from PIL import Image
 
 from model.errors import ImageError
 from model.images.decode import decode
-from model.images.formats import unpack
 from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import min_decoded_size, preprocess, resized_size
 from tests.model.images.pictures import config, difference, encode, noise, scene
@@ -205,14 +204,3 @@ class TestScaledDecode:
         wanted = config((32, 32))
 
         assert np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))
-
-
-@settings(max_examples=100)
-@given(st.lists(st.sampled_from((b"\xff", b"\xda", b"\0", b"\xff\xda")), max_size=40), st.integers(1, 9))
-def test_every_scan_of_a_progressive_jpeg_is_counted(parts, at_once):
-    data = encode(scene(), "JPEG", progressive=True)
-    data = data[: data.index(b"\xff\xda") + 2] + b"".join(parts)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.images.formats.jpeg._SEARCH_BYTES", at_once)
-        assert unpack(data).scans == data.count(b"\xff\xda")

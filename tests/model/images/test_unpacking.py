@@ -1,21 +1,19 @@
-"""What each format hands to its decoder, byte for byte, and what it says that decoding will take."""
+"""What each format hands to its decoder, byte for byte."""
 
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, TiffTags
 
-from model.errors import InvalidImage
+from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.colour import converter
-from model.images.control import UNCONTROLLED
 from model.images.exif import read_directory
 from model.images.formats import unpack
 from model.images.formats.base import EncodedImage
-from model.images.formats.heif import Heif, _check_boxes
+from model.images.formats.heif import _check_boxes
 from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import preprocess
 from model.images.resize import _margin
@@ -76,43 +74,16 @@ def test_the_frames_marker_says_how_a_jpeg_is_decoded(marker):
     data = bytearray(encode(noise(64, 48), "JPEG"))
     data[data.index(b"\xff\xc0") + 1] = marker
 
+    if marker in {*range(0xC9, 0xD0)} - {0xCC}:
+        with pytest.raises(UnsupportedImageFormat, match="arithmetic"):
+            unpack(data)
+        return
     picture = unpack(data)
 
     assert isinstance(picture, Jpeg)
-    assert picture.scalable == (marker in {0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
-    assert picture.buffered == (marker in {0xC2, 0xCA})
+    assert picture.scalable == (marker in {0xC0, 0xC1, 0xC2})
+    assert picture.buffered == (marker == 0xC2)
     assert (picture.first_scan is not None) == (marker == 0xC2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "name", "options", "scale", "expected"),
-    [
-        ("RGB", "JPEG", {}, 1, 4),
-        ("RGB", "JPEG", {}, 2, 1),
-        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:4:4"}, 1, 4 + 6),
-        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:4:4"}, 4, 0.25 + 6),
-        ("RGB", "JPEG", {"progressive": True, "subsampling": "4:2:0"}, 1, 4 + 3),
-        ("L", "JPEG", {"progressive": True}, 1, 1 + 2),
-        ("CMYK", "JPEG", {"progressive": True}, 1, 4 + 8),
-        ("RGB", "PNG", {}, 1, 4),
-        ("RGBA", "AVIF", {}, 1, 4 + 14),
-        ("RGB", "AVIF", {}, 1, 4 + 10),
-        ("RGB", "WEBP", {}, 1, 4 + 12),
-        ("RGB", "TIFF", {}, 1, 4),
-        ("RGB", "TIFF", {"compression": "tiff_lzw"}, 1, 4 + 4),
-        ("L", "TIFF", {"compression": "tiff_lzw"}, 1, 1 + 1),
-        ("1", "TIFF", {"compression": "tiff_lzw"}, 1, 1 + 1 / 8),
-        ("CMYK", "TIFF", {"compression": "tiff_lzw"}, 1, 4 + 4),
-        ("I;16", "TIFF", {"compression": "tiff_lzw"}, 1, 2 + 2),
-        ("RGB", "TIFF", {"compression": "tiff_lzw", "tiffinfo": {278: 12}}, 1, 4 + 4 / 4),
-    ],
-)
-def test_the_bytes_that_decoding_takes_for_a_pixel(
-    mode: str, name: str, options: dict[str, Any], scale: int, expected: float
-) -> None:
-    picture = unpack(encode(Image.new(mode, (64, 48)), name, **options))
-
-    assert picture.decoding_bytes(picture.open(UNCONTROLLED), scale) == expected
 
 
 def tiff(*fields: tuple[int, int, int, bytes], more: bytes = b"") -> bytes:
@@ -239,15 +210,7 @@ def test_what_else_pillow_says_of_an_avif_is_not_hidden(monkeypatch):
     monkeypatch.setattr(EncodedImage, "open", refuse)
 
     with pytest.raises(SyntaxError, match="not what it seems"):
-        picture.open(UNCONTROLLED)
-
-
-@pytest.mark.parametrize(("depth", "expected"), [(None, 4 + 4), (8, 4 + 4), (10, 4 + 14), (12, 4 + 14)])
-def test_a_heic_of_more_than_8_bits_takes_planes_and_a_frame_of_16(depth, expected):
-    image = unpack(encode(scene(), "PNG")).open(UNCONTROLLED)
-    image.info = {} if depth is None else {"bit_depth": depth}
-
-    assert Heif(b"").decoding_bytes(image, 1) == expected
+        picture.open()
 
 
 @pytest.mark.parametrize("marker", [0x01, 0xD0, 0xD7, 0xD8, 0xD9, 0xC8, 0xF0, 0xFD])
@@ -339,8 +302,7 @@ def test_a_bitmap_with_a_short_header_has_no_field_that_says_run_lengths():
     pixels[-1, 1, 1] = 1  # rows stand from below, and pixels begin 26 bytes into the file
     data = struct.pack("<2sIII", b"BM", 26 + pixels.nbytes, 0, 26) + struct.pack("<IHHHH", 12, 1000, 800, 1, 24)
     data += pixels[::-1].tobytes()
-    assert len(data) > 2_097_152
     assert data[30:34] == b"\1\0\0\0"
 
-    with unpack(data).open(UNCONTROLLED) as picture:
+    with unpack(data).open() as picture:
         assert np.array_equal(np.asarray(picture)[:, :, ::-1], pixels)

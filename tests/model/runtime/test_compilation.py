@@ -15,21 +15,20 @@ from model.errors import DeviceError
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput
 from model.runtime import torch_backend
-from model.runtime.backend import launch_size
+from model.runtime.batches import BatchOutputs, BatchRequest, captured_sizes, launch_size, powers_of_two
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
-    captured_sizes,
     choose_kernels,
     compiled_for_any_batch,
     compiled_twin,
     plan_compilation,
-    powers_of_two,
     twin_for_any_batch,
 )
-from model.runtime.postprocess import RELEVANCE, NetworkOutput, Postprocess, pack, run_network
+from model.runtime.postprocess import Postprocess, pack, run_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,7 +80,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
     error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=2)
-    expected = predictor.predict(make_images(2), top_k=5)
+    expected = predict(predictor, make_images(2), top_k=5)
 
     def broken(*_: object, **__: object) -> object:
         def run(*_: object) -> ViTOutput:
@@ -94,14 +93,14 @@ def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
     assert predictor.compiled == f"failed: {told}"
     assert predictor.compilation.state is CompilationState.FAILED
     assert predictor.batch_sizes is None
-    np.testing.assert_array_equal(predictor.predict(make_images(2), top_k=5).scores, expected.scores)
+    np.testing.assert_array_equal(predict(predictor, make_images(2), top_k=5).scores, expected.scores)
 
 
 def test_a_batch_that_is_under_way_when_the_compiled_model_takes_over_does_not_run_on_it_unpadded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=4)
-    expected = predictor.predict(make_images(3), top_k=5)
+    expected = predict(predictor, make_images(3), top_k=5)
 
     def compiled(*_: object) -> ViTOutput:
         pytest.fail("it would be compiled again, for a size that is never launched")
@@ -111,7 +110,7 @@ def test_a_batch_that_is_under_way_when_the_compiled_model_takes_over_does_not_r
         return launch_size(count, sizes)
 
     monkeypatch.setattr(torch_backend, "launch_size", take_over)
-    np.testing.assert_array_equal(predictor.predict(make_images(3), top_k=5).scores, expected.scores)
+    np.testing.assert_array_equal(predict(predictor, make_images(3), top_k=5).scores, expected.scores)
 
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (32, (1, 2, 4, 8, 16, 32))])
@@ -242,21 +241,17 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     compiled_normalise = compiled_for_any_batch(normalise.forward, autotune=False, backend="eager")
     postprocess = Postprocess(make_checkpoint())
 
-    def tail(
-        logits: torch.Tensor, attention: torch.Tensor | None, relevance: torch.Tensor | None, top_k: int
-    ) -> torch.Tensor:
-        return pack(postprocess(NetworkOutput(logits, attention, relevance), top_k))
+    def tail(outputs: BatchOutputs, top_k: int) -> torch.Tensor:
+        return pack(postprocess(outputs, top_k))
 
     compiled_tail = compiled_for_any_batch(tail, autotune=False, backend="eager")
     with torch.inference_mode():
         for size in (8, 2, 1, 5):
             images = torch.randint(0, 256, (size, 16, 24, 3), dtype=torch.uint8)
-            for layers in ((), (1,), (RELEVANCE,)):
-                expected = run_network(model, normalise(images), layers)
-                found = run_network(twin, compiled_normalise(images), layers)
-                for got, wanted in zip(found, expected, strict=True):
-                    torch.testing.assert_close(got, wanted)
-                packed = compiled_tail(*found, 3)
-                assert torch.equal(packed, tail(*found, 3))
+            for request in (BatchRequest(), BatchRequest(layers=(1,)), BatchRequest(relevance=True)):
+                expected = run_network(model, normalise(images), request)
+                found = run_network(twin, compiled_normalise(images), request)
+                torch.testing.assert_close(found.tensors(), expected.tensors())
+                assert torch.equal(compiled_tail(found, 3), tail(found, 3))
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
     assert not torch._dynamo.utils.counters["graph_break"]

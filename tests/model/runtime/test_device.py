@@ -12,7 +12,8 @@ from model.errors import DeviceError
 from model.runtime import predictor as module
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)
@@ -83,7 +84,7 @@ def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     )
     assert predictor.dtype == dtype
     predictor.warm_up()
-    assert predictor.predict(make_images(2), top_k=1).finite.all()
+    assert predict(predictor, make_images(2), top_k=1).finite.all()
 
 
 def test_float16_that_was_asked_for_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,14 @@ from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
 from model.runtime import float8 as float8_module
 from model.runtime import predictor as module
-from model.runtime.batch_launcher import BatchLauncher
 from model.runtime.compilation import choose_kernels, twin_for_any_batch
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.device import choose_dtype
 from model.runtime.float8 import agreement, calibration_images, exact_products, use_float8
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_cuda import close_to_the_cpu, needs_cuda, of_real_size
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)
@@ -178,8 +179,8 @@ def test_graphs_of_float8_answer_as_bfloat16_within_its_precision(
     reference = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     assert reference.agreement is None
     replays = ops.replays
-    for maps in ((), [MapRequest(0), None, MapRequest(1)], [MapRequest.explained("legrad")] * 3):
-        got, wanted = (each.predict(make_images(3), top_k=5, maps=maps) for each in (found, reference))
+    for maps in ((), [MapRequest.row(0), None, MapRequest.row(1)], [MapRequest("legrad")] * 3):
+        got, wanted = (predict(each, make_images(3), top_k=5, maps=maps) for each in (found, reference))
         np.testing.assert_allclose(got.scores, wanted.scores, atol=0.02)
         for mine, other in zip(got.maps, wanted.maps, strict=True):
             if mine is not None and other is not None:

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
 import torch
 
-from model.runtime.postprocess import TopKOutput, pack, unpack
+from model.config import ViTConfig
+from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.postprocess import pack, unpack
+
+CONFIG = ViTConfig(image_size=(2, 3), patch_size=1, width=8, depth=2, heads=4, mlp_width=8, num_classes=9)
 
 
-def test_what_is_unpacked_is_what_was_packed_bit_for_bit() -> None:
+def outputs(attention: bool = True, relevance: bool = True) -> BatchOutputs:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand((3, 4), generator=generator)
     scores[1] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42])
-    indices = torch.randint(0, 2**31 - 1, (3, 4), generator=generator)
-    finite = torch.tensor([True, False, True])
-    attention = torch.rand((3, 2, 5, 7), generator=generator)
+    return BatchOutputs(
+        attention=torch.rand((3, 2, CONFIG.heads, CONFIG.tokens), generator=generator) if attention else None,
+        relevance=torch.randn((3, CONFIG.tokens), generator=generator) if relevance else None,
+        scores=scores,
+        indices=torch.randint(0, 2**31 - 1, (3, 4), generator=generator),
+        finite=torch.tensor([True, False, True]),
+    )
 
-    packed = pack(TopKOutput(scores, indices, finite, attention))
-    found = unpack(packed, top_k=4, layers=2, heads=5)
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("relevance", [True, False])
+def test_what_is_unpacked_is_what_was_packed_bit_for_bit(attention: bool, relevance: bool) -> None:
+    packed = pack(outputs(attention, relevance))
+    found = unpack(packed, BatchRequest(4, layers=(0, 1) if attention else (), relevance=relevance), CONFIG).tensors()
 
     assert packed.dtype is torch.int32
-    np.testing.assert_array_equal(found.scores.numpy().view(np.int32), scores.numpy().view(np.int32))
-    np.testing.assert_array_equal(found.indices, indices.numpy())
-    assert found.indices.dtype is torch.int64
-    np.testing.assert_array_equal(found.finite, finite.numpy())
-    assert found.attention is not None
-    np.testing.assert_array_equal(found.attention, attention.numpy())
-
-
-def test_without_attention_there_is_none() -> None:
-    packed = pack(
-        TopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool), None)
-    )
-    assert packed.shape == (2, 3)
-    assert unpack(packed, top_k=1, layers=0, heads=12).attention is None
+    expected = outputs(attention, relevance).tensors()
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
 def test_nothing_unpacked_changes_when_the_memory_is_used_again() -> None:
-    ones = torch.ones(2, 1)
-    packed = pack(TopKOutput(ones, ones.long(), torch.ones(2, dtype=torch.bool), torch.ones(2, 1, 1, 3)))
-    found = unpack(packed, top_k=1, layers=1, heads=1)
+    packed = pack(outputs())
+    found = unpack(packed, BatchRequest(4, layers=(0, 1), relevance=True), CONFIG).tensors()
     packed.zero_()
-    assert found.scores.all()
-    assert found.indices.all()
-    assert found.finite.all()
-    assert found.attention is not None
-    assert found.attention.all()
+    for name, tensor in outputs().tensors().items():
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes()

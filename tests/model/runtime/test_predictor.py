@@ -13,15 +13,16 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError, NotFinite
-from model.explanation.methods import explain_with_mass
+from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
 from model.prediction import MapRequest
-from model.runtime.choose_backend import BackendName
+from model.runtime.choice import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
-from model.runtime.openvino import unsupported_reason
+from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchBackend, TorchOptions
+from tests.model.runtime.predictions import predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -75,7 +76,7 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     images = make_images(4)
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
 
-    found = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=5)
+    found = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=5)
 
     order = expected.argsort(dim=-1, descending=True)
     np.testing.assert_array_equal(found.indices, order.numpy())
@@ -87,7 +88,7 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
 def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
-    found = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=2)
+    found = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=2)
     expected = expected_scores(checkpoint, images).sigmoid().topk(2)
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
@@ -95,18 +96,18 @@ def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
 def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     images = make_images(5)
-    wanted = [MapRequest(0, "max"), None, MapRequest(1, 1), MapRequest(1), MapRequest(0, "max")]
+    wanted = [MapRequest.row(0, "max"), None, MapRequest.row(1, 1), MapRequest.row(1), MapRequest.row(0, "max")]
 
-    found = predictor.predict(images, top_k=1, maps=wanted)
+    found = predict(predictor, images, top_k=1, maps=wanted)
 
     for image, request, got in zip(images, wanted, found.maps, strict=True):
         if request is None:
             assert got is None
             continue
-        alone = predictor.predict(image[None], top_k=1, maps=[request]).maps[0]
+        alone = predict(predictor, image[None], top_k=1, maps=[request]).maps[0]
         assert got is not None
         assert alone is not None
-        assert (got.layer, got.head) == (request.layer, request.head)
+        assert got.request == request
         assert got.values.shape == (2, 3)
         assert got.values.sum() == pytest.approx(1, abs=1e-5)
         np.testing.assert_allclose(got.values, alone.values, atol=1e-5)
@@ -129,13 +130,13 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: Backe
     predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", backend=backend, dtype="float32")
     images = make_images(9)  # of two pieces
 
-    for maps in ((), [MapRequest(1)] * 9, [MapRequest(0)] * 9):
-        found = predictor.predict(images, top_k=3, maps=maps, logits=True)
+    for maps in ((), [MapRequest.row(1)] * 9, [MapRequest.row(0)] * 9):
+        found = predict(predictor, images, top_k=3, maps=maps, logits=True)
         assert found.logits is not None
         scores = (torch.from_numpy(found.logits) / 1.7).softmax(dim=-1)
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
         np.testing.assert_allclose(found.logits, predictor.logits(images), atol=1e-4)
-    assert predictor.predict(images, top_k=3).logits is None
+    assert predict(predictor, images, top_k=3).logits is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -144,27 +145,32 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
     predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
     images = make_images(6)
     wanted = [
-        MapRequest.explained("gae", 3),
-        MapRequest(1),
+        MapRequest("gae", 3),
+        MapRequest.row(1),
         None,
-        MapRequest.explained("gae"),
-        MapRequest.explained("relevance", 1),
-        MapRequest.explained("rollout"),
+        MapRequest("gae"),
+        MapRequest("relevance", 1),
+        MapRequest.of_rollout(),
     ]
 
-    found = predictor.predict(images, top_k=2, maps=wanted)
+    found = predict(predictor, images, top_k=2, maps=wanted)
 
     pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
     best = int(found.indices[3, 0])
-    for place, method, class_index in ((0, "gae", 3), (3, "gae", best), (4, "relevance", 1), (5, "rollout", None)):
-        maps, kept = explain_with_mass(checkpoint.build(), pixels[[place]], torch.tensor([class_index or 0]), method)
+    for place, request in (
+        (0, MapRequest("gae", 3)),
+        (3, MapRequest("gae", best)),
+        (4, MapRequest("relevance", 1)),
+        (5, MapRequest.of_rollout()),
+    ):
+        maps, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([request.class_index or 0]), request)
         got = found.maps[place]
         assert got is not None
-        assert (got.method, got.class_index, got.layer, got.head) == (method, class_index, None, None)
+        assert got.request == request
         np.testing.assert_allclose(got.values, maps[0].numpy(), atol=1e-6)
         assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
     assert found.maps[2] is None
-    row = predictor.predict(images[[1]], top_k=1, maps=[MapRequest(1)]).maps[0]
+    row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.row(1)]).maps[0]
     assert row is not None
     assert found.maps[1] is not None
     np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
@@ -173,9 +179,9 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
 def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     images = make_images(3)
-    expected = predictor.predict(images, top_k=5)
+    expected = predict(predictor, images, top_k=5)
     spoil_second_image(monkeypatch)
-    found = predictor.predict(images, top_k=5)
+    found = predict(predictor, images, top_k=5)
 
     assert found.finite.tolist() == [True, False, True]
     np.testing.assert_allclose(found.scores[[0, 2]], expected.scores[[0, 2]], atol=1e-6)
@@ -185,13 +191,13 @@ def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monke
 def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=8)
     with pytest.raises(ValueError, match="expected uint8"):
-        predictor.predict(np.zeros(shape, np.uint8), top_k=1)
+        predict(predictor, np.zeros(shape, np.uint8), top_k=1)
 
 
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     checkpoint, images = make_checkpoint(), make_images(16)
-    exact = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32").predict(images, top_k=5)
-    rough = Predictor(checkpoint, device="cpu", backend="torch", dtype="bfloat16").predict(images, top_k=5)
+    exact = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=5)
+    rough = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="bfloat16"), images, top_k=5)
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
     assert clear.any()
     np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])
@@ -294,18 +300,18 @@ def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
     if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
     images = make_images(3)
-    before = predictor.predict(images, top_k=5)
+    before = predict(predictor, images, top_k=5)
     predictor.warm_up()
-    predictor.predict(images[:1], top_k=1)  # the uncompiled model answers meanwhile
+    predict(predictor, images[:1], top_k=1)  # the uncompiled model answers meanwhile
     for thread in threading.enumerate():
         if thread.name == "compile":
             thread.join()
     assert predictor.compiled == "compiled"
     assert predictor.batch_sizes == (1, 2, 3)
-    after = predictor.predict(images, top_k=5)
+    after = predict(predictor, images, top_k=5)
     np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
     np.testing.assert_array_equal(after.indices, before.indices)
     padded = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
     np.testing.assert_allclose(
-        predictor.predict(images[1:2], top_k=5).scores, padded.predict(images[1:2], top_k=5).scores, atol=1e-4
+        predict(predictor, images[1:2], top_k=5).scores, predict(padded, images[1:2], top_k=5).scores, atol=1e-4
     )

@@ -13,23 +13,24 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError
-from model.explanation.methods import explain_with_mass
+from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.network.vit import VisionTransformer
-from model.prediction import AttentionMap, BatchPrediction, MapRequest
+from model.prediction import AttentionMap, MapRequest
 from model.runtime import postprocess
-from model.runtime.choose_backend import BackendName
-from model.runtime.openvino import OpenVino, unsupported_reason
-from model.runtime.openvino_network import OpenVinoNetwork
-from model.runtime.postprocess import NetworkOutput
+from model.runtime.batches import BatchOutputs
+from model.runtime.choice import BackendName
+from model.runtime.openvino.backend import OpenVino, unsupported_reason
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchBackend
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.explanation.test_methods import FAMILIES, model_of
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.predictions import Predictions, predict
 
-RELEVANCE = MapRequest.explained("relevance")
-MIXED = [RELEVANCE, None, MapRequest(0, 1), RELEVANCE, MapRequest(3, "max")]
+RELEVANCE = MapRequest("relevance")
+MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(3, "max")]
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(unsupported_reason(CPU, torch.float32) is not None, reason="no OpenVINO here")
 SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 4}
@@ -53,14 +54,14 @@ def made(family: str, backend: BackendName = "torch", **options: Any) -> Predict
     return Predictor(checkpoint_of(family), device="cpu", dtype="float32", backend=backend, threads=1, **options)
 
 
-def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: BatchPrediction) -> None:
+def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: Predictions) -> None:
     """The image's map is the one that an explanation of its best class alone gives."""
     pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
     best = int(found.indices[place, 0])
-    expected, kept = explain_with_mass(predictor.checkpoint.build(), pixels[[place]], torch.tensor([best]), "relevance")
+    expected, kept = explain(predictor.checkpoint.build(), pixels[[place]], torch.tensor([best]), RELEVANCE)
     got = found.maps[place]
     assert isinstance(got, AttentionMap)
-    assert (got.method, got.class_index, got.layer, got.head) == ("relevance", best, None, None)
+    assert got.request == MapRequest("relevance", best)
     np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
     assert got.values.max() > 1.5 / got.values.size, "the map is not even"
@@ -77,8 +78,8 @@ def no_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
 def require_mixed(predictor: Predictor, rows_of: Predictor) -> None:
     """A batch of all kinds of requests gives each image what it asks for."""
     images = images_for(predictor)
-    found = predictor.predict(images, top_k=2, maps=MIXED)
-    rows = rows_of.predict(images, top_k=2, maps=[None, None, MIXED[2], None, MIXED[4]])
+    found = predict(predictor, images, top_k=2, maps=MIXED)
+    rows = predict(rows_of, images, top_k=2, maps=[None, None, MIXED[2], None, MIXED[4]])
     np.testing.assert_array_equal(found.indices, rows.indices)
     for place in (0, 3):
         require_explanation(predictor, images, place, found)
@@ -87,7 +88,7 @@ def require_mixed(predictor: Predictor, rows_of: Predictor) -> None:
         got, wanted = found.maps[place], rows.maps[place]
         assert got is not None
         assert wanted is not None
-        assert (got.layer, got.head, got.method) == (wanted.layer, wanted.head, "cls")
+        assert got.request == wanted.request
         np.testing.assert_allclose(got.values, wanted.values, atol=1e-5)
 
 
@@ -104,7 +105,7 @@ def test_a_captured_graph_gives_it() -> None:
     predictor = made("registers", ops=ops, max_batch=8, streams=1)
     predictor.warm_up()
     images, replays = images_for(predictor, 3), ops.replays
-    found = predictor.predict(images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
+    found = predict(predictor, images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
     assert ops.replays == replays + 1
     require_explanation(predictor, images, 1, found)
     require_explanation(predictor, images, 2, found)
@@ -125,14 +126,14 @@ def test_its_small_operations_take_one_thread_and_the_number_is_put_back(
     predictor = made("plain")
     predictor._backend.threads.count = count  # type: ignore[attr-defined]
     try:
-        predictor.predict(images_for(predictor, 2), top_k=1, maps=[RELEVANCE, RELEVANCE])
+        predict(predictor, images_for(predictor, 2), top_k=1, maps=[RELEVANCE, RELEVANCE])
         assert (seen, torch.get_num_threads()) == ([1], count)
     finally:
         torch.set_num_threads(before)
 
 
 def test_of_a_named_class_it_is_an_explanation() -> None:
-    assert MapRequest.explained("relevance", 0).needs_pass
+    assert MapRequest("relevance", 0).needs_pass
     assert not RELEVANCE.needs_pass
 
 
@@ -149,8 +150,8 @@ class TestOpenVino:
         require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
         monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
         images = images_for(predictor, 3)
-        maps = [RELEVANCE, None, RELEVANCE if backend._network.layers == () else MapRequest(3)]
-        found = predictor.predict(images, top_k=1, maps=maps)
+        maps = [RELEVANCE, None, RELEVANCE if backend._network.request.layers == () else MapRequest.row(3)]
+        found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
 
     def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +166,12 @@ class TestOpenVino:
         monkeypatch.setattr(OpenVinoNetwork, "with_relevance", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
-            require_explanation(predictor, images, 0, predictor.predict(images, top_k=1, maps=[RELEVANCE, None]))
+            require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
         go.set()
         for thread in threading.enumerate():
             if thread.name == "openvino-relevance":
                 thread.join()
-        require_explanation(predictor, images, 1, predictor.predict(images, top_k=1, maps=[None, RELEVANCE]))
+        require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
         assert len(calls) == 1, "it is made once"
 
     def test_a_graph_that_gives_another_relevance_is_not_used(
@@ -180,7 +181,7 @@ class TestOpenVino:
         backend, whole = predictor._backend, OpenVinoNetwork.__call__
         assert isinstance(backend, OpenVino)
 
-        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
+        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
             output = whole(self, images, alone=alone)
             return output if output.relevance is None else output._replace(relevance=output.relevance.flip(-1))
 
@@ -191,4 +192,4 @@ class TestOpenVino:
         with pytest.raises(DeviceError, match="relevance"):
             backend._network.with_relevance(predictor.checkpoint.build())
         images = images_for(predictor, 2)
-        require_explanation(predictor, images, 1, predictor.predict(images, top_k=1, maps=[None, RELEVANCE]))
+        require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))

@@ -17,6 +17,7 @@ from model.data.labelled_images import Images
 from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
+from model.prediction import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.export import MIN_CALIBRATION_IMAGES, round_and_calibrate
 from model.training.recipe import RECIPES, Recipe, read_recipe
@@ -104,7 +105,7 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
     for index, colour in enumerate(COLOURS):
         [path] = write_class(tmp_path / "new" / colour, colour, 1, seed=9)
         pixels = preprocess(path.read_bytes(), checkpoint.preprocess)
-        assert predictor.predict(pixels[np.newaxis], top_k=1).indices.tolist() == [[index]]
+        assert predictor.predict(pixels[np.newaxis], RequestedOutputs(1))[0].indices.tolist() == [index]
 
 
 def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -101,6 +102,7 @@ def test_each_method_gives_the_map_of_its_function(
     from model.checkpoint import load_checkpoint
     from model.explanation.methods import explain
     from model.images.preprocess import preprocess
+    from model.prediction import MapRequest, RequestedOutputs
     from model.runtime.predictor import Predictor
     from model.runtime.torch_backend import Normalise
 
@@ -109,19 +111,18 @@ def test_each_method_gives_the_map_of_its_function(
     common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
     assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
     loaded = load_checkpoint(str(checkpoint))
+    request = MapRequest.of_rollout("max", 0.5) if ":" in method else MapRequest(cast(Any, method))
     for file in files:
         pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
         predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
         if method == "cls":
-            from model.prediction import MapRequest
-
-            map_ = predictor.predict(pixels, top_k=1, maps=[MapRequest(1)]).maps[0]
+            map_ = predictor.predict(pixels, RequestedOutputs(1, MapRequest.row(1)))[0].map
             assert map_ is not None
             expected = map_.values
         else:
-            top = torch.from_numpy(predictor.predict(pixels, top_k=1).indices[0])
+            top = torch.from_numpy(predictor.predict(pixels, RequestedOutputs(1))[0].indices)
             normalised = Normalise(loaded.preprocess)(torch.from_numpy(pixels))
-            expected = explain(loaded.build(), normalised, top, method)[0].numpy()
+            expected = explain(loaded.build(), normalised, top, request)[0][0].numpy()
         found = np.load(tmp_path / "maps" / f"{file.stem}.heat.npy", allow_pickle=False)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -140,16 +141,16 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "magic"], "--method magic: expected one of relevance, cls, "),
+        (["--method", "magic"], "method 'magic': expected one of relevance, cls, "),
         (["--class", "lion"], "class 'lion' is unknown"),
         (["--class", "crane"], "ambiguous: 2, 3 are called that"),
         (["--class", "4"], "an index below 4"),
-        (["--class", "1", "--layer", "0"], "--class does not apply to method cls"),
-        (["--class", "1", "--method", "rollout"], "--class does not apply to method rollout"),
-        (["--fusion", "max", "--method", "gae"], "--fusion and --discard do not apply to method gae"),
+        (["--class", "1", "--layer", "0"], "class does not apply to method 'cls'"),
+        (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
+        (["--fusion", "max", "--method", "gae"], "fusion does not apply to method 'gae'"),
         (["--discard", "1"], "discard 1.0: expected at least 0, and less than 1"),
         (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
-        (["--head", "max", "--method", "gae"], "--layer and --head do not apply to method gae"),
+        (["--head", "max", "--method", "gae"], "head does not apply to method 'gae'"),
     ],
 )
 def test_what_the_model_does_not_offer_is_one_line(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.explanation.methods import METHODS
+from model.explanation.methods import EXPLANATIONS
 from tests.service.cli.command_line import run, write_checkpoint
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -80,7 +80,7 @@ def test_all_methods_are_measured_on_pictures_spaced_evenly_and_a_bad_one_is_nam
     with (tmp_path / "e.csv").open() as file:
         rows = list(csv.DictReader(file))
     methods = [line.split()[0] for line in out.splitlines()[4:]]
-    assert sorted(methods) == sorted({"random", "cls", *METHODS})
+    assert sorted(methods) == sorted({"random", "cls", *EXPLANATIONS})
     assert methods[0] == "random"
     assert [(row["picture"], row["method"]) for row in rows] == [
         (n, m) for n in ("1.png", "deep/4.webp") for m in methods

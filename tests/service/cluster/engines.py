@@ -14,8 +14,8 @@ from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.engine.local import LocalEngine
-from service.engine.messages import InferenceRequest, InferenceResult
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, pixels
+from service.engine.messages import InferenceResult
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, request_for
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -101,4 +101,4 @@ async def service(engines: int = 1, slots: int = 8) -> AsyncIterator[Service]:
 
 
 def ask(engine: RemoteEngine | Balancer, red: int, **options: Any) -> asyncio.Task[InferenceResult]:
-    return asyncio.create_task(engine.infer(InferenceRequest(pixels(red), 3, **options), timeout=PATIENCE))
+    return asyncio.create_task(engine.infer(request_for(red, **options), timeout=PATIENCE))

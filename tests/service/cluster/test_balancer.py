@@ -67,14 +67,14 @@ async def test_a_group_is_ready_as_long_as_one_engine_is() -> None:
         await until(lambda: group.status.state == "ready")
         assert group.info is not None
         assert group.info.device == "cuda:1"
-        assert (await ask(group, 1)).indices.tolist() == expected_indices(1, 3)
+        assert (await ask(group, 1)).outputs.indices.tolist() == expected_indices(1, 3)
         await running.start_engine(0)
         await until(lambda: all(engine.ready for engine in group.engines))
         assert group.info.device == "cuda:0,cuda:1"
         running.lose_connections(running.servers[0])
         await until(lambda: not group.engines[1].ready)
         for red in range(4):
-            assert (await ask(group, red)).indices.tolist() == expected_indices(red, 3)
+            assert (await ask(group, red)).outputs.indices.tolist() == expected_indices(red, 3)
         running.lose_connections(running.servers[1])
         await until(lambda: not group.engines[0].ready)
         assert group.status.state == "failed"

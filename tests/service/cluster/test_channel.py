@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from model.prediction import RequestedOutputs
 from service.cluster.channel import EngineChannel, peer_user
 from service.cluster.protocol import Hello, Submit, encode
 from service.cluster.shared_memory import SharedCounters
@@ -29,7 +30,7 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str, caplog: p
         says = {
             "wrong key": encode(Hello(0, bytes(32))),
             "no such worker": encode(Hello(2, channel.key)),
-            "no hello": encode(Submit(1, 0, 1, None, 1.0)),
+            "no hello": encode(Submit(1, 0, 1.0, RequestedOutputs(1))),
             "garbage": b"\x02\x00\x00\x00\x63xx",
             "long frame": (1025).to_bytes(4, "little"),
         }[stranger]
@@ -38,7 +39,7 @@ async def test_a_stranger_is_shown_out_and_harms_nobody(stranger: str, caplog: p
         assert await reader.read() == b""
         writer.close()
         assert [record.levelname for record in caplog.records if "engine connection" in record.message] == ["ERROR"]
-        assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+        assert (await ask(worker, 5)).outputs.indices.tolist() == expected_indices(5, 3)
 
 
 @on_a_loop
@@ -135,7 +136,7 @@ async def test_a_worker_for_whom_there_is_no_room_to_wait_connects_when_there_is
             assert worker.status.state == "loading"
         await running.start_engine()
         await until(lambda: worker.ready)
-        assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+        assert (await ask(worker, 5)).outputs.indices.tolist() == expected_indices(5, 3)
 
 
 @on_a_loop

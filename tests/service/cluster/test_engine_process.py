@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
+from model.prediction import RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_process import STOP, _loop_factory, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine
@@ -59,12 +60,12 @@ async def test_an_engine_serves_the_workers_until_it_is_told_to_stop(
     assert counters.engine_ready.tolist() == [0, 1]
     assert loaded == [settings]
     predictor.gate.clear()
-    tasks = [asyncio.create_task(remote.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE))]
+    tasks = [asyncio.create_task(remote.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=PATIENCE))]
     await predictor.wait_until_busy()
-    tasks.append(asyncio.create_task(remote.infer(InferenceRequest(pixels(2), 3), timeout=PATIENCE)))
+    tasks.append(asyncio.create_task(remote.infer(InferenceRequest(pixels(2), RequestedOutputs(3)), timeout=PATIENCE)))
     await until(lambda: counters.queue_depth.tolist() == [0, 1])
     predictor.gate.set()
-    assert [(await task).indices.tolist() for task in tasks] == [expected_indices(red, 3) for red in (1, 2)]
+    assert [(await task).outputs.indices.tolist() for task in tasks] == [expected_indices(red, 3) for red in (1, 2)]
     assert counters.engine_beats[0] == 0
     assert counters.engine_beats[1] >= 1
     assert not engine.done()
@@ -89,7 +90,7 @@ async def test_a_delay_of_the_settings_is_in_milliseconds(channel: EngineChannel
     remote = RemoteEngine(channel, 0, retry_seconds=0.001)
     remote.start(lambda: None)
     await until(lambda: remote.ready)
-    await remote.infer(InferenceRequest(pixels(1), 3), timeout=10)
+    await remote.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=10)
     assert b'vit_batches_total{device="cpu",release="delay"} 1.0' in metrics.render()
     await remote.close()
     os.kill(os.getpid(), STOP)

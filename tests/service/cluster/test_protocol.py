@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import METHODS, AttentionMap, Head, MapRequest, Rollout
+from model.prediction import FUSIONS, METHODS, AttentionMap, Head, MapRequest, Outputs, RequestedOutputs
 from service.cluster.protocol import (
     FAILURES,
     REPLY_LIMIT,
@@ -40,6 +40,15 @@ SECONDS = st.floats(0, 1e9)
 TRACEPARENTS = st.none() | st.text(max_size=55)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
+MAPS = st.builds(
+    MapRequest,
+    st.sampled_from(METHODS),
+    st.none() | SMALL,
+    st.none() | st.integers(0, 255),
+    st.none() | HEADS,
+    st.none() | st.sampled_from(FUSIONS),
+    st.none() | st.floats(0, 1),
+)
 ENCODED = st.tuples(SMALL, SMALL, SMALL, st.integers(1, 8))
 
 
@@ -53,21 +62,24 @@ def results(draw: st.DrawFn) -> InferenceResult:
     found = None
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-        layer, head = draw(st.none() | st.integers(0, 255)), draw(st.none() | HEADS)
-        method, class_index = draw(st.sampled_from(METHODS)), draw(st.none() | SMALL)
-        found = AttentionMap(layer, head, draw(floats(grid)), draw(st.floats(0, 1)), method, class_index)
+        found = AttentionMap(draw(MAPS), draw(floats(grid)), draw(st.floats(0, 1)))
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times, logits = (draw(SECONDS), draw(SECONDS)), draw(st.none() | floats(20))
-    return InferenceResult(draw(floats(top_k)), indices, found, draw(SMALL), *times, draw(TRACEPARENTS), logits)
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits)
+    return InferenceResult(outputs, draw(SMALL), *times, draw(TRACEPARENTS))
 
-
-MAPS = st.builds(MapRequest, st.integers(0, 255), HEADS) | st.builds(
-    MapRequest.explained, st.sampled_from([*METHODS, Rollout("max", 0.9).method]), st.none() | SMALL
-)
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Hello, SMALL, st.binary(max_size=64)),
-    st.builds(Submit, IDS, SMALL, SMALL, st.none() | MAPS, SECONDS, TRACEPARENTS, st.booleans(), st.none() | ENCODED),
+    st.builds(
+        Submit,
+        IDS,
+        SMALL,
+        SECONDS,
+        st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans()),
+        TRACEPARENTS,
+        st.none() | ENCODED,
+    ),
     st.builds(Cancel, IDS),
     st.builds(
         StatusChanged,
@@ -190,9 +202,9 @@ def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
 
 @pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])
 def test_an_array_whose_shape_contradicts_its_bytes_is_an_error(shape: Any) -> None:
-    found = AttentionMap(0, "mean", np.ones((2, 2), np.float32), 1.0)
-    result = InferenceResult(np.ones(1, np.float32), np.ones(1, np.int64), found, 1, 0.1, 0.1)
+    found = AttentionMap(MapRequest.row(0), np.ones((2, 2), np.float32), 1.0)
+    result = InferenceResult(Outputs(np.ones(1, np.float32), np.ones(1, np.int64), found), 1, 0.1, 0.1)
     tag, id_, fields = msgspec.msgpack.decode(encode(Completed(1, result))[4:])
-    fields["map"]["values"][0] = shape
+    fields["outputs"]["map"]["values"][0] = shape
     payload = msgspec.msgpack.encode([tag, id_, fields])
     assert is_refused(len(payload).to_bytes(4, "little") + payload)

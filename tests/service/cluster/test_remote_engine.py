@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from model.prediction import MapRequest
+from model.prediction import MapRequest, RequestedOutputs
 from service.cluster.engine_server import EngineServer
 from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
@@ -34,7 +34,7 @@ async def test_images_of_several_workers_share_batches_and_each_worker_gets_its_
         await until(lambda: int(running.counters.queue_depth[0]) >= 56)
         predictor.gate.set()
         for red, task in tasks.items():
-            assert (await task).indices.tolist() == expected_indices(red, 3)
+            assert (await task).outputs.indices.tolist() == expected_indices(red, 3)
     assert reds(predictor) == list(range(60))
     assert any(len({red % 2 for red in batch}) == 2 for batch in predictor.launched)
 
@@ -47,7 +47,7 @@ async def test_the_answers_of_a_batch_wake_a_worker_at_most_once(monkeypatch: py
         predictor.gate.clear()
         tasks = [ask(worker, 0)]
         await predictor.wait_until_busy()
-        tasks += [ask(worker, red, map=MapRequest(2)) for red in range(1, 9)]
+        tasks += [ask(worker, red, map=MapRequest.row(2)) for red in range(1, 9)]
         await until(lambda: running.counters.queue_depth[0] == 8)
         connection = worker._connection
         assert connection is not None
@@ -80,8 +80,8 @@ async def test_a_worker_that_vanishes_takes_its_waiting_images_along_and_no_othe
         predictor.gate.set()
         for outcome in await asyncio.gather(*lost, return_exceptions=True):
             assert isinstance(outcome, EngineUnavailable)
-        assert (await first).indices.tolist() == expected_indices(0, 3)
-        assert (await kept).indices.tolist() == expected_indices(3, 3)
+        assert (await first).outputs.indices.tolist() == expected_indices(0, 3)
+        assert (await kept).outputs.indices.tolist() == expected_indices(3, 3)
     assert predictor.launched == [[0], [3]]
 
 
@@ -104,7 +104,7 @@ async def test_an_engine_that_vanishes_fails_what_it_had_and_the_next_one_is_fou
         assert worker.outstanding == 0
         await running.start_engine()
         await until(lambda: worker.ready)
-        assert (await ask(worker, 7)).indices.tolist() == expected_indices(7, 3)
+        assert (await ask(worker, 7)).outputs.indices.tolist() == expected_indices(7, 3)
 
 
 @on_a_loop
@@ -168,7 +168,7 @@ async def test_an_image_that_comes_between_the_end_of_a_connection_and_the_news_
         connection.connection_lost(None)
         assert worker.ready
         with pytest.raises(EngineUnavailable, match="started again"):
-            await worker.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)
+            await worker.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=PATIENCE)
         running.lose_connections(running.servers[0])
 
 
@@ -211,7 +211,7 @@ async def test_an_engine_that_says_what_it_may_not_is_left_and_found_again(
             await waiting
         predictor.gate.set()
         await until(lambda: worker.ready and worker._connection is not connection)
-        assert (await ask(worker, 2)).indices.tolist() == expected_indices(2, 3)
+        assert (await ask(worker, 2)).outputs.indices.tolist() == expected_indices(2, 3)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         f"engine connection: {reason}"
     ]
@@ -310,13 +310,13 @@ async def test_a_cancelled_images_slot_is_used_again_only_after_the_engine_has_l
         await asyncio.wait([cancelled])
         assert cancelled.cancelled()
         with pytest.raises(QueueFull):  # the engine has not heard of it yet
-            await worker.infer(InferenceRequest(pixels(3), 3), timeout=PATIENCE)
+            await worker.infer(InferenceRequest(pixels(3), RequestedOutputs(3)), timeout=PATIENCE)
         await until(lambda: worker.outstanding == 1)
         after = ask(worker, 4)
         await until(lambda: running.counters.queue_depth[0] == 1)
         predictor.gate.set()
-        assert (await busy).indices.tolist() == expected_indices(1, 3)
-        assert (await after).indices.tolist() == expected_indices(4, 3)
+        assert (await busy).outputs.indices.tolist() == expected_indices(1, 3)
+        assert (await after).outputs.indices.tolist() == expected_indices(4, 3)
     assert predictor.launched == [[1], [4]]
 
 
@@ -331,7 +331,7 @@ async def test_an_image_cancelled_before_the_engine_has_seen_it_gives_its_slot_b
             task.cancel()  # Submit and Cancel leave in one write
             await asyncio.wait([task])
             await until(lambda: worker.outstanding == 0)
-        assert (await ask(worker, 5)).indices.tolist() == expected_indices(5, 3)
+        assert (await ask(worker, 5)).outputs.indices.tolist() == expected_indices(5, 3)
 
 
 @on_a_loop

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from model.prediction import RequestedOutputs
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.swap_board import SwapBoard, Verdict
 from service.engine.messages import InferenceRequest
@@ -87,8 +88,8 @@ async def test_the_supervisor_hears_when_the_last_request_of_the_old_engines_has
         worker.board.take_over()
         worker.groups[1].becomes("ready")
         worker.woken = 0
-        result = await old.engine.infer(InferenceRequest(pixels(3), 1), timeout=1)
-        assert result.indices.tolist() == [3]
+        result = await old.engine.infer(InferenceRequest(pixels(3), RequestedOutputs(1)), timeout=1)
+        assert result.outputs.indices.tolist() == [3]
         with worker.swap.current.request():
             assert worker.board.in_progress(1) == 1
         assert worker.woken == 0

@@ -21,7 +21,7 @@ async def test_every_image_gets_its_own_result_however_they_are_batched(running:
     async with running() as rig:
         results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
     for red, result in enumerate(results):
-        assert result.indices.tolist() == expected_indices(red, 3)
+        assert result.outputs.indices.tolist() == expected_indices(red, 3)
     assert sorted(red for batch in rig.predictor.launched for red in batch) == list(range(100))
 
 
@@ -30,16 +30,16 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
     async with running() as rig:
         first = await rig.keep_busy()
         one = rig.ask_soon(1, top_k=1)
-        seven = rig.ask_soon(2, top_k=7, map=MapRequest(2, "max"))
+        seven = rig.ask_soon(2, top_k=7, map=MapRequest.row(2, "max"))
         await rig.until_queued(2)
         rig.predictor.gate.set()
         a, b = await one, await seven
         await first
     assert rig.predictor.launched[1] == [1, 2]
-    assert (a.indices.tolist(), a.map) == (expected_indices(1, 1), None)
-    assert b.indices.tolist() == expected_indices(2, 7)
-    assert b.map is not None
-    assert (b.map.layer, b.map.head, b.map.kept_mass) == (2, "max", 2 / 256)
+    assert (a.outputs.indices.tolist(), a.outputs.map) == (expected_indices(1, 1), None)
+    assert b.outputs.indices.tolist() == expected_indices(2, 7)
+    assert b.outputs.map is not None
+    assert (b.outputs.map.request, b.outputs.map.kept_mass) == (MapRequest.row(2, "max"), 2 / 256)
 
 
 @on_a_loop
@@ -109,7 +109,7 @@ async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch(runni
         with pytest.raises(asyncio.CancelledError):
             await gone
         rig.predictor.gate.set()
-        assert (await stays).indices.tolist() == expected_indices(2, 3)
+        assert (await stays).outputs.indices.tolist() == expected_indices(2, 3)
         assert rig.predictor.launched == [[1, 2]]
         assert len(rig.reports) == 1
 
@@ -156,7 +156,7 @@ async def test_an_image_launched_in_time_is_answered_even_if_late(running: Runni
         with pytest.raises(DeadlineExceeded):
             await rig.ask(2, timeout=0.1)  # by now the first one's time is up, too
         rig.predictor.gate.set()
-        assert (await launched_in_time).indices.tolist() == expected_indices(1, 3)
+        assert (await launched_in_time).outputs.indices.tolist() == expected_indices(1, 3)
 
 
 @on_a_loop
@@ -172,7 +172,7 @@ async def test_one_bad_image_in_a_batch_fails_alone(running: Running) -> None:
     assert isinstance(bad, InferenceFailed)
     for red, result in ((1, one), (3, three), (4, after)):
         assert not isinstance(result, BaseException)
-        assert result.indices.tolist() == expected_indices(red, 3)
+        assert result.outputs.indices.tolist() == expected_indices(red, 3)
     assert rig.engine.status.state == "closed"
 
 
@@ -187,7 +187,7 @@ async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Run
         await first
     assert isinstance(bad, InferenceFailed)
     assert not isinstance(good, BaseException)
-    assert good.indices.tolist() == expected_indices(2, 3)
+    assert good.outputs.indices.tolist() == expected_indices(2, 3)
 
 
 @on_a_loop
@@ -197,7 +197,7 @@ async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready(runni
             with pytest.raises(InferenceFailed):
                 await rig.ask(red)
         assert rig.engine.status.state == "ready"
-        assert (await rig.ask(5)).indices.tolist() == expected_indices(5, 3)
+        assert (await rig.ask(5)).outputs.indices.tolist() == expected_indices(5, 3)
 
 
 @on_a_loop

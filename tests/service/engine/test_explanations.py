@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from model.prediction import BatchPrediction, MapRequest
+from model.prediction import MapRequest, Outputs, RequestedOutputs
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
 
-GAE = MapRequest.explained("gae", 3)
+GAE = MapRequest("gae", 3)
 
 
 @on_a_loop
 async def test_a_map_of_its_own_method_and_class_comes_with_the_classes(running: Running) -> None:
     async with running() as rig:
         result = await rig.ask(5, map=GAE)
-    assert result.indices.tolist() == expected_indices(5, 3)
-    assert result.map is not None
-    assert (result.map.method, result.map.class_index, result.map.layer) == ("gae", 3, None)
+    assert result.outputs.indices.tolist() == expected_indices(5, 3)
+    assert result.outputs.map is not None
+    assert result.outputs.map.request == GAE
 
 
 @on_a_loop
@@ -34,7 +34,7 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
         await rig.predictor.wait_until_busy()  # beside the first one, as nothing waits
         tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
-        tasks += [rig.ask_soon(red, map=MapRequest(2)) for red in range(1, 4)]
+        tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
         rig.predictor.gate.set()
         await asyncio.gather(*tasks)
@@ -98,8 +98,8 @@ async def test_an_image_that_fails_there_fails_alone(running: Running) -> None:
     async with running() as rig:
         with pytest.raises(InferenceFailed):
             await rig.ask(BAD, map=GAE)
-        assert (await rig.ask(1, map=GAE)).map is not None
-        assert (await rig.ask(2)).indices.tolist() == expected_indices(2, 3)
+        assert (await rig.ask(1, map=GAE)).outputs.map is not None
+        assert (await rig.ask(2)).outputs.indices.tolist() == expected_indices(2, 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
@@ -112,10 +112,10 @@ async def test_explanations_give_way_to_classification_where_they_compete_for_a_
     predictor = FakePredictor()
     predict = predictor.predict
 
-    def predict_and_tell(images: Any, **options: Any) -> BatchPrediction:
-        wanted = any(request is not None for request in options.get("maps", ()))
-        niceness[wanted] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        return predict(images, **options)
+    def predict_and_tell(images: Any, requests: list[RequestedOutputs]) -> list[Outputs]:
+        explained = any(requested.map is not None for requested in requests)
+        niceness[explained] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return predict(images, requests)
 
     monkeypatch.setattr(predictor, "predict", predict_and_tell)
     async with running(predictor) as rig:

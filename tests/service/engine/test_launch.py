@@ -16,11 +16,11 @@ from service.engine.batching import Entry
 from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import EngineUnavailable, InferenceFailed
-from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, expected_logits, pixels
+from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, expected_logits, request_for
 
 
 def entries(*reds: int) -> list[Entry[InferenceRequest]]:
-    return [Entry(InferenceRequest(pixels(red), 3), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)]
+    return [Entry(request_for(red), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)]
 
 
 def ticking() -> Callable[[], float]:
@@ -78,7 +78,7 @@ def test_a_batch_has_a_span_if_one_of_its_requests_has_and_links_to_each_once() 
 def test_times_are_counted_from_the_launch() -> None:
     predictor = FakePredictor(batch_sizes=(1, 4), device="cuda:3")
     outcomes, report = launch(predictor, entries(1, 2, 3), "delay", ticking())
-    assert [(outcome.queue_seconds, outcome.inference_seconds, outcome.batch_size, outcome.indices.tolist())
+    assert [(outcome.queue_seconds, outcome.inference_seconds, outcome.batch_size, outcome.outputs.indices.tolist())
             for outcome in outcomes if isinstance(outcome, InferenceResult)] == [
         (10.0, 1.0, 3, expected_indices(1, 3)),
         (9.0, 1.0, 3, expected_indices(2, 3)),
@@ -88,25 +88,12 @@ def test_times_are_counted_from_the_launch() -> None:
     assert report.inference_seconds == 2.0
 
 
-def test_maps_are_asked_for_only_if_an_image_wants_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor, asked = FakePredictor(), []
-    original = predictor.predict
-
-    def predict(*arguments: object, **options: object) -> object:
-        asked.append(options)
-        return original(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(predictor, "predict", predict)
-    launch(predictor, entries(1, 2), "idle", ticking())
-    assert asked == [{"top_k": 3, "maps": (), "logits": False}]
-
-
 def test_logits_are_those_of_the_images_that_want_them() -> None:
     batch = entries(1, 2, 3)
-    batch[1] = Entry(InferenceRequest(pixels(2), 3, logits=True), arrived=0.0, deadline=200.0)
+    batch[1] = Entry(request_for(2, logits=True), arrived=0.0, deadline=200.0)
     predictor = FakePredictor()
     outcomes, _ = launch(predictor, batch, "idle", ticking())
-    found = [outcome.logits for outcome in outcomes if isinstance(outcome, InferenceResult)]
+    found = [outcome.outputs.logits for outcome in outcomes if isinstance(outcome, InferenceResult)]
     assert predictor.launched == [[1, 2, 3]]
     assert (found[0], found[2]) == (None, None)
     np.testing.assert_array_equal(found[1], expected_logits(2))

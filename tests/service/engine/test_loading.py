@@ -15,7 +15,7 @@ import torch
 
 from model.checkpoint.files import Folder
 from model.errors import CheckpointError, DeviceError
-from model.runtime.nvimgcodec import NvImageCodec
+from model.runtime.cuda.nvimgcodec import NvImageCodec
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from model.errors import NewProcessNeeded
+from model.prediction import RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest
 from service.errors import EngineUnavailable
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.fakes import PATIENCE, model_info, on_a_loop
 
-REQUEST = InferenceRequest(np.zeros((16, 24, 3), np.uint8), 1)
+REQUEST = InferenceRequest(np.zeros((16, 24, 3), np.uint8), RequestedOutputs(1))
 
 
 def on_stand_in(ops: StandInOps) -> Predictor:

@@ -128,7 +128,7 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running
         await asyncio.sleep(0)
         rig.predictor.gate.set()
         await closing
-        assert (await launched).indices.tolist() == expected_indices(0, 3)
+        assert (await launched).outputs.indices.tolist() == expected_indices(0, 3)
         with pytest.raises(EngineUnavailable):
             await waits
         with pytest.raises(EngineUnavailable):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from model.prediction import RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.engine.streams import Streams
 from service.errors import EngineUnavailable
@@ -36,7 +37,7 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
         rig.predictor.gate.set()
         results = await asyncio.gather(*tasks)
     assert rig.predictor.launched == [[0], [1], [2, 3, 4]]
-    assert [result.indices.tolist() for result in results] == [expected_indices(red, 3) for red in range(5)]
+    assert [result.outputs.indices.tolist() for result in results] == [expected_indices(red, 3) for red in range(5)]
 
 
 @on_a_loop
@@ -44,7 +45,7 @@ async def test_every_image_gets_its_own_result_from_whichever_stream() -> None:
     async with running(FakePredictor(streams=3)) as rig:
         results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
     for red, result in enumerate(results):
-        assert result.indices.tolist() == expected_indices(red, 3)
+        assert result.outputs.indices.tolist() == expected_indices(red, 3)
     assert sorted(red for batch in rig.predictor.launched for red in batch) == list(range(100))
     assert sum(report.size for report in rig.reports) == 100
 
@@ -61,8 +62,8 @@ async def test_closing_waits_for_what_every_stream_computes() -> None:
         await asyncio.sleep(0)
         rig.predictor.gate.set()
         await closing
-        assert (await first).indices.tolist() == expected_indices(0, 3)
-        assert (await second).indices.tolist() == expected_indices(1, 3)
+        assert (await first).outputs.indices.tolist() == expected_indices(0, 3)
+        assert (await second).outputs.indices.tolist() == expected_indices(1, 3)
         with pytest.raises(EngineUnavailable):
             await waiting
 
@@ -109,7 +110,7 @@ def test_the_oldest_batch_under_way_is_timed_until_it_ends() -> None:
     thread.start()
     assert streams.computing_seconds() == 0
     for red in (1, 2):
-        streams.put(InferenceRequest(pixels(red), 3), timeout=3600)
+        streams.put(InferenceRequest(pixels(red), RequestedOutputs(3)), timeout=3600)
         assert predictor.entered.acquire(timeout=PATIENCE)
         now += 10
     assert streams.computing_seconds() == 20
@@ -134,7 +135,7 @@ def test_time_for_which_a_batch_waits_for_a_core_does_not_count() -> None:
     predictor.gate.clear()
     thread = threading.Thread(target=streams.run, args=(predictor,))
     thread.start()
-    streams.put(InferenceRequest(pixels(1), 3), timeout=3600)
+    streams.put(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=3600)
     assert predictor.entered.acquire(timeout=PATIENCE)
     natives = {each.native_id for each in threading.enumerate()}
     assert streams.computing_seconds() == 0  # what it waited before is of other batches

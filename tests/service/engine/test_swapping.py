@@ -13,11 +13,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from model.errors import CheckpointError
+from model.prediction import RequestedOutputs
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, LocalSwap
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, pixels
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, pixels, request_for
 
 
 class Models:
@@ -86,7 +87,7 @@ async def running() -> AsyncIterator[tuple[LocalSwap, Models]]:
 
 
 def ask(generation: Generation, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
-    return asyncio.create_task(generation.engine.infer(InferenceRequest(pixels(red), 3), timeout=timeout))
+    return asyncio.create_task(generation.engine.infer(request_for(red), timeout=timeout))
 
 
 @on_a_loop
@@ -241,10 +242,10 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
 async def test_the_swap_is_the_engine_that_is_current() -> None:
     async with running() as (swap, models):
         assert list(swap.engines) == models.engines
-        assert (await swap.infer(InferenceRequest(pixels(1), 3), timeout=PATIENCE)).batch_size == 1
+        assert (await swap.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=PATIENCE)).batch_size == 1
         await swap.load("next")
         assert list(swap.engines) == models.engines[1:]
-        await swap.infer(InferenceRequest(pixels(2), 3), timeout=PATIENCE)
+        await swap.infer(InferenceRequest(pixels(2), RequestedOutputs(3)), timeout=PATIENCE)
         assert models.predictors["next"].launched == [[2]]
 
 

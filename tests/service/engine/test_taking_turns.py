@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from model.prediction import MapRequest
+from model.prediction import MapRequest, RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.engine.streams import Streams
-from tests.service.fakes import FakePredictor, pixels
+from tests.service.fakes import FakePredictor, pixels, request_for
 
-GAE = MapRequest.explained("gae", 3)
+GAE = MapRequest("gae", 3)
 
 
 class Turns:
@@ -61,7 +61,7 @@ class Turns:
         self.woken.append(math.inf)
 
     def put(self, red: int, wanted: MapRequest | None = None, timeout: float = 3600) -> None:
-        self.streams.put(InferenceRequest(pixels(red), 3, wanted), timeout)
+        self.streams.put(request_for(red, map=wanted), timeout)
 
     def classified(self, max_batch: int = 4) -> list[int] | None:
         """Return the red values of the next batch of classification, or None at the end."""
@@ -110,7 +110,7 @@ def test_explanations_go_when_the_last_of_the_others_has_been_taken() -> None:
 
 def test_explanations_are_told_when_the_last_of_the_others_leaves_the_queue() -> None:
     turns = Turns()
-    entries = [turns.streams.put(InferenceRequest(pixels(red), 3), 3600) for red in range(2)]
+    entries = [turns.streams.put(InferenceRequest(pixels(red), RequestedOutputs(3)), 3600) for red in range(2)]
     turns.put(9, GAE)
     turns.woken.clear()
     turns.streams.cancel(entries[0])
@@ -133,7 +133,7 @@ def test_explanations_are_told_when_the_others_are_out_of_time() -> None:
 
 def test_nobody_is_told_where_no_explanation_waits() -> None:
     turns = Turns()
-    turns.streams.cancel(turns.streams.put(InferenceRequest(pixels(1), 3), 3600))
+    turns.streams.cancel(turns.streams.put(InferenceRequest(pixels(1), RequestedOutputs(3)), 3600))
     turns.put(2)
     assert turns.classified() == [2]
     assert turns.woken == [2, 2]  # by the two that were put
@@ -188,7 +188,7 @@ def test_those_that_wait_are_counted_whichever_queue_they_are_in() -> None:
     turns = Turns()
     turns.put(1)
     turns.put(2, GAE)
-    turns.put(3, MapRequest(2))
+    turns.put(3, MapRequest.row(2))
     assert turns.depths == [1, 2, 3]
     assert len(turns.streams) == 3
     assert turns.classified() == [1, 3]

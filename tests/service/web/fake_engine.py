@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from model.prediction import CLASS_SPECIFIC, AttentionMap
+from model.prediction import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from tests.service.fakes import answer, expected_logits, model_info
 
@@ -50,16 +51,17 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         red = int(np.asarray(request.pixels)[0, 0, 0])
-        scores, indices = answer(red, request.top_k)
+        requested = request.requested
+        scores, indices = answer(red, requested.top_k)
         found = None
-        if request.map is not None:
+        if requested.map is not None:
             values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
-            wanted = request.map
+            wanted = requested.map
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
             of_class = best if wanted.method in CLASS_SPECIFIC else None
-            found = AttentionMap(wanted.layer, wanted.head, values, 0.9, wanted.method, of_class)
-        logits = expected_logits(red) if request.logits else None
-        return InferenceResult(scores, indices, found, 1, 0.001, 0.002, logits=logits)
+            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9)
+        logits = expected_logits(red) if requested.logits else None
+        return InferenceResult(Outputs(scores, indices, found, logits), 1, 0.001, 0.002)
 
     async def close(self) -> None:
         self.state = "closed"

@@ -38,7 +38,7 @@ class DecodingEngine(FakeEngine):
         if self.refuses is not None:
             raise self.refuses
         result = await super().infer(replace(request, pixels=DECODED), timeout=timeout)
-        return replace(result, decoded=DECODED)
+        return replace(result, outputs=replace(result.outputs, decoded=DECODED))
 
 
 def jpeg(red: int = 90, size: tuple[int, int] = (24, 16), **options: Any) -> bytes:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.images.region import Region
-from model.prediction import AttentionMap
+from model.prediction import AttentionMap, MapRequest
 from service.web.documents import map_fields, ranked_predictions, region_document
 
 LABELS = ("cat", "dog", "eel")
@@ -33,8 +33,10 @@ def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
 
 def test_a_map_is_told_to_seven_decimals() -> None:
     values = np.array([[1 / 3, 0.25]], np.float32)
-    assert map_fields(AttentionMap(2, "max", values, 2 / 3), LABELS) == {
+    assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
         "method": "cls",
+        "fusion": None,
+        "discard": None,
         "class": None,
         "label": None,
         "grid": (1, 2),
@@ -43,4 +45,4 @@ def test_a_map_is_told_to_seven_decimals() -> None:
         "values": [[0.3333333, 0.25]],
         "kept_mass": 0.6666667,
     }
-    assert map_fields(AttentionMap(None, None, values, 1.0, "relevance", 1), LABELS)["label"] == "dog"
+    assert map_fields(AttentionMap(MapRequest("relevance", 1), values, 1.0), LABELS)["label"] == "dog"

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from model.prediction import AttentionMap, MapRequest
+from model.prediction import AttentionMap, MapRequest, Outputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MalformedRequest, TooManyImages, UploadTooLarge
 from service.web.inference_protocol.inference import Inputs, Wanted, check_count, make_outputs, read_inputs
@@ -134,12 +134,12 @@ def output(name: str, **parameters: object) -> RequestedOutput:
 
 
 def test_as_many_classes_are_wanted_as_any_output_needs() -> None:
-    assert wanted().top_k == 5
-    assert wanted(classes=3).top_k == 3
-    assert wanted(top_k=1).top_k == 1
-    assert wanted(top_k=10).top_k == 10
-    assert wanted(output("score", classification=4), top_k=2).top_k == 4
-    assert wanted(output("score", classification=2)).top_k == 2
+    assert wanted().of_picture.top_k == 5
+    assert wanted(classes=3).of_picture.top_k == 3
+    assert wanted(top_k=1).of_picture.top_k == 1
+    assert wanted(top_k=10).of_picture.top_k == 10
+    assert wanted(output("score", classification=4), top_k=2).of_picture.top_k == 4
+    assert wanted(output("score", classification=2)).of_picture.top_k == 2
     for count in (0, 11, -1, True, "1", 1.0):
         with pytest.raises(InvalidParameter, match=r"top_k .*expected 1 to 10"):
             wanted(top_k=count)
@@ -148,14 +148,17 @@ def test_as_many_classes_are_wanted_as_any_output_needs() -> None:
 
 
 def test_a_map_is_computed_for_those_alone_who_want_it() -> None:
-    assert wanted(attention="cls").map_request is None
-    assert wanted(output("attention"), attention="cls").map_request == MapRequest(2)
-    assert wanted(output("score"), output("attention")).map_request == MapRequest.explained("relevance")
+    assert wanted(attention="cls").of_picture.map is None
+    assert wanted(output("attention"), attention="cls").of_picture.map == MapRequest.row(2)
+    assert wanted(output("score"), output("attention")).of_picture.map == MapRequest("relevance")
 
 
 RESULTS = [
     InferenceResult(
-        np.array(scores, np.float32), np.array(indices), AttentionMap(2, "mean", values, 0.9), 1, 0.001, 0.002
+        Outputs(np.array(scores, np.float32), np.array(indices), AttentionMap(MapRequest.row(2), values, 0.9)),
+        1,
+        0.001,
+        0.002,
     )
     for scores, indices, values in [
         ((0.83, 0.125), (2, 0), np.eye(2, dtype=np.float32)),

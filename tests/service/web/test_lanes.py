@@ -10,42 +10,33 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
-from service.errors import ClientDisconnected, DeadlineExceeded, QueueFull
-from service.web import pipeline
-from service.web.lanes import Control, Deadline, Lane, PictureTooBig
+from service.errors import DeadlineExceeded, EngineUnavailable, QueueFull
+from service.web import lanes
+from service.web.lanes import Deadline, Lane
 from service.web.routes import attention
-from tests.model.images.pictures import encode, noise
-from tests.service.fakes import PATIENCE, SIZE, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, kept, pipeline_of, settle, until
+from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.web.apps import Clock, app, kept, pipeline_of, settle, until
 
 
 @pytest.fixture
 def lane() -> Iterator[Lane]:
-    made = Lane("test", 1, capacity=2, max_cost=100)
+    made = Lane("test", 1, capacity=2)
     yield made
     made.close()
 
 
 class Blocker:
-    """Work that runs until it is let go, and asks its control then."""
+    """Work that runs until it is let go."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        self.error: Exception | None = None
 
-    def __call__(self, control: Control | None = None) -> str:
+    def __call__(self) -> str:
         self.begun.set()
         assert self.go_on.wait(PATIENCE)
-        try:
-            if control is not None:
-                control.check()
-        except Exception as error:
-            self.error = error
-            raise
         return "done"
 
     async def wait_until_begun(self) -> None:
@@ -56,13 +47,8 @@ class Picture:
     """Something of which one can tell whether it is still held."""
 
 
-def look_at(picture: Picture, seen: list[object], _: Control) -> None:
+def look_at(picture: Picture, seen: list[object]) -> None:
     seen.append(picture)
-
-
-def costs(cost: float, control: Control) -> str:
-    control.estimated(cost)
-    return "done"
 
 
 @on_a_loop
@@ -96,7 +82,7 @@ async def test_work_whose_time_is_up_while_it_waits_fails_at_once(lane: Lane) ->
     running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
     with pytest.raises(DeadlineExceeded):
-        await lane.run(ran.append, Deadline(clock.now, clock))
+        await lane.run(partial(ran.append, 1), Deadline(clock.now, clock))
     assert not running.done()
     blocker.go_on.set()
     await running
@@ -104,35 +90,78 @@ async def test_work_whose_time_is_up_while_it_waits_fails_at_once(lane: Lane) ->
 
 
 @on_a_loop
-async def test_work_under_way_ends_at_its_next_step_when_its_time_is_up(lane: Lane) -> None:
+async def test_work_whose_time_was_up_when_a_thread_came_to_it_is_not_done(lane: Lane) -> None:
     blocker, clock = Blocker(), Clock()
-    running = asyncio.create_task(lane.run(blocker, Deadline(60, clock)))
+    ran: list[object] = []
+    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
+    waiting = asyncio.create_task(lane.run(partial(ran.append, 1), Deadline(60, clock)))
+    await settle()
     clock.now = 60
     blocker.go_on.set()
     with pytest.raises(DeadlineExceeded):
-        await running
-    assert isinstance(blocker.error, DeadlineExceeded)
+        await waiting
+    await running
+    assert ran == []
 
 
 @on_a_loop
-async def test_work_under_way_ends_at_its_next_step_when_its_caller_leaves_and_is_awaited(lane: Lane) -> None:
-    blocker, complaints = Blocker(), list[object]()
+async def test_work_under_way_is_awaited_though_its_caller_leaves_or_its_time_is_up(lane: Lane) -> None:
+    complaints = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, Clock())))
-    await blocker.wait_until_begun()
-    running.cancel()
-    await settle()
-    assert not running.done()
-    assert lane.outstanding == 1
-    blocker.go_on.set()
-    await asyncio.wait((running,))
-    assert running.cancelled()
-    assert isinstance(blocker.error, ClientDisconnected)
-    assert lane.outstanding == 0
-    del running
+    for cancelled in (True, False):
+        blocker = Blocker()
+        running = asyncio.create_task(lane.run(blocker, Deadline(1e9 if cancelled else 50.05, Clock())))
+        await blocker.wait_until_begun()
+        if cancelled:
+            running.cancel()
+        else:
+            await asyncio.sleep(0.1)
+        await settle()
+        assert not running.done()
+        assert lane.outstanding == 1
+        blocker.go_on.set()
+        await asyncio.wait((running,))
+        assert running.cancelled() or isinstance(running.exception(), DeadlineExceeded)
+        assert lane.outstanding == 0
     gc.collect()
     assert complaints == [], "what became of it is seen, though nobody asks any more"
+
+
+@on_a_loop
+async def test_work_in_the_background_is_left_to_itself_when_its_time_is_up() -> None:
+    made, blocker = Lane("test", 1, capacity=1, background=True), Blocker()
+    with pytest.raises(DeadlineExceeded):
+        await made.run(blocker, Deadline(50.05, Clock()))
+    assert made.outstanding == 1
+    with pytest.raises(QueueFull):
+        await made.run(blocker, Deadline(1e9, Clock()))
+    blocker.go_on.set()
+    await until(lambda: made.outstanding == 0)
+    made.close()
+
+
+@on_a_loop
+async def test_a_lane_that_has_been_at_one_job_for_too_long_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited = Clock(), Clock()
+    waited.now = 0.0
+    monkeypatch.setattr(lanes, "seconds_without_core", lambda _: waited.now)
+    monkeypatch.setattr("service.web.lanes.time.monotonic", clock)
+    service, blocker = app(), Blocker()
+    lane = pipeline_of(service).lanes.pictures
+    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
+    await blocker.wait_until_begun()
+    waited.now = 8.0  # of which the lane is not to blame
+    clock.now += 22.9
+    assert (await service.get("/readyz")).status == 200
+    clock.now += 0.1
+    for path in ("/readyz", "/v2/health/ready"):
+        assert (await service.get(path)).status == 503
+    with pytest.raises(EngineUnavailable, match="decode threads"):
+        lane.check()
+    blocker.go_on.set()
+    await running
+    assert (await service.get("/readyz")).status == 200
 
 
 @on_a_loop
@@ -144,7 +173,7 @@ async def test_a_lane_has_a_bound(lane: Lane) -> None:
         await lane.run(blocker, deadline)
     blocker.go_on.set()
     assert [await first, await second] == ["done", "done"]
-    assert await lane.run(lambda _: 3, deadline) == 3
+    assert await lane.run(lambda: 3, deadline) == 3
 
 
 @on_a_loop
@@ -160,17 +189,10 @@ async def test_a_lane_that_is_closed_drops_what_waits_and_waits_for_nobody(lane:
     assert running.result() == "done"
 
 
-@on_a_loop
-async def test_work_that_costs_more_than_its_lane_allows_is_sent_back(lane: Lane) -> None:
-    with pytest.raises(PictureTooBig):
-        await lane.run(partial(costs, 101), Deadline(1e9, Clock()))
-    assert await lane.run(partial(costs, 100), Deadline(1e9, Clock())) == "done"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 @on_a_loop
 async def test_a_background_lane_gives_way_to_other_threads() -> None:
-    def niceness(_: Control) -> int:
+    def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     deadline, here = Deadline(1e9, Clock()), os.getpriority(os.PRIO_PROCESS, 0)
@@ -178,79 +200,9 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
         made = Lane("test", 1, background=background)
         assert await made.run(niceness, deadline) == expected
         made.close()
-    lanes = pipeline_of(app()).lanes
-    ran = [await each.run(niceness, deadline) for each in (lanes.small, lanes.big, lanes.drawing)]
+    mine = pipeline_of(app()).lanes
+    ran = [await each.run(niceness, deadline) for each in (mine.pictures, mine.documents, mine.drawing)]
     assert ran == [here, max(here, 10), max(here, 10)]
-
-
-@on_a_loop
-async def test_a_picture_is_big_beyond_ten_megapixels_of_png() -> None:
-    lanes, deadline = pipeline_of(app()).lanes, Deadline(1e9, Clock())
-    assert await lanes.small.run(partial(costs, 10_000_000), deadline) == "done"
-    with pytest.raises(PictureTooBig):
-        await lanes.small.run(partial(costs, 10_000_001), deadline)
-    assert await lanes.big.run(partial(costs, 1e12), deadline) == "done"
-
-
-def big_from(cost: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> App:
-    """An application whose big pictures begin at a small size."""
-    monkeypatch.setattr(pipeline, "BIG_PICTURE", cost)
-    return app(**settings)
-
-
-@on_a_loop
-async def test_a_small_picture_is_answered_while_big_ones_hold_all_of_their_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    service = big_from(SIZE * SIZE, monkeypatch, decode_threads=2)
-    blocker = Blocker()
-    pool = pipeline_of(service).lanes.big.pool
-    blocked = pool.submit(blocker)
-    big = [
-        service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(3, (SIZE, SIZE + 1)))
-        for _ in range(4)
-    ]
-    running = [each.start() for each in big]
-    await until(lambda: pool._work_queue.qsize() == 4)
-    assert (await service.classify()).status == 200
-    assert not any(each.answered for each in big)
-    blocker.go_on.set()
-    blocked.result()
-    await asyncio.gather(*running)
-    assert [each.status for each in big] == [200] * 4
-
-
-@on_a_loop
-async def test_big_pictures_have_half_of_the_threads_and_at_least_one() -> None:
-    lanes = [pipeline_of(app(decode_threads=threads)).lanes for threads in (1, 2, 8)]
-    assert [each.big.pool._max_workers for each in lanes] == [1, 1, 4]
-    assert [each.small.pool._max_workers for each in lanes] == [1, 2, 8]
-
-
-@on_a_loop
-async def test_decoding_ends_between_two_pieces_when_the_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = encode(noise(200, 200), "PNG")
-    blocker, checks = Blocker(), []
-    check = Control.check
-
-    def slow_check(control: Control) -> None:
-        checks.append(control)
-        if len(checks) == 8:
-            blocker()
-        check(control)
-
-    monkeypatch.setattr(Control, "check", slow_check)
-    service = app(queue_size=1)
-    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=body)
-    running = communicator.start()
-    await blocker.wait_until_begun()
-    communicator.disconnect()
-    await until(communicator.inbox.empty)
-    await settle()
-    blocker.go_on.set()
-    await running
-    assert len(checks) == 8, "of about 30 pieces"
-    assert pipeline_of(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -18,7 +18,7 @@ from service.web.routes import classify, inference_protocol
 from tests.service.fakes import CLASSES, on_a_loop, png
 from tests.service.web.apps import app, form
 
-BIG = "decode-big_0"
+BIG = "documents_0"
 LOOP = threading.main_thread().name
 
 

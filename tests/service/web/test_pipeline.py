@@ -16,10 +16,11 @@ from starlette.types import Message
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
+from model.prediction import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
 from service.web.awaiting import unless_disconnected
-from service.web.lanes import Control, Deadline
+from service.web.lanes import Deadline
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
 
@@ -76,7 +77,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     clock = Clock()
     service = app(clock, request_timeout=10)
     busy = threading.Event()
-    pool = pipeline_of(service).lanes.small.pool
+    pool = pipeline_of(service).lanes.pictures.pool
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
@@ -113,7 +114,7 @@ async def test_an_engine_has_half_a_second_more_than_the_requests_time(monkeypat
         return timeout(PATIENCE)
 
     monkeypatch.setattr(asyncio, "timeout", remember)
-    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), top_k=1, map_request=None)
+    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
     assert (bounds, service.engine.timeouts) == ([7.5], [7])
 
 
@@ -123,7 +124,7 @@ async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> Non
     inner, gate = pipeline_of(service), service.engine.gate
     gate.clear()
     time_is_up = Deadline(inner.clock(), inner.clock)
-    waiting = asyncio.ensure_future(inner.infer(pixels(1), time_is_up, top_k=1, map_request=None))
+    waiting = asyncio.ensure_future(inner.infer(pixels(1), time_is_up, RequestedOutputs(1)))
     await settle()
     gate.set()
     assert (await waiting).batch_size == 1
@@ -206,7 +207,7 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     service = app()
     busy = threading.Event()
-    pool = pipeline_of(service).lanes.small.pool
+    pool = pipeline_of(service).lanes.pictures.pool
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
@@ -259,13 +260,13 @@ async def test_a_cancelled_request_stays_cancelled_and_what_its_thread_raises_is
     go_on = threading.Event()
     unseen = unseen_errors()
 
-    def fail(control: Control) -> None:
+    def fail() -> None:
         begun.set()
         assert go_on.wait(PATIENCE)
         raise ValueError("nobody asks for it any more")
 
     begun = threading.Event()
-    running = asyncio.create_task(pipeline_of(app()).lanes.small.run(fail, Deadline(time.monotonic() + PATIENCE)))
+    running = asyncio.create_task(pipeline_of(app()).lanes.pictures.run(fail, Deadline(time.monotonic() + PATIENCE)))
     await until(begun.is_set)
     running.cancel()
     await settle()

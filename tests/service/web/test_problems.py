@@ -19,6 +19,7 @@ CONTRACT = {
     (413, "upload_too_large"),
     (413, "image_too_large"),
     (413, "too_many_images"),
+    (422, "image_too_costly"),
     (415, "unsupported_media_type"),
     (417, "expectation_failed"),
     (422, "invalid_image"),

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from model.config import Activation, ViTConfig
-from model.explanation.methods import METHODS, explain
+from model.explanation.methods import EXPLANATIONS, explain
 from model.network.layers.block import Mlp
 from model.network.vit import VisionTransformer
+from model.prediction import MapRequest
 from model.runtime.compilation import choose_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -74,9 +75,9 @@ def test_it_gives_what_the_two_kernels_give_and_leaves_gradients_to_them() -> No
     model, pixels = made(), torch.randn(3, 3, 16, 16)
     expected = model(pixels, (1,))
     classes = torch.tensor([0, 1, 2])
-    maps = {method: explain(model, pixels, classes, method) for method in METHODS}
+    maps = {method: explain(model, pixels, classes, MapRequest(method)) for method in EXPLANATIONS}
     choose_kernels(model, GPU, torch.bfloat16)
     for found, wanted in zip(model(pixels, (1,)), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     for method, wanted in maps.items():
-        torch.testing.assert_close(explain(model, pixels, classes, method), wanted)
+        torch.testing.assert_close(explain(model, pixels, classes, MapRequest(method)), wanted)

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.images.control import WorkControl
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
-from service.web.routes import attention as routes_attention
 from tests.model.images.pictures import encode
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of
@@ -64,7 +62,7 @@ async def test_no_more_than_the_best_class_is_asked_for_beside_a_map() -> None:
     infer = service.engine.infer
 
     async def counting(request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        asked.append(request.top_k)
+        asked.append(request.requested.top_k)
         return await infer(request, timeout=timeout)
 
     service.engine.infer = counting  # type: ignore[method-assign]
@@ -288,21 +286,6 @@ async def test_a_kept_picture_has_no_photo_to_look_at() -> None:
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert "view" in response.json["detail"]
     assert (await service.get("/attention", f"id={await kept(service)}&view=input")).status == 200
-
-
-@on_a_loop
-async def test_a_photo_whose_time_is_up_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    service = app(clock, request_timeout=10)
-
-    def late(*_: Any, control: WorkControl, **__: Any) -> None:
-        clock.now += 10
-        control.check()
-
-    monkeypatch.setattr(routes_attention, "upright_photo", late)
-    response = await service.request("POST", "/attention", query="view=photo", **form(png(1)))
-    assert (response.status, response.code) == (504, "deadline_exceeded")
-    assert pipeline_of(service).limiter.in_use == 0
 
 
 @on_a_loop

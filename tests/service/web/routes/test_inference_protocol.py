@@ -261,7 +261,7 @@ async def test_a_large_body_is_read_on_a_decode_thread(monkeypatch: pytest.Monke
         assert (await post(service, body)).status == 200
         assert (await post(service, b"x" + body)).status == 400
     assert threads[:2] == [threading.current_thread().name] * 2
-    assert [name.startswith("decode") for name in threads] == [False, False, True, True]
+    assert [name.startswith("documents") for name in threads] == [False, False, True, True]
 
 
 @on_a_loop

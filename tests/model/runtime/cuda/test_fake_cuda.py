@@ -14,12 +14,13 @@ from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.float8 import Float8Linear
-from model.runtime.cuda import Cuda
-from model.runtime.postprocess import RELEVANCE, Postprocess
+from model.runtime.batches import BatchRequest
+from model.runtime.cuda.backend import Cuda
+from model.runtime.postprocess import Postprocess
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
-from tests.model.runtime.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
+from tests.model.runtime.cuda.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
 
 require_fake_cuda()
 
@@ -61,37 +62,44 @@ def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
         yield backends
 
 
-def launch(backend: Cuda, *layers: tuple[int, ...]) -> list[str]:
-    """Compute, as a graph would capture it, a batch with the attention rows of each choice of layers.
+PLAIN, RELEVANCE = BatchRequest(3), BatchRequest(3, relevance=True)
 
-    Gives the names of the kernels that ran for the last choice.
+
+def rows(*layers: int) -> BatchRequest:
+    return BatchRequest(3, layers=layers)
+
+
+def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
+    """Compute, as a graph would capture it, a batch for each request.
+
+    Gives the names of the kernels that ran for the last one.
     """
     config, to_capture = backend.config, backend._compute_to_capture
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
-    for choice in layers:
-        relevance = RELEVANCE in choice
+    for request in requests:
+        relevance = request.relevance
         with captured(backend._options.dtype, float_products=relevance) as kernels:
-            packed = (to_capture if choice in backend.usual_layers else backend._compute)(pixels, choice, 3).packed
-        assert packed.shape == (2, 7 + ((len(choice) - relevance) * config.heads + relevance) * config.tokens)
+            packed, _ = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
+        assert packed.shape == (2, 7 + (len(request.layers) * config.heads + relevance) * config.tokens)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
     return kernels
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
-    last, every = (KINDS[kind].depth - 1,), tuple(range(KINDS[kind].depth))
+    last, every = rows(KINDS[kind].depth - 1), rows(*range(KINDS[kind].depth))
     with started(kind, torch.bfloat16, torch.float16) as (bfloat16, float16):
         # The twin computes all but the last, the plain model what has rows of every layer.
-        launch(bfloat16, (), last, (RELEVANCE,), every)
-        launch(float16, last, (RELEVANCE,), every)
+        launch(bfloat16, PLAIN, last, RELEVANCE, every)
+        launch(float16, last, RELEVANCE, every)
 
 
 @pytest.mark.parametrize("kind", kinds_of_blocks().values())
 def test_the_blocks_of_every_kind_multiply_in_float8_and_nothing_else_does(kind: str) -> None:
     config = KINDS[kind]
     with started(kind, torch.float8_e4m3fn) as (backend,):
-        launch(backend, (RELEVANCE,))
-        kernels = launch(backend, (config.depth - 1,))
+        launch(backend, RELEVANCE)
+        kernels = launch(backend, rows(config.depth - 1))
         others = {n for n, m in backend._model.named_modules() if isinstance(m, nn.Linear)} - layers_in_float8(backend)
         assert not [name for name in others if name.startswith("blocks.")]
         # The last block takes q of the tokens that the head reads, and k and v of all.
@@ -118,7 +126,7 @@ def test_relative_positions_left_on_the_host_are_found() -> None:
                 module.fixed_bias = None
                 module.relative_position_index = module.relative_position_index.cpu()
         with pytest.raises(NotCapturable, match=r"aten\.index\.Tensor: a tensor on cpu"):
-            launch(backend, ())
+            launch(backend, PLAIN)
 
 
 FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
@@ -150,10 +158,10 @@ def test_a_planted_fault_is_found(
         return scores(postprocess, logits)
 
     with started(BEIT, torch.float16) as (backend,):
-        launch(backend, ())
+        launch(backend, PLAIN)
         monkeypatch.setattr(Postprocess, "scores", faulty)
         with pytest.raises(NotCapturable, match=words):
-            launch(backend, ())
+            launch(backend, PLAIN)
 
 
 def test_no_family_and_no_switch_is_left_out() -> None:

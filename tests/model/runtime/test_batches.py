@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from model.prediction import MapRequest, RequestedOutputs
 from model.runtime import predictor as predictor_module
-from model.runtime.pieces import compute_in_pieces, piece_sizes, sizes_in_use
-from model.runtime.postprocess import NetworkOutput
+from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, piece_sizes, sizes_in_use
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 
@@ -37,13 +38,14 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
     images = np.arange(19, dtype=np.uint8).reshape(19, 1, 1, 1)
     seen: list[int] = []
 
-    def compute(piece: np.ndarray) -> NetworkOutput:
+    def compute(piece: np.ndarray) -> BatchOutputs:
         seen.append(len(piece))
         logits = torch.from_numpy(piece.reshape(-1, 1)).float()
-        return NetworkOutput(logits, logits.reshape(-1, 1, 1, 1).expand(-1, layers, 3, 4) if layers else None)
+        return BatchOutputs(logits, logits.reshape(-1, 1, 1, 1).expand(-1, layers, 3, 4) if layers else None)
 
     output = compute_in_pieces(images, compute)
     assert seen == [16, 3]
+    assert output.logits is not None
     assert output.logits[:, 0].tolist() == list(range(19))
     if layers:
         assert output.attention is not None
@@ -56,7 +58,7 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
 def test_torch_launches_no_other_sizes_and_has_tried_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=16)
     images = make_images(16)
-    alone = [made.predict(images[index : index + 1], top_k=5).scores[0] for index in range(16)]
+    alone = [predict(made, images[index : index + 1], top_k=5).scores[0] for index in range(16)]
     launched: list[int] = []
     network = made._backend._model  # type: ignore[attr-defined]
     network.register_forward_pre_hook(lambda _, arguments: launched.append(len(arguments[0])))
@@ -65,7 +67,7 @@ def test_torch_launches_no_other_sizes_and_has_tried_them_all(monkeypatch: pytes
     tried = set(launched)
     for count in range(1, 17):
         launched.clear()
-        found = made.predict(images[:count], top_k=5)
+        found = predict(made, images[:count], top_k=5)
         assert set(launched) <= tried
         np.testing.assert_allclose(found.scores, alone[:count], atol=1e-5)
 
@@ -81,3 +83,24 @@ def test_warm_up_tries_no_further_size_when_its_time_is_over(
     Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=16).warm_up()
     assert tried == [16, 8]
     assert "batches of 7 and less" in caplog.text
+
+
+def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:
+    row, best, of_class = MapRequest.row(3, 1), MapRequest("relevance"), MapRequest("gae", 2)
+    assert BatchRequest.of([RequestedOutputs(2)]) == BatchRequest(2)
+    requests = [RequestedOutputs(1, row), RequestedOutputs(5, of_class), RequestedOutputs(3, MapRequest.row(0))]
+    assert BatchRequest.of(requests) == BatchRequest(5, layers=(0, 3))
+    assert BatchRequest.of([RequestedOutputs(1, row, logits=True), RequestedOutputs(1, best), *requests]) == (
+        BatchRequest(5, logits=True, layers=(0, 3), relevance=True)
+    )
+    assert BatchRequest(5, logits=True, layers=(3,)).of_network == BatchRequest(layers=(3,))
+
+
+def test_a_network_covers_what_it_computes() -> None:
+    last, both = BatchRequest(layers=(3,)), BatchRequest(layers=(3,), relevance=True)
+    assert last.covers(BatchRequest(9, logits=True, layers=(3,)))
+    assert last.covers(BatchRequest(2))
+    assert both.covers(BatchRequest(2, relevance=True))
+    assert not last.covers(BatchRequest(2, layers=(1,)))
+    assert not both.covers(BatchRequest(2, layers=(1, 3)))
+    assert not last.covers(BatchRequest(2, relevance=True))

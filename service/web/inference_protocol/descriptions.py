@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from service.engine.messages import ModelInfo
 from service.metrics.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
+from service.web.inference_protocol.inference import OUTPUTS
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
@@ -41,15 +40,8 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 
 def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
-    rows, columns = info.config.grid
     inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
-    outputs = {
-        "label": ("BYTES", [-1, -1]),
-        "index": ("INT64", [-1, -1]),
-        "score": ("FP32", [-1, -1]),
-        "logits": ("FP32", [-1, info.config.num_classes]),
-        "attention": ("FP32", [-1, rows, columns]),
-    }
+    outputs = {name: (output.datatype, [-1, *output.shape(info)]) for name, output in OUTPUTS.items()}
     return {
         kind: [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in tensors.items()]
         for kind, tensors in {"inputs": inputs, "outputs": outputs}.items()
@@ -124,7 +116,7 @@ def _duration(totals: Mapping[tuple[str, str], float], metric: str, key: str) ->
 def _totals(metrics: Metrics) -> dict[tuple[str, str], float]:
     """Return the sum of each metric by stage, of the service as a whole; requests for inference are `ok`."""
     totals: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in metrics.collect():
         for sample in family.samples:
             endpoint = sample.labels.get("endpoint")
             if endpoint is not None and endpoint not in _REQUESTS:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batch_launcher import BatchLauncher, CaptureFailed, Computed
-from tests.model.runtime.device_stand_in import StandInOps
+from model.runtime.batches import BatchRequest
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOutputs
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
 FAULTY = 255
@@ -28,7 +29,7 @@ class Sums:
         self.at_once = 0
         self._inside = threading.Lock()
 
-    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         if not self._inside.acquire(blocking=False):
             self.at_once += 1
             raise AssertionError("two batches compute at once")
@@ -37,14 +38,15 @@ class Sums:
                 raise RuntimeError("a fault of the device")
             self.sizes.append(len(pixels))
             sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
-            packed = (sums + 1000 * len(layers)).expand(-1, 2 * top_k + 1).contiguous()
-            return Computed(packed, torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1))
+            packed = (sums + 1000 * len(request.layers)).expand(-1, 2 * request.top_k + 1).contiguous()
+            logits = torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
+            return packed, {"logits": logits}
         finally:
             self._inside.release()
 
 
-def computed(packed: Tensor) -> Computed:
-    return Computed(packed, packed.float())
+def computed(packed: Tensor) -> DeviceOutputs:
+    return packed, {"logits": packed.float()}
 
 
 def images(*values: int) -> np.ndarray:
@@ -70,33 +72,32 @@ def without_faults_in_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
-    subject.run(images(9, 9, 9, 9), size=4, layers=(), top_k=1)
-    found, top_k, *_ = subject.run(images(1, 2), size=4, layers=(), top_k=1)
-    assert (found[:, 0].tolist(), top_k) == ([6, 12], 1)
+    subject.run(images(9, 9, 9, 9), BatchRequest(), size=4)
+    found, *_ = subject.run(images(1, 2), BatchRequest(), size=4)
+    assert found[:, 0].tolist() == [6, 12]
     assert compute.sizes == [4, 4]
 
 
 def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation() -> None:
     ops = watchless()
     subject = launcher(ops, Sums(), slots=1)  # stream 0 computes, stream 1 copies
-    subject.run(images(1), size=1, layers=(), top_k=1)
+    subject.run(images(1), BatchRequest(), size=1)
     assert ops.log == [("record", 1), ("wait for 1", 0), ("record", 0), ("synchronize", 0)]
 
 
 @pytest.mark.usefixtures("without_faults_in_capture")
-def test_a_captured_size_is_replayed_and_answers_with_the_captured_number_of_classes() -> None:
+def test_a_captured_size_and_request_is_replayed() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
-    subject.capture(compute, (1, 2, 4), ((), (7,)), top_k=3)
+    subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, top_k, logits, _ = subject.run(images(1, 2), size=2, layers=(), top_k=2, logits=True)
-    mapped, _, none, _ = subject.run(images(3), size=4, layers=(7,), top_k=3)
+    plain, beside, _ = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
+    mapped, none, _ = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
     assert ops.replays == before + 2
-    assert (plain[:, 0].tolist(), plain.shape, top_k) == ([6, 12], (2, 7), 3)
+    assert (plain[:, 0].tolist(), plain.shape) == ([6, 12], (2, 7))
     assert mapped[:, 0].tolist() == [1018]
-    assert logits is not None
-    assert (logits.tolist(), none) == ([[3, 2], [6, 2]], None)
+    assert (beside["logits"].tolist(), none) == ([[3, 2], [6, 2]], {})
 
 
 @pytest.mark.usefixtures("without_faults_in_capture")
@@ -104,13 +105,12 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     ops = watchless()
     compute = Sums()
     subject = launcher(ops, compute)
-    subject.capture(compute, (4,), ((),), top_k=3)
+    subject.capture(compute, (4,), (BatchRequest(3),))
     before = ops.replays
-    assert subject.run(images(1), size=2, layers=(), top_k=1)[0][:, 0].tolist() == [6]  # another size
-    assert subject.run(images(1), size=4, layers=(0, 7), top_k=1)[0][:, 0].tolist() == [2006]  # other layers
-    wide, top_k, logits, _ = subject.run(images(1), size=4, layers=(), top_k=4, logits=True)  # more classes
-    assert logits is not None
-    assert (wide.shape, top_k, logits.tolist()) == ((1, 9), 4, [[3, 4]])
+    assert subject.run(images(1), BatchRequest(3), size=2)[0][:, 0].tolist() == [6]  # another size
+    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)[0][:, 0].tolist() == [2006]  # other layers
+    wide, beside, _ = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
+    assert (wide.shape, beside["logits"].tolist()) == ((1, 9), [[3, 4]])
     assert ops.replays == before
 
 
@@ -119,14 +119,14 @@ def test_a_graph_that_answers_otherwise_than_the_model_is_refused() -> None:
     ops = watchless()
     ops.spoil_capture = True
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
-        return computed(torch.full((len(pixels), 2 * top_k + 1), 0.5).view(torch.int32))
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+        return computed(torch.full((len(pixels), 2 * request.top_k + 1), 0.5).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     with pytest.raises(RuntimeError, match="other scores"):
-        subject.capture(compute, (1, 2), ((),), top_k=1)
+        subject.capture(compute, (1, 2), (BatchRequest(),))
     replays = ops.replays
-    subject.run(images(1), size=1, layers=(), top_k=1)
+    subject.run(images(1), BatchRequest(), size=1)
     assert ops.replays == replays
 
 
@@ -135,9 +135,9 @@ def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> 
     subject = launcher(ops, Sums(), slots=1)
     settled = ops.settled
     with pytest.raises(RuntimeError, match="a fault of the device"):
-        subject.run(images(FAULTY), size=1, layers=(), top_k=1)
+        subject.run(images(FAULTY), BatchRequest(), size=1)
     assert ops.settled == settled + 1
-    assert subject.run(images(5), size=1, layers=(), top_k=1)[0][:, 0].tolist() == [30]
+    assert subject.run(images(5), BatchRequest(), size=1)[0][:, 0].tolist() == [30]
     assert ops.settled == settled + 1
 
 
@@ -147,12 +147,12 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute, slots=2)
     if captured:
-        subject.capture(compute, (1, 2, 4), ((),), top_k=1)
+        subject.capture(compute, (1, 2, 4), (BatchRequest(),))
 
     def ask(value: int) -> list[int]:
         batch = images(*(value % 7 + row for row in range(1 + value % 4)))
         size = next(size for size in (1, 2, 4) if size >= len(batch))
-        found: list[int] = subject.run(batch, size=size, layers=(), top_k=1)[0][:, 0].tolist()
+        found: list[int] = subject.run(batch, BatchRequest(), size=size)[0][:, 0].tolist()
         return found
 
     with ThreadPoolExecutor(5) as pool:
@@ -167,23 +167,23 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         return computed((pixels.flatten(1).float() @ weight).view(torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    subject.capture(compute, (1, 2), ((),), top_k=1)
+    subject.capture(compute, (1, 2), (BatchRequest(),))
     assert ops.captures == 2
 
 
 def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     with pytest.raises(CaptureFailed, match=r"the capture of 2 images failed: .*aten.item"):
-        subject.capture(compute, (1, 2), ((),), top_k=1)
+        subject.capture(compute, (1, 2), (BatchRequest(),))
 
 
 def test_a_device_that_died_fails_every_batch_that_follows() -> None:
@@ -192,7 +192,7 @@ def test_a_device_that_died_fails_every_batch_that_follows() -> None:
     ops.dead = "an illegal memory access was encountered"
     for _ in range(3):
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            subject.run(images(1), size=1, layers=(), top_k=1)
+            subject.run(images(1), BatchRequest(), size=1)
 
 
 def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 
     monkeypatch.setattr(np, "stack", watched)
     apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found, *_ = subject.run(apart, size=2, layers=(), top_k=1)
+    found, *_ = subject.run(apart, BatchRequest(), size=2)
     assert found[:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None
@@ -217,14 +217,14 @@ def test_graphs_are_captured_on_a_stream_of_their_own_while_nothing_computes_bes
     ops, beside = StandInOps(), threading.Lock()
     seen: list[bool] = []
 
-    def compute(pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         seen.append(beside.locked())
-        return computed(torch.zeros(len(pixels), 2 * top_k + 1, dtype=torch.int32))
+        return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    subject.run(images(1), size=1, layers=(), top_k=1)  # the stand-in refuses to capture where this was downloaded
+    subject.run(images(1), BatchRequest(), size=1)  # the stand-in refuses to capture where this was downloaded
     settled = ops.settled
-    subject.capture(compute, (1, 2), ((),), top_k=1, beside=beside)
+    subject.capture(compute, (1, 2), (BatchRequest(),), beside=beside)
     assert ops.settled == settled + 2, "no batch is under way that reads the images"
     assert seen == [False] + [True] * 8
     assert not beside.locked()

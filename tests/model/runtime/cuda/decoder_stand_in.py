@@ -1,4 +1,4 @@
-"""A decoder for `model.runtime.picture_decoding` that every machine has: Pillow, which fails on what it is told to."""
+"""A decoder that every machine has: Pillow, which fails on what it is told to."""
 
 from __future__ import annotations
 

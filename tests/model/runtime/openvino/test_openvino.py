@@ -19,13 +19,14 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
-from model.runtime import openvino_network
-from model.runtime.openvino import unsupported_reason
-from model.runtime.openvino_graph import _LEAN, Requests, core
-from model.runtime.openvino_network import OpenVinoNetwork
-from model.runtime.postprocess import NetworkOutput
+from model.runtime.batches import BatchOutputs
+from model.runtime.openvino import network as openvino_network
+from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.graph import _LEAN, Requests, core
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
+from tests.model.runtime.predictions import predict
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
@@ -52,8 +53,8 @@ def both() -> tuple[Predictor, Predictor]:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
-    wanted = [MapRequest(layer=both[0].config.depth - 1, head="mean")] * count
-    expected, found = (one.predict(images[:count], top_k=10, maps=wanted) for one in both)
+    wanted = [MapRequest.row(layer=both[0].config.depth - 1, head="mean")] * count
+    expected, found = (predict(one, images[:count], top_k=10, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
     for ours, theirs in zip(found.maps, expected.maps, strict=True):
@@ -100,8 +101,8 @@ def network(predictor: Predictor) -> OpenVinoNetwork:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
 def test_a_small_network_has_graphs_for_a_few_sizes(both: tuple[Predictor, Predictor], alone: bool, count: int) -> None:
     images = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
-    found = network(both[1])(images, alone=alone)
-    np.testing.assert_allclose(found.logits, both[0].logits(images), atol=1e-4)
+    found = network(both[1])(images, alone=alone).tensors()["logits"]
+    np.testing.assert_allclose(found, both[0].logits(images), atol=1e-4)
     assert list(network(both[1])._beside) == [1, 2, 3, 4, 6, 8]
     assert list(network(both[1])._alone) == [1, None]
 
@@ -119,15 +120,15 @@ def test_a_larger_batch_is_cut_to_these_sizes(
 
     monkeypatch.setattr(Requests, "infer", spy)
     np.testing.assert_allclose(
-        both[1].predict(images, top_k=10).scores, both[0].predict(images, top_k=10).scores, atol=1e-4
+        predict(both[1], images, top_k=10).scores, predict(both[0], images, top_k=10).scores, atol=1e-4
     )
     np.testing.assert_allclose(both[1].logits(images), both[0].logits(images), atol=1e-3)
     assert seen == [8, 8, 5] * 2
     seen.clear()
     with both[1]._backend._torch.threads:  # type: ignore[attr-defined]  # another batch computes
-        found = both[1].predict(images, top_k=10)
+        found = predict(both[1], images, top_k=10)
     assert seen == [8, 8, 4, 1]
-    np.testing.assert_allclose(found.scores, both[0].predict(images, top_k=10).scores, atol=1e-4)
+    np.testing.assert_allclose(found.scores, predict(both[0], images, top_k=10).scores, atol=1e-4)
 
 
 def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
@@ -145,7 +146,7 @@ def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
 def test_a_large_network_has_one_graph_for_any_size(
     both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino_network._FIXED_BYTES", 1)
+    monkeypatch.setattr("model.runtime.openvino.network._FIXED_BYTES", 1)
     monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
     made = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
@@ -158,8 +159,8 @@ def test_a_large_network_has_one_graph_for_any_size(
     assert tried[::2] == tried[1::2] == [32, 24, 16, *range(8, 0, -1)]
     images = np.random.default_rng(4).integers(0, 256, (19, 32, 32, 3), dtype=np.uint8)
     for alone in (True, False):
-        found = network(made)(images, alone=alone)
-        np.testing.assert_allclose(found.logits, both[0].logits(images), atol=1e-4)
+        found = network(made)(images, alone=alone).tensors()["logits"]
+        np.testing.assert_allclose(found, both[0].logits(images), atol=1e-4)
 
 
 def test_how_much_room_graphs_for_each_size_take_grows_with_weights_and_streams() -> None:
@@ -187,14 +188,14 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino_graph._LEAN", {"NO_SUCH_OPTION": "YES"})
+    monkeypatch.setattr("model.runtime.openvino.graph._LEAN", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=1)
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
 
 def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
-    wanted = [MapRequest(layer=0, head=1), None]
-    expected, found = (one.predict(images[:2], top_k=3, maps=wanted) for one in both)
+    wanted = [MapRequest.row(layer=0, head=1), None]
+    expected, found = (predict(one, images[:2], top_k=3, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
     assert found.maps[0] is not None
     assert expected.maps[0] is not None
@@ -205,9 +206,9 @@ def test_other_layers_are_torchs_own(both: tuple[Predictor, Predictor], images: 
 def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
     batches = [images[i : i + 1 + i % 3] for i in range(5)] * 8
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda batch: both[1].predict(batch, top_k=10), batches))
+        found = list(pool.map(lambda batch: predict(both[1], batch, top_k=10), batches))
     for batch, one in zip(batches, found, strict=True):
-        expected = both[0].predict(batch, top_k=10)
+        expected = predict(both[0], batch, top_k=10)
         np.testing.assert_allclose(one.scores, expected.scores, atol=1e-4)
 
 
@@ -238,8 +239,8 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
     )
     for count in (1, 2, 7):
         np.testing.assert_allclose(found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4)
-        wanted = [MapRequest(layer=config.depth - 1)] * count
-        maps = [one.predict(images[:count], top_k=1, maps=wanted).maps for one in (expected, found)]
+        wanted = [MapRequest.row(layer=config.depth - 1)] * count
+        maps = [predict(one, images[:count], top_k=1, maps=wanted).maps for one in (expected, found)]
         for ours, theirs in zip(maps[1], maps[0], strict=True):
             assert ours is not None
             assert theirs is not None
@@ -274,9 +275,9 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
 ) -> None:
     whole = OpenVinoNetwork.__call__
 
-    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> NetworkOutput:
+    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
         output = whole(self, images, alone=alone)
-        return output._replace(logits=output.logits.flip(-1))
+        return output._replace(logits=output.tensors()["logits"].flip(-1))
 
     monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
     checkpoint = load_checkpoint("bundled")
@@ -309,7 +310,7 @@ def test_what_it_cannot_do_is_told() -> None:
 
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import sys; from model.runtime.openvino import unsupported_reason; import torch;"
+        "import sys; from model.runtime.openvino.backend import unsupported_reason; import torch;"
         "unsupported_reason(torch.device('cpu'), torch.float32);"
         "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
     )
@@ -329,7 +330,7 @@ def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_anothe
 import gc, os, signal, threading
 import numpy as np
 from openvino import Model, opset13
-from model.runtime.openvino_graph import core
+from model.runtime.openvino.graph import core
 
 given = opset13.parameter([1], np.float32)
 compiled = [core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]

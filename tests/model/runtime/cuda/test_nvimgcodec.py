@@ -12,9 +12,9 @@ from PIL import Image
 from model.errors import DeviceError
 from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
-from model.runtime.nvimgcodec import NvImageCodec
-from model.runtime.picture_decoding import DevicePreprocess
-from tests.model.runtime.test_picture_decoding import config, photograph
+from model.runtime.cuda.nvimgcodec import NvImageCodec
+from model.runtime.cuda.picture_decoding import DevicePreprocess
+from tests.model.runtime.cuda.test_picture_decoding import config, photograph
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 

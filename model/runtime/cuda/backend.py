@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,28 +18,34 @@ from torch import Tensor
 from model.errors import DeviceError, NewProcessNeeded
 from model.explanation.folded_weights import FoldedWeights
 from model.network.vit import VisionTransformer
-from model.runtime.backend import Images, first_line, launch_size
-from model.runtime.batch_launcher import CAPTURED_TOP_K, BatchLauncher, CaptureFailed, Computed, DeviceOps
+from model.prediction import MapRequest
+from model.runtime.backend import Images, first_line
+from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOps, DeviceOutputs
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.device import batch_too_large
-from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput, pack, run_network, unpack
+from model.runtime.postprocess import beside, pack, run_network, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
 
+_CAPTURED_TOP_K: Final = 32
+"""Most classes that a captured graph returns; a request for more is computed without one."""
+
 
 class _Compute(NamedTuple):
-    """What is done on the device, and with what: see `model.runtime.batch_launcher.Compute`."""
+    """What is done on the device, and with what: see `model.runtime.cuda.batch_launcher.Compute`."""
 
     normalise: Callable[[Tensor], Tensor]
     model: VisionTransformer
-    tail: Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
+    tail: Callable[[BatchOutputs, int], Tensor]
     folded: FoldedWeights
 
-    def __call__(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
-        """Map uint8 [B, H, W, C] on the device to the output there."""
-        output = run_network(self.model, self.normalise(pixels), layers, self.folded)
-        return Computed(self.tail(*output, top_k), output.logits)
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+        """Map uint8 [B, H, W, C] on the device to the outputs there."""
+        outputs = run_network(self.model, self.normalise(pixels), request, self.folded)
+        return self.tail(outputs, request.top_k), beside(outputs)
 
 
 class Cuda(TorchBackend):
@@ -49,23 +55,25 @@ class Cuda(TorchBackend):
         DeviceError: not enough memory for the weights, or the images of the largest batch.
     """
 
-    def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
+    def __init__(
+        self, options: TorchOptions, ops: DeviceOps, *, streams: int, preprocess: DevicePreprocess | None = None
+    ) -> None:
         super().__init__(options)
         self._ops = ops
         self._beside = threading.Lock()  # held by what computes beside the launcher
-        self._captured_k = min(CAPTURED_TOP_K, self.config.num_classes)
+        self._captured_k = min(_CAPTURED_TOP_K, self.config.num_classes)
         self._uncompiled = _Compute(self._normalise, self._plain, self._tail, self._folded)
         self._compiled: _Compute | None = None
         self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
             self._launcher = BatchLauncher(
-                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=options.preprocess
+                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=preprocess
             )
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
+    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`; all but the logits comes from the device in one piece.
 
         Raises:
@@ -74,33 +82,29 @@ class Cuda(TorchBackend):
         if self._failure is not None:
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
-        launched = self._launcher.run(images, size=size, layers=layers, top_k=top_k, logits=logits)
-        output = self._unpack(launched.packed, layers, launched.top_k)
-        return output._replace(
-            scores=output.scores[:, :top_k],
-            indices=output.indices[:, :top_k],
-            logits=None if launched.logits is None else launched.logits.float(),
-            decoded=launched.decoded,
-        )
+        request = replace(request, top_k=max(request.top_k, self._captured_k))
+        packed, named, decoded = self._launcher.run(images, request, size=size)
+        return unpack(packed, request, self.config)._replace(**named, decoded=decoded)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
         super().exercise(sizes[:1])
         for size in sizes:
-            for turn, layers in enumerate(self.usual_layers):
-                output = self.predict(self.trial_images(size, turn), layers=layers, top_k=1)
-                self.require_finite(_or_nan(output))
+            for turn, request in enumerate(self.usual):
+                self.require_finite(_or_nan(self.predict(self.trial_images(size, turn), request)))
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
         with self._beside:
-            return super().explain(images, classes, method)
+            return super().explain(images, classes, request)
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`; they are the compiled model's where there is one."""
         compute = self._compiled or self._uncompiled
         batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        return run_network(compute.model, compute.normalise(batch), ()).logits
+        return run_network(compute.model, compute.normalise(batch), BatchRequest()).tensors()["logits"]
 
     def compile(self) -> None:
         """Compile, and capture a graph of each launch size, before returning; or compile behind, after capturing.
@@ -152,8 +156,8 @@ class Cuda(TorchBackend):
         started = time.monotonic()
         try:
             sizes = self._options.sizes
-            compute, top_k = self._compute_to_capture, self._captured_k
-            self._launcher.capture(compute, sizes, self.usual_layers, top_k=top_k, beside=self._beside)
+            requests = [replace(request, top_k=self._captured_k) for request in self.usual]
+            self._launcher.capture(self._compute_to_capture, sizes, requests, beside=self._beside)
         except CaptureFailed as error:
             logger.error("no CUDA graphs: %s", error)
             if isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -171,19 +175,19 @@ class Cuda(TorchBackend):
         self.compilation = replace(self.compilation, graphs=uncompiled)
         self._log("captured", started)
 
-    def _compute(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def _compute(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Compute where there is no graph, so that neither a compiler nor lasting kernels are waited for."""
-        compiled = self._compiled if layers in self.usual_layers and not self._options.graphs else None
-        return (compiled or self._uncompiled)(pixels, layers, top_k)
+        compiled = self._compiled if request.of_network in self.usual and not self._options.graphs else None
+        return (compiled or self._uncompiled)(pixels, request)
 
-    def _compute_to_capture(self, pixels: Tensor, layers: tuple[int, ...], top_k: int) -> Computed:
+    def _compute_to_capture(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Compute for a graph; the compiled model does a single image twice, as its code is for two and more."""
         if self._compiled is None:
-            return self._uncompiled(pixels, layers, top_k)
+            return self._uncompiled(pixels, request)
         if len(pixels) > 1:
-            return self._compiled(pixels, layers, top_k)
-        packed, logits = self._compiled(torch.cat((pixels, pixels)), layers, top_k)
-        return Computed(packed[:1], logits[:1])
+            return self._compiled(pixels, request)
+        packed, others = self._compiled(torch.cat((pixels, pixels)), request)
+        return packed[:1], {name: tensor[:1] for name, tensor in others.items()}
 
     def _compile_and_exercise(self) -> None:
         autotune = self._options.compile_mode == "max"
@@ -194,30 +198,23 @@ class Cuda(TorchBackend):
         tail = compiled_for_any_batch(self._tail, autotune=autotune) if graphs else self._tail
         compute = _Compute(normalise, twin, tail, self._folded)
 
-        def scores(images: Tensor, layers: tuple[int, ...]) -> Tensor:
-            return _or_nan(self._unpack(compute(images, layers, self._captured_k).packed, layers, self._captured_k))
+        def scores(images: Tensor, request: BatchRequest) -> Tensor:
+            request = replace(request, top_k=self._captured_k)
+            packed, _ = compute(images, request)
+            return _or_nan(unpack(packed, request, self.config))
 
         with self._ops.lasting_kernels() if graphs else nullcontext():
             # The largest first: kernels are tuned for what they see first.
             self._exercise(scores, (self._options.sizes[-1], 2))
         self._compiled, self._model = compute, twin
 
-    def _tail(self, logits: Tensor, attention: Tensor | None, relevance: Tensor | None, top_k: int) -> Tensor:
-        """Map the network's output to packed output, int32 [B, width]."""
-        return pack(self.postprocess(NetworkOutput(logits, attention, relevance), top_k))
-
-    def _unpack(self, packed: Tensor, layers: tuple[int, ...], top_k: int) -> TopKOutput:
-        """Split packed output, on whichever device."""
-        wanted, config = RELEVANCE in layers, self.config
-        return unpack(
-            packed,
-            top_k=top_k,
-            layers=len(layers) - wanted,
-            heads=config.heads,
-            relevance=config.tokens if wanted else 0,
-        )
+    def _tail(self, outputs: BatchOutputs, top_k: int) -> Tensor:
+        """Map the network's outputs to packed outputs, int32 [B, width]."""
+        return pack(self.postprocess(outputs, top_k))
 
 
-def _or_nan(output: TopKOutput) -> Tensor:
+def _or_nan(outputs: BatchOutputs) -> Tensor:
     """Return the scores, NaN for an image of which some score, among the best or not, is not finite."""
-    return output.scores.masked_fill(~output.finite.unsqueeze(1), torch.nan)
+    assert outputs.scores is not None
+    assert outputs.finite is not None
+    return outputs.scores.masked_fill(~outputs.finite.unsqueeze(1), torch.nan)

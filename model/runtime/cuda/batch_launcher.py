@@ -10,7 +10,7 @@ Each caller has a slot of its own (pinned memory, device memory, copy stream), s
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
 them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
 
-Nothing here is particular to CUDA; `model.runtime.cuda_ops` holds what is.
+Nothing here is particular to CUDA; `model.runtime.cuda.ops` holds what is.
 """
 
 from __future__ import annotations
@@ -28,26 +28,17 @@ from torch import Tensor
 
 from model.prediction import EncodedPicture
 from model.runtime.backend import Images, first_line
-from model.runtime.picture_decoding import DevicePreprocess
-
-CAPTURED_TOP_K: Final = 32
-"""Most classes that a captured graph returns; a request for more is computed without one."""
+from model.runtime.batches import BatchRequest
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 
 _TOLERANCE: Final = 0.02
 """Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
-Layers = tuple[int, ...]
+DeviceOutputs = tuple[Tensor, dict[str, Tensor]]
+"""Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""
 
-
-class Computed(NamedTuple):
-    """The output of a batch: int32 [B, width] as `postprocess.pack` returns it, and logits [B, classes]."""
-
-    packed: Tensor
-    logits: Tensor
-
-
-Compute = Callable[[Tensor, Layers, int], Computed]
-"""(uint8 [B, H, W, C] on the device, attention layers, k) -> the output there."""
+Compute = Callable[[Tensor, BatchRequest], DeviceOutputs]
+"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, `BatchRequest.beside` whether wanted or not."""
 
 
 class DeviceOps(Protocol):
@@ -107,28 +98,12 @@ class _Slot(NamedTuple):
     returned: Any
 
 
-class Launched(NamedTuple):
-    """The output of one batch on the host.
-
-    Attributes:
-        packed: int32 [B, width], see `model.runtime.postprocess.pack`.
-        top_k: classes in it, as many as were wanted or more.
-        logits: [B, classes], if they were wanted.
-        decoded: what the model has seen of encoded pictures.
-    """
-
-    packed: Tensor
-    top_k: int
-    logits: Tensor | None
-    decoded: Decoded
-
-
 class _Graph(NamedTuple):
-    """A recorded batch; `logits` holds the tensor that the graph writes, which is not copied unless it is wanted."""
+    """A recorded batch, and the tensors that the graph writes; those beside are not copied unless they are wanted."""
 
     replay: Callable[[], None]
     packed: Tensor
-    logits: list[Tensor]
+    beside: dict[str, Tensor]
 
 
 class BatchLauncher:
@@ -162,8 +137,8 @@ class BatchLauncher:
         # Graphs read from here whichever slot the images came through. A copy within the device is cheap: 9.6 MB (64
         # images of 224 pixels) at 4 TB/s are microseconds, while a graph for each slot would double their number.
         self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
-        # In one piece, as it is replaced while batches run.
-        self._captured: tuple[dict[tuple[int, Layers], _Graph], int] = {}, 0
+        # Replaced as a whole, while batches run.
+        self._graphs: dict[tuple[int, BatchRequest], _Graph] = {}
         self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(slots):
             pinned = ops.pinned((max_batch, *shape))
@@ -180,12 +155,11 @@ class BatchLauncher:
         self,
         compute: Compute,
         sizes: Sequence[int],
-        layers: Sequence[Layers],
+        requests: Sequence[BatchRequest],
         *,
-        top_k: int,
         beside: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Record a graph for each batch size and choice of attention layers; all or none take over.
+        """Record a graph for each batch size and request; all or none take over.
 
         Batches may run meanwhile, between one graph and the next.
 
@@ -197,33 +171,33 @@ class BatchLauncher:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
             RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
         """
-        graphs: dict[tuple[int, Layers], _Graph] = {}
+        graphs: dict[tuple[int, BatchRequest], _Graph] = {}
         # The largest first: the smaller ones find their memory in what it has left.
         for size in sorted(sizes, reverse=True):
-            for wanted in layers:
+            for request in requests:
                 with beside or nullcontext(), self._lock, self._ops.on(self._captures), self._ops.lasting_kernels():
-                    graphs[size, wanted] = self._capture(compute, size, wanted, top_k)
-        self._captured = graphs, top_k
+                    graphs[size, request] = self._capture(compute, size, request)
+        self._graphs = graphs
 
-    def _capture(self, compute: Compute, size: int, layers: Layers, top_k: int) -> _Graph:
+    def _capture(self, compute: Compute, size: int, request: BatchRequest) -> _Graph:
         self._ops.settle()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
         pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
-        expected = compute(pixels, layers, top_k).packed
+        expected, _ = compute(pixels, request)
         # Allocated outside of the memory that graphs share, as it outlives the run.
         packed = torch.zeros_like(expected)
-        logits: list[Tensor] = []
+        beside: dict[str, Tensor] = {}
 
         def work() -> None:
-            found = compute(pixels, layers, top_k)
-            packed.copy_(found.packed)
-            logits[:] = [found.logits]  # whoever holds it keeps its memory from the other graphs
+            output, in_graph = compute(pixels, request)
+            packed.copy_(output)
+            beside.update(in_graph)  # whoever holds it keeps its memory from the other graphs
 
         work()  # what libraries set up at their first calls cannot be captured
-        graph = _Graph(self._record(work, size), packed, logits)
+        graph = _Graph(self._record(work, size), packed, beside)
         packed.zero_()
         graph.replay()
-        first, again = (tensor[:, :top_k].view(torch.float32).cpu() for tensor in (expected, packed))
+        first, again = (tensor[:, : request.top_k].view(torch.float32).cpu() for tensor in (expected, packed))
         if not torch.allclose(first, again, rtol=0, atol=_TOLERANCE, equal_nan=True):
             raise RuntimeError(f"the captured graph of {size} images gives other scores than the model")
         return graph
@@ -250,23 +224,23 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, *, size: int, layers: Layers, top_k: int, logits: bool = False) -> Launched:
+    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, dict[str, Tensor], Decoded]:
         """Compute one batch; callable by several threads at once.
 
         Args:
             images: B images, each uint8 [H, W, C], or encoded if there is a `preprocess`.
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
-            layers, top_k: attention layers and classes wanted.
-            logits: whether they are wanted.
+
+        Returns:
+            On the host: packed outputs, those beside that are wanted, and what the model has seen of encoded pictures.
 
         Raises:
             RuntimeError: as torch raises it.
         """
-        graphs, captured_k = self._captured
-        graph = graphs.get((size, layers)) if top_k <= captured_k else None
+        graph = self._graphs.get((size, request.computed))
         slot = self._slots.get()
         try:
-            return self._run(slot, graph, images, size, layers, captured_k if graph else top_k, logits)
+            return self._run(slot, graph, images, request, size)
         except BaseException:
             # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
             # waited for while a graph is captured.
@@ -277,15 +251,8 @@ class BatchLauncher:
             self._slots.put(slot)
 
     def _run(
-        self,
-        slot: _Slot,
-        graph: _Graph | None,
-        images: Images,
-        size: int,
-        layers: Layers,
-        top_k: int,
-        logits: bool,
-    ) -> Launched:
+        self, slot: _Slot, graph: _Graph | None, images: Images, request: BatchRequest, size: int
+    ) -> tuple[Tensor, dict[str, Tensor], Decoded]:
         ops, count = self._ops, len(images)
         with ops.on(slot.copies):
             encoded, failed = self._upload(slot, images)
@@ -298,11 +265,11 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-                computed = Computed(graph.packed, graph.logits[0])
+                packed, beside = graph.packed, graph.beside
             else:
-                computed = self._compute(self._input[:size], layers, top_k)
-            host = ops.download(computed.packed[:count])
-            found = ops.download(computed.logits[:count]) if logits else None
+                packed, beside = self._compute(self._input[:size], request)
+            host = ops.download(packed[:count])
+            named = {name: ops.download(beside[name][:count]) for name in request.beside}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
         decoded: Decoded = {}
@@ -310,7 +277,7 @@ class BatchLauncher:
             slot.returned.synchronize()
             # Copies: the memory of the whole batch is not to live as long as one picture of it.
             decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
-        return Launched(host, top_k, found, decoded)
+        return host, named, decoded
 
     def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
         """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from model.runtime.cuda_ops import CudaOps, cudnn_attention_is_safe
+from model.runtime.cuda.ops import CudaOps, cudnn_attention_is_safe
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The predictor's way through `model.runtime.batch_launcher`: on a stand-in everywhere, on CUDA where there is some."""
+"""The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is some."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
-from model.prediction import BatchPrediction, MapRequest
-from model.runtime.batch_launcher import BatchLauncher
+from model.prediction import MapRequest
 from model.runtime.compilation import CompilationState, CompileMode
-from model.runtime.cuda import Cuda
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.predictions import Predictions, predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images, spoil_second_image
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def same(found: BatchPrediction, expected: BatchPrediction, *, atol: float = 1e-5) -> None:
+def same(found: Predictions, expected: Predictions, *, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(found.scores, expected.scores, atol=atol)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_array_equal(found.finite, expected.finite)
     for got, wanted in zip(found.maps, expected.maps, strict=True):
         assert (got is None) == (wanted is None)
         if got is not None and wanted is not None:
-            assert (got.layer, got.head) == (wanted.layer, wanted.head)
+            assert got.request == wanted.request
             np.testing.assert_allclose(got.values, wanted.values, atol=atol)
             assert got.kept_mass == pytest.approx(wanted.kept_mass, abs=atol)
 
@@ -55,9 +56,9 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
 
     replays = ops.replays
     for count in (1, 3, 4):
-        same(predictor.predict(make_images(count), top_k=2), expected.predict(make_images(count), top_k=2))
-    last = [MapRequest(1, "max"), None, MapRequest(1, 0)]
-    same(predictor.predict(make_images(3), top_k=5, maps=last), expected.predict(make_images(3), top_k=5, maps=last))
+        same(predict(predictor, make_images(count), top_k=2), predict(expected, make_images(count), top_k=2))
+    last = [MapRequest.row(1, "max"), None, MapRequest.row(1, 0)]
+    same(predict(predictor, make_images(3), top_k=5, maps=last), predict(expected, make_images(3), top_k=5, maps=last))
     assert ops.replays == replays + 4
 
 
@@ -68,11 +69,11 @@ def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: Co
     predictor.warm_up()
     expected, replays = plain().logits(make_images(4)), ops.replays
     for count in (1, 3, 4):
-        found = predictor.predict(make_images(4)[:count], top_k=2, logits=True).logits
+        found = predict(predictor, make_images(4)[:count], top_k=2, logits=True).logits
         assert found is not None
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected[:count], atol=1e-5)
-    assert predictor.predict(make_images(4), top_k=2).logits is None
+    assert predict(predictor, make_images(4), top_k=2).logits is None
     assert ops.replays == replays + (4 if compile_mode == "auto" else 0)
 
 
@@ -81,8 +82,8 @@ def test_maps_of_other_layers_are_right_without_a_graph() -> None:
     predictor = launched(ops)
     predictor.warm_up()
     replays = ops.replays
-    maps = [MapRequest(0), MapRequest(1, 1), None]
-    same(predictor.predict(make_images(3), top_k=1, maps=maps), plain().predict(make_images(3), top_k=1, maps=maps))
+    maps = [MapRequest.row(0), MapRequest.row(1, 1), None]
+    same(predict(predictor, make_images(3), top_k=1, maps=maps), predict(plain(), make_images(3), top_k=1, maps=maps))
     assert ops.replays == replays
 
 
@@ -107,7 +108,7 @@ def test_without_graphs_the_model_answers_too() -> None:
     predictor.warm_up()
     assert predictor.compiled.endswith("CUDA graphs are off")
     assert (predictor.batch_sizes, ops.captures, ops.replays) == (None, 0, 0)
-    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
 def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() -> None:
@@ -119,7 +120,7 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
         "no CUDA graphs: the captured graph of 4 images gives other scores than the model"
     )
     assert predictor.batch_sizes is None
-    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
 def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +157,8 @@ def test_maps_and_many_classes_wait_for_no_compiler_and_no_lasting_kernels(monke
     backend = predictor._backend
     assert isinstance(backend, Cuda)
     monkeypatch.setattr(backend, "_model", not_again)
-    monkeypatch.setattr(backend._launcher, "_captured", (backend._launcher._captured[0], 1))
-    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+    monkeypatch.setattr(backend._launcher, "_graphs", {})
+    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_an_image_without_a_finite_score_is_told_apart_in_a_graph_too(monkeypatc
     predictor = launched(StandInOps())
     predictor.warm_up()
     spoil_second_image(monkeypatch)
-    assert predictor.predict(make_images(3), top_k=1).finite.tolist() == [True, False, True]
+    assert predict(predictor, make_images(3), top_k=1).finite.tolist() == [True, False, True]
 
 
 def test_launch_sizes_may_be_chosen() -> None:
@@ -239,17 +240,17 @@ def test_the_compiled_model_is_what_the_graphs_run() -> None:
     assert predictor.compiled == "compiled"
     assert predictor.batch_sizes == (1, 2)
     replays = ops.replays
-    maps = [MapRequest(1), None]
-    found = predictor.predict(make_images(2), top_k=5, maps=maps)
+    maps = [MapRequest.row(1), None]
+    found = predict(predictor, make_images(2), top_k=5, maps=maps)
     assert ops.replays == replays + 1
-    same(found, plain().predict(make_images(2), top_k=5, maps=maps), atol=1e-4)
+    same(found, predict(plain(), make_images(2), top_k=5, maps=maps), atol=1e-4)
 
     # A map of another layer must not make its sender wait for the compiler.
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled > 0
-    other = [MapRequest(0), None]
-    found = predictor.predict(make_images(2), top_k=5, maps=other)
-    same(found, plain().predict(make_images(2), top_k=5, maps=other), atol=1e-4)
+    other = [MapRequest.row(0), None]
+    found = predict(predictor, make_images(2), top_k=5, maps=other)
+    same(found, predict(plain(), make_images(2), top_k=5, maps=other), atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
@@ -289,10 +290,10 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
 
     assert off(predictor.logits(images)) < tolerance
     for layers in (last, 0):
-        maps = [MapRequest(layers), None, MapRequest(layers, 1)]
-        found = predictor.predict(images, top_k=10, maps=maps, logits=True)
+        maps = [MapRequest.row(layers), None, MapRequest.row(layers, 1)]
+        found = predict(predictor, images, top_k=10, maps=maps, logits=True)
         assert off(found.logits) < tolerance
-        wanted = reference.predict(images, top_k=10, maps=maps)
+        wanted = predict(reference, images, top_k=10, maps=maps)
         np.testing.assert_allclose(found.scores, wanted.scores, atol=tolerance)
         for got, want in zip(found.maps, wanted.maps, strict=True):
             if got is not None and want is not None:
@@ -331,14 +332,14 @@ class TestOnCuda:
         predictor.warm_up()
         assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
         images = np.random.default_rng(5).integers(0, 256, (3, 224, 224, 3), dtype=np.uint8)
-        before = predictor.predict(images, top_k=10)
+        before = predict(predictor, images, top_k=10)
         batches = 0
         while predictor.compiled.startswith("compil") and "uncompiled" in predictor.compiled:
             batches += 1
-            maps = [MapRequest.explained("relevance")] * 3 if batches % 50 == 0 else ()
-            np.testing.assert_allclose(predictor.predict(images, top_k=10, maps=maps).scores, before.scores, atol=0.05)
+            maps = [MapRequest("relevance")] * 3 if batches % 50 == 0 else ()
+            np.testing.assert_allclose(predict(predictor, images, top_k=10, maps=maps).scores, before.scores, atol=0.05)
         assert predictor.compiled == "compiled"
-        np.testing.assert_allclose(predictor.predict(images, top_k=10).scores, before.scores, atol=0.05)
+        np.testing.assert_allclose(predict(predictor, images, top_k=10).scores, before.scores, atol=0.05)
         close_to_the_cpu(predictor, tolerance=0.05)
 
     def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
@@ -347,24 +348,24 @@ class TestOnCuda:
         assert predictor.compiled == "compiled"
         assert predictor.batch_sizes == (1, 2, 4)
         for count in (1, 3, 4):
-            maps = [MapRequest(1, "max"), None, MapRequest(1), None][:count]
-            found = predictor.predict(make_images(count), top_k=5, maps=maps)
-            same(found, plain().predict(make_images(count), top_k=5, maps=maps), atol=5e-3)
+            maps = [MapRequest.row(1, "max"), None, MapRequest.row(1), None][:count]
+            found = predict(predictor, make_images(count), top_k=5, maps=maps)
+            same(found, predict(plain(), make_images(count), top_k=5, maps=maps), atol=5e-3)
 
     def test_other_layers_and_other_sizes_answer_without_a_graph(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
         predictor.warm_up()
-        maps = [MapRequest(0), None, MapRequest(1, 1)]
-        found = predictor.predict(make_images(3), top_k=5, maps=maps)
-        same(found, plain().predict(make_images(3), top_k=5, maps=maps), atol=5e-3)
+        maps = [MapRequest.row(0), None, MapRequest.row(1, 1)]
+        found = predict(predictor, make_images(3), top_k=5, maps=maps)
+        same(found, predict(plain(), make_images(3), top_k=5, maps=maps), atol=5e-3)
 
     def test_two_threads_never_get_one_anothers_answers(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
         predictor.warm_up()
         predictor._backend.capture()  # type: ignore[attr-defined]
         batches = [make_images(8)[start : start + 1 + start % 4] for start in range(5)]
-        alone = [predictor.predict(batch, top_k=5) for batch in batches]
+        alone = [predict(predictor, batch, top_k=5) for batch in batches]
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda turn: predictor.predict(batches[turn % 5], top_k=5), range(500)))
+            found = list(pool.map(lambda turn: predict(predictor, batches[turn % 5], top_k=5), range(500)))
         for turn, prediction in enumerate(found):
             same(prediction, alone[turn % 5])

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.vit import VisionTransformer, meta_model
-from model.runtime.openvino_graph import Requests, compile_sizes, convert
-from model.runtime.pieces import UNCUT
-from model.runtime.postprocess import RELEVANCE, NetworkOutput, run_network
+from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
+from model.runtime.openvino.graph import Requests, compile_sizes, convert
+from model.runtime.postprocess import run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 
-_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest norm of the difference to torch's float32 logits, relative to theirs. A graph that lost something is off by
-its own norm; ViT-Ti/16 in bfloat16 is off by 0.01."""
-
-
-_RELEVANCE_TOLERANCE: Final = {torch.float32: 0.05, torch.bfloat16: 0.5}
-"""The same for relevance, which is a difference of large numbers: ViT-Ti/16 in bfloat16 is off by 0.1."""
+_TOLERANCES: Final = {
+    "logits": {torch.float32: 1e-3, torch.bfloat16: 0.1},
+    "relevance": {torch.float32: 0.05, torch.bfloat16: 0.5},
+}
+"""Largest norm of the difference to torch's float32 output, relative to its own. A graph that lost something is off by
+its own norm; ViT-Ti/16 in bfloat16 is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers."""
 
 
 _SIZES: Final = (1, 2, 3, 4, 6, 8)
@@ -58,7 +57,7 @@ class OpenVinoNetwork:
         workers: threads that compile.
 
     Attributes:
-        layers: the layer whose attention row is computed with the logits, or none.
+        request: what the graphs give: the last layer's attention row, perhaps, and relevance, perhaps.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
@@ -70,18 +69,19 @@ class OpenVinoNetwork:
         config, dtype = options.model.config, options.dtype
         self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        self.layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
+        layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
+        self.request = BatchRequest(layers=layers, relevance=relevance)
         self._is_small = _is_small(options.model, dtype, streams)
-        self._relevance = relevance
         self.version = importlib.metadata.version("openvino")
-        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.layers, relevance)
+        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.request)
         rows, columns = config.image_size
         checked = _SIZES if self._is_small else (1, 3)
         shape = (max(3, *checked), rows, columns, config.in_channels)
         images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         with torch.inference_mode():
-            outputs = traced(torch.from_numpy(images))
-        if not outputs[0].isfinite().all():
+            expected = traced.outputs(torch.from_numpy(images)).tensors()
+        self._names = tuple(expected)
+        if not expected["logits"].isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
         compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
         try:
@@ -91,21 +91,19 @@ class OpenVinoNetwork:
             lone = [1, None] if self._is_small else [None]
             self._alone = self._beside if streams == 1 else compiled(graph, dtype, lone, streams=1)
             # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
-            self._check(images, outputs, (1, 3), alone=True)
-            self._check(images, outputs, checked, alone=False)
+            self._check(images, expected, (1, 3), alone=True)
+            self._check(images, expected, checked, alone=False)
         except RuntimeError as error:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
 
     def _check(
-        self, images: NDArray[np.uint8], expected: tuple[Tensor, ...], counts: tuple[int, ...], *, alone: bool
+        self, images: NDArray[np.uint8], expected: dict[str, Tensor], counts: tuple[int, ...], *, alone: bool
     ) -> None:
         """Raise DeviceError if the outputs of the first images are not torch's."""
-        dtype = self._options.dtype
         for count in counts:
-            found = self(images[:count], alone=alone)
-            _require_close(found.logits, expected[0][:count], _TOLERANCE[dtype], "logits")
-            if found.relevance is not None:
-                _require_close(found.relevance, expected[-1][:count], _RELEVANCE_TOLERANCE[dtype], "relevance")
+            for name, output in self(images[:count], alone=alone).tensors().items():
+                if name in _TOLERANCES:
+                    _require_close(output, expected[name][:count], _TOLERANCES[name][self._options.dtype], name)
 
     def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
         """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.
@@ -116,21 +114,21 @@ class OpenVinoNetwork:
         options = replace(self._options, model=model)
         return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, relevance=True, workers=1)
 
-    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> NetworkOutput:
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Args:
             images: as many as one of `sizes`.
 
         Returns:
-            Its attention is of `layers`.
+            What `request` asks for.
 
         Raises:
             RuntimeError: as OpenVINO raises it.
         """
         requests = _for(len(images), self._alone if alone else self._beside)
-        logits, *others = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
-        return NetworkOutput(logits, others[0] if self.layers else None, others[-1] if self._relevance else None)
+        outputs = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
+        return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def sizes(self, *, alone: bool) -> tuple[int, ...] | None:
         """Return the numbers of images that a batch may have; None for any."""
@@ -159,18 +157,18 @@ def _for(count: int, requests: dict[int | None, Requests]) -> Requests:
 class _Traced(nn.Module):
     """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
 
-    def __init__(
-        self, model: VisionTransformer, normalise: Normalise, layers: tuple[int, ...], relevance: bool
-    ) -> None:
+    def __init__(self, model: VisionTransformer, normalise: Normalise, request: BatchRequest) -> None:
         super().__init__()
         self.model = model
         self.normalise = normalise
-        self.layers = (*layers, RELEVANCE) if relevance else layers
-        self.folded = fold(model) if relevance else None
+        self.request = request
+        self.folded = fold(model) if request.relevance else None
+
+    def outputs(self, images: Tensor) -> BatchOutputs:
+        return run_network(self.model, self.normalise(images), self.request, self.folded)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        output = run_network(self.model, self.normalise(images), self.layers, self.folded)
-        return tuple(part for part in output if part is not None)
+        return tuple(self.outputs(images).tensors().values())
 
 
 def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model.network.layers.position import relative_position_index
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 try:
     from torch._subclasses.fake_tensor import FakeTensorMode

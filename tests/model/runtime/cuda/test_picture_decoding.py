@@ -16,14 +16,16 @@ from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.images.device_jpeg import device_picture
 from model.images.preprocess import preprocess
-from model.prediction import EncodedPicture, MapRequest
-from model.runtime import picture_decoding
-from model.runtime.batch_launcher import BatchLauncher, Computed
-from model.runtime.picture_decoding import DevicePreprocess
+from model.prediction import EncodedPicture, MapRequest, Picture
+from model.runtime.batches import BatchRequest
+from model.runtime.cuda import picture_decoding
+from model.runtime.cuda.batch_launcher import BatchLauncher
+from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.predictor import Predictor
-from tests.model.runtime.decoder_stand_in import PillowDecoder
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.fake_cuda import CUDA, captured, fake_cuda, require_fake_cuda
+from tests.model.runtime.cuda.decoder_stand_in import PillowDecoder
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.fake_cuda import CUDA, captured, fake_cuda, require_fake_cuda
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 
@@ -168,14 +170,14 @@ def test_a_predictor_answers_encoded_pictures_as_their_pixels_beside_plain_ones(
     plain = make_images(2)
     files = [encoded(photograph((60, 50), seed=seed), checkpoint.preprocess) for seed in range(3)]
     decoder.undecodable.add(files[1].data)
-    maps = [MapRequest(1), MapRequest.explained("gae"), MapRequest.explained("gae"), MapRequest(0), None]
+    maps = [MapRequest.row(1), MapRequest("gae"), MapRequest("gae"), MapRequest.row(0), None]
     batch = [files[0], plain[0], files[1], files[2], plain[1]]
-    found = subject.predict(batch, top_k=2, maps=maps)
+    found = predict(subject, batch, top_k=2, maps=maps)
     assert set(found.decoded) == {0, 2, 3}
     assert found.decoded[2] is None
     seen = [found.decoded.get(row, image) for row, image in enumerate(batch)]
     seen[2] = plain[0]  # anything: its answer counts for nothing
-    again = subject.predict(seen, top_k=2, maps=maps)
+    again = predict(subject, seen, top_k=2, maps=maps)
     assert not again.decoded
     for row in (0, 1, 3, 4):
         np.testing.assert_allclose(found.scores[row], again.scores[row], atol=1e-6)
@@ -189,7 +191,7 @@ def test_the_computation_waits_for_the_decoder_and_not_for_the_pixels_way_back()
     ops, wanted = StandInOps(strict=False), config()
     subject = BatchLauncher(
         ops,
-        lambda pixels, layers, top_k: Computed(pixels[:, 0, 0, :1].int(), pixels[:, 0, 0, :1].float()),
+        lambda pixels, request: (pixels[:, 0, 0, :1].int(), {}),
         shape=(*wanted.size, 3),
         max_batch=2,
         slots=1,
@@ -197,10 +199,11 @@ def test_the_computation_waits_for_the_decoder_and_not_for_the_pixels_way_back()
     )
     ops.log.clear()
     plain = np.full((*wanted.size, 3), 7, np.uint8)
-    found = subject.run([encoded(photograph((100, 80)), wanted), plain], size=2, layers=(), top_k=1)
-    decoded = found.decoded[0]
+    images: list[Picture] = [encoded(photograph((100, 80)), wanted), plain]
+    packed, _, by_place = subject.run(images, BatchRequest(), size=2)
+    decoded = by_place[0]
     assert decoded is not None
-    assert found.packed[:, 0].tolist() == [decoded[0, 0, 0], 7]
+    assert packed[:, 0].tolist() == [decoded[0, 0, 0], 7]
     copies = ops.log[0][1]
     computing = ops.log[-2][1]
     assert copies != computing
@@ -221,7 +224,7 @@ def test_a_batch_of_nothing_but_failures_ends() -> None:
         checkpoint, device="cpu", backend="torch", compile_mode="off", ops=StandInOps(), decoder=lambda _: decoder
     )
     file = encoded(photograph((60, 50)), checkpoint.preprocess)
-    assert subject.predict([file, file], top_k=1, maps=[None, MapRequest.explained("gae")]).decoded == {
+    assert predict(subject, [file, file], top_k=1, maps=[None, MapRequest("gae")]).decoded == {
         0: None,
         1: None,
     }
@@ -232,4 +235,4 @@ def test_a_cpu_is_refused_and_so_are_encoded_pictures_without_a_decoder() -> Non
         Predictor(make_checkpoint(), device="cpu", decoder=PillowDecoder)
     subject = Predictor(make_checkpoint(), device="cpu", compile_mode="off", backend="torch")
     with pytest.raises(ValueError, match="1 encoded pictures: there is no decoder"):
-        subject.predict([encoded(photograph((60, 50)), config())], top_k=1)
+        predict(subject, [encoded(photograph((60, 50)), config())], top_k=1)

@@ -1,4 +1,4 @@
-"""The operations of CUDA for `model.runtime.batch_launcher`: streams, events, pinned memory, captured graphs.
+"""The operations of CUDA for `model.runtime.cuda.batch_launcher`: streams, events, pinned memory, captured graphs.
 
 See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs). Nothing here runs on
 a machine without a GPU; its tests are skipped there.
@@ -30,7 +30,7 @@ def cudnn_attention_is_safe(version: str) -> bool:
 
 
 class CudaOps:
-    """The operations of one CUDA device; see `model.runtime.batch_launcher.DeviceOps`."""
+    """The operations of one CUDA device; see `model.runtime.cuda.batch_launcher.DeviceOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

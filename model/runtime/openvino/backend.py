@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError
+from model.prediction import MapRequest
 from model.runtime.backend import Images, stacked
-from model.runtime.openvino_graph import PRECISIONS, core
-from model.runtime.openvino_network import OpenVinoNetwork
-from model.runtime.pieces import compute_in_pieces
-from model.runtime.postprocess import RELEVANCE, NetworkOutput, TopKOutput
+from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
+from model.runtime.openvino.graph import PRECISIONS, core
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.torch_cpu import TorchCpu
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,18 @@ class OpenVino:
         self._explaining: OpenVinoNetwork | None = None
         self._preparing = threading.Lock()
 
-    def predict(self, images: Images, *, layers: tuple[int, ...], top_k: int, logits: bool = False) -> TopKOutput:
+    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`."""
-        rows = tuple(layer for layer in layers if layer != RELEVANCE)
         network: OpenVinoNetwork | None = self._network
-        if rows != layers:
+        if request.relevance:
             if not self._preparing.locked():
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
                 threading.Thread(target=self.prepare_relevance, name="openvino-relevance").start()
             network = self._explaining
-        if network is None or (rows and rows != network.layers):
-            return self._torch.predict(images, layers=layers, top_k=top_k, logits=logits)
+        if network is None or not network.request.covers(request):
+            return self._torch.predict(images, request)
         with self._torch.threads as alone:
-            return self._torch.postprocess(_in_pieces(network, stacked(images), alone=alone), top_k, logits=logits)
+            return self._torch.postprocess(_in_pieces(network, stacked(images), alone=alone), request.top_k)
 
     def prepare_relevance(self) -> None:
         """Make the graph that gives relevance, too, once; if it cannot be made that is logged, and torch stays."""
@@ -80,13 +79,15 @@ class OpenVino:
         except (DeviceError, RuntimeError) as error:
             logger.warning("torch computes relevance: %s", error)
 
-    def explain(self, images: NDArray[np.uint8], classes: NDArray[np.int64], method: str) -> tuple[Tensor, Tensor]:
+    def explain(
+        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
-        return self._torch.explain(images, classes, method)
+        return self._torch.explain(images, classes, request)
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
-        return _in_pieces(self._network, images, alone=True).logits
+        return _in_pieces(self._network, images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
@@ -103,5 +104,5 @@ class OpenVino:
         """Do nothing: OpenVINO compiles its graphs when they are made."""
 
 
-def _in_pieces(network: OpenVinoNetwork, images: NDArray[np.uint8], *, alone: bool) -> NetworkOutput:
+def _in_pieces(network: OpenVinoNetwork, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
     return compute_in_pieces(images, partial(network, alone=alone), network.sizes(alone=alone))

@@ -12,13 +12,14 @@ import torch
 from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest
-from model.runtime import cuda
-from model.runtime.batch_launcher import BatchLauncher
-from model.runtime.cuda import Cuda
+from model.runtime.cuda import backend as cuda
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend
-from tests.model.runtime.device_stand_in import StandInOps
-from tests.model.runtime.test_cuda import plain, same
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_cuda import plain, same
+from tests.model.runtime.predictions import predict
 from tests.model.runtime.test_predictor import make_images
 
 
@@ -74,7 +75,7 @@ def test_the_uncompiled_models_graphs_answer_until_the_compiled_ones_are_there(c
     assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
     assert predictor.batch_sizes == (1, 2, 4)
     replays, captures = ops.replays, ops.captures
-    before = predictor.predict(make_images(3), top_k=5)
+    before = predict(predictor, make_images(3), top_k=5)
     assert ops.replays == replays + 1
 
     wait_for_the_compiler(compiler)
@@ -82,8 +83,8 @@ def test_the_uncompiled_models_graphs_answer_until_the_compiled_ones_are_there(c
     assert ops.captures == 2 * captures
     compiler.rows.clear()
     replays = ops.replays
-    same(predictor.predict(make_images(3), top_k=5), before)
-    same(predictor.predict(make_images(1), top_k=5), plain().predict(make_images(1), top_k=5))
+    same(predict(predictor, make_images(3), top_k=5), before)
+    same(predict(predictor, make_images(1), top_k=5), predict(plain(), make_images(1), top_k=5))
     assert ops.replays == replays + 2
     assert compiler.rows == [4, 2], "a single image is computed twice, by code for two and more"
 
@@ -103,7 +104,7 @@ def test_a_compiler_that_fails_behind_leaves_the_uncompiled_graphs(compiler: Com
     wait_for_the_compiler(compiler)
     assert predictor.compiled == "failed: CUDA out of memory.; CUDA graphs of the uncompiled model"
     replays = ops.replays
-    same(predictor.predict(make_images(3), top_k=5), plain().predict(make_images(3), top_k=5))
+    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
     assert ops.replays == replays + 1
 
 
@@ -121,7 +122,7 @@ def test_a_device_that_is_lost_behind_asks_for_a_new_process_at_the_next_batch(
     wait_for_the_compiler(compiler)
     for _ in range(2):
         with pytest.raises(NewProcessNeeded) as found:
-            predictor.predict(make_images(1), top_k=1)
+            predict(predictor, make_images(1), top_k=1)
         assert (found.value.option, found.value.value) == (option, "off")
 
 
@@ -145,7 +146,7 @@ def test_maps_that_are_computed_beside_and_captures_hold_the_same_lock(
 
     monkeypatch.setattr(TorchBackend, "explain", explained)
     monkeypatch.setattr(BatchLauncher, "capture", captured)
-    predictor.predict(make_images(1), top_k=1, maps=[MapRequest.explained("gae")])
+    predict(predictor, make_images(1), top_k=1, maps=[MapRequest("gae")])
     wait_for_the_compiler(compiler)
     assert held == [True, True]
     assert predictor.compiled == "compiled"
@@ -157,7 +158,7 @@ def test_without_graphs_the_compiled_model_computes_the_usual_maps_alone(compile
     wait_for_the_compiler(compiler)
     assert predictor.compiled == "compiled; CUDA graphs are off"
     compiler.rows.clear()
-    usual, other = [MapRequest(1), None, None], [MapRequest(0), None, None]
-    same(predictor.predict(make_images(3), top_k=5, maps=usual), plain().predict(make_images(3), top_k=5, maps=usual))
-    same(predictor.predict(make_images(3), top_k=5, maps=other), plain().predict(make_images(3), top_k=5, maps=other))
+    usual, other = [MapRequest.row(1), None, None], [MapRequest.row(0), None, None]
+    same(predict(predictor, make_images(3), top_k=5, maps=usual), predict(plain(), make_images(3), top_k=5, maps=usual))
+    same(predict(predictor, make_images(3), top_k=5, maps=other), predict(plain(), make_images(3), top_k=5, maps=other))
     assert compiler.rows == [3]

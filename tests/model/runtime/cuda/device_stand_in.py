@@ -1,5 +1,7 @@
-"""A device for `model.runtime.batch_launcher` that every machine has: it does at once, in the order of the calls, what
-a GPU does later, writes down what would have waited for what, and punishes mistakes as a GPU does.
+"""A device for the batch launcher that every machine has.
+
+It does at once, in the order of the calls, what a GPU does later, writes down what would have waited for what, and
+punishes mistakes as a GPU does.
 
 * What is downloaded is poison until the event after it has been waited for.
 * Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned

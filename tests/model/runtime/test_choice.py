@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from model.errors import DeviceError
-from model.runtime import choose_backend as choice
-from model.runtime.cuda import Cuda
-from model.runtime.openvino import OpenVino
+from model.runtime import choice
+from model.runtime.cuda.backend import Cuda
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
-from tests.model.runtime.device_stand_in import StandInOps
+from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint
 
 

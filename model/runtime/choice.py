@@ -8,11 +8,12 @@ from typing import Literal
 
 from model.errors import DeviceError
 from model.runtime.backend import Backend
-from model.runtime.batch_launcher import DeviceOps
-from model.runtime.cuda import Cuda
-from model.runtime.cuda_ops import CudaOps
-from model.runtime.openvino import OpenVino, unsupported_reason
-from model.runtime.openvino_network import OpenVinoNetwork
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import DeviceOps
+from model.runtime.cuda.ops import CudaOps
+from model.runtime.cuda.picture_decoding import DevicePreprocess
+from model.runtime.openvino.backend import OpenVino, unsupported_reason
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
 
@@ -22,7 +23,13 @@ BackendName = Literal["auto", "torch", "openvino"]
 
 
 def choose_backend(
-    options: TorchOptions, requested: BackendName, *, threads: ThreadPolicy, streams: int, ops: DeviceOps | None = None
+    options: TorchOptions,
+    requested: BackendName,
+    *,
+    threads: ThreadPolicy,
+    streams: int,
+    ops: DeviceOps | None = None,
+    preprocess: DevicePreprocess | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
@@ -30,6 +37,7 @@ def choose_backend(
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
+        preprocess: what decodes pictures on CUDA; None where they come as pixels.
 
     Raises:
         DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
@@ -56,4 +64,6 @@ def choose_backend(
             return OpenVino(network, fallback), "OpenVINO is requested" if requested == "openvino" else agrees
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
-    return TorchCpu(options, threads) if ops is None else Cuda(options, ops, streams=streams), reason
+    if ops is None:
+        return TorchCpu(options, threads), reason
+    return Cuda(options, ops, streams=streams, preprocess=preprocess), reason

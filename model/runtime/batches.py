@@ -1,0 +1,169 @@
+"""What a batch is computed for, what it gives, and the sizes that it is computed in.
+
+The libraries that run a network on the CPU (oneDNN, within torch and OpenVINO) make kernels for each batch size that
+they meet, and keep them: 2 MiB a size and stream in OpenVINO, 8 MiB a size in torch with bfloat16, for a network of
+1.9 million parameters. If every size up to the largest were launched, a service would grow for as long as it meets new
+sizes, which are rare ones in the end. A batch of more than 8 images is therefore cut. A further launch costs about as
+much as one image, where padding to the next size would cost up to half of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.prediction import RequestedOutputs
+
+UNCUT: Final = 8
+"""Images in the largest batch that is always computed in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What one pass of the network computes for a batch: all that is asked of any of its images.
+
+    Attributes:
+        top_k: how many classes.
+        logits: whether the logits of all classes are wanted.
+        layers: whose attention rows are wanted, ascending.
+        relevance: whether the relevance of each image's best class is wanted.
+    """
+
+    top_k: int = 1
+    logits: bool = False
+    layers: tuple[int, ...] = ()
+    relevance: bool = False
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestedOutputs]) -> BatchRequest:
+        """Return what a batch of these requests is computed for."""
+        maps = [request.map for request in requests if request.map is not None]
+        return cls(
+            top_k=max(request.top_k for request in requests),
+            logits=any(request.logits for request in requests),
+            layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
+            relevance=any(each.of_best_class for each in maps),
+        )
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Return the names of the outputs that every pass gives, and that come to the host only if they are wanted."""
+        return ("logits",) if self.logits else ()
+
+    @property
+    def computed(self) -> BatchRequest:
+        """Return it without `beside`: what a CUDA graph is captured for."""
+        return replace(self, logits=False)
+
+    @property
+    def of_network(self) -> BatchRequest:
+        """Return it without what is made of the network's output."""
+        return replace(self.computed, top_k=1)
+
+    def covers(self, other: BatchRequest) -> bool:
+        """Return whether a network that computes this gives what another request wants of it."""
+        return other.layers in ((), self.layers) and other.relevance <= self.relevance
+
+
+class BatchOutputs(NamedTuple):
+    """What a batch gives: tensors whose first axis is that of its images; None is what was not computed.
+
+    Attributes:
+        logits: [B, num_classes], before the temperature.
+        attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
+        relevance: `token_relevance` of the best class, float32 [B, N].
+        scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
+        indices: int64 [B, k], the classes that the scores belong to.
+        finite: bool [B], whether all scores of the image are finite.
+        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
+            device could not decode, whose other values mean nothing.
+    """
+
+    logits: Tensor | None = None
+    attention: Tensor | None = None
+    relevance: Tensor | None = None
+    scores: Tensor | None = None
+    indices: Tensor | None = None
+    finite: Tensor | None = None
+    decoded: Mapping[int, NDArray[np.uint8] | None] | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> BatchOutputs:
+        """Return outputs of these names."""
+        return cls._make(tensors.get(name) for name in cls._fields)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that were computed, by name."""
+        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
+
+    def first(self, count: int) -> BatchOutputs:
+        """Return the outputs of the first images."""
+        return BatchOutputs.of({name: tensor[:count] for name, tensor in self.tensors().items()})
+
+
+def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
+    """Return the sizes of the pieces of a batch, in the order of its images; most often one or two.
+
+    A piece has 1 ... 8 images, or a power of two, or one and a half times that: 12 is left out, as 8 and 4 are sizes.
+
+    Args:
+        sizes: that a piece may have instead of these, with 1 among them; None for these.
+    """
+    found = []
+    if sizes is not None:
+        while count:
+            found.append(max(size for size in sizes if size <= count))
+            count -= found[-1]
+        return found
+    while count > UNCUT:
+        power = 1 << (count.bit_length() - 1)
+        largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
+        found.append(largest)
+        count -= largest
+    return [*found, count] if count else found
+
+
+def sizes_in_use(max_batch: int) -> list[int]:
+    """Return every size that a piece of a batch of 1 ... `max_batch` images can have, descending."""
+    return [size for size in range(max_batch, 0, -1) if piece_sizes(size) == [size]]
+
+
+def compute_in_pieces(
+    images: NDArray[np.uint8],
+    compute: Callable[[NDArray[np.uint8]], BatchOutputs],
+    sizes: Sequence[int] | None = None,
+) -> BatchOutputs:
+    """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
+    cut = piece_sizes(len(images), sizes)
+    if len(cut) == 1:
+        return compute(images)
+    parts = [compute(piece).tensors() for piece in np.split(images, np.cumsum(cut)[:-1])]
+    return BatchOutputs.of({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
+    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
+    return count if sizes is None else next(size for size in sizes if size >= count)
+
+
+def captured_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
+
+    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
+    """
+    sizes = [1, 2, 4, 8, 16]
+    while sizes[-1] < largest:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(8, octave // 4))
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes 1, 2, 4, ... that are below the largest, and the largest."""
+    return (*(1 << power for power in range((largest - 1).bit_length())), largest)

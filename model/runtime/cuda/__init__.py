@@ -1,0 +1,1 @@
+"""The backend that runs the network in torch on a GPU."""

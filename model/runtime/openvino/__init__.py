@@ -1,0 +1,1 @@
+"""The backend that runs the network in OpenVINO on the CPU."""
