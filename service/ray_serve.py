@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
+from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
 from service.http.lifecycle import settle
 from service.metrics.metrics import CONTENT_TYPE, Metrics
@@ -123,7 +124,9 @@ class Replica:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
         tracer = None if self._telemetry is None else self._telemetry.request_tracer()
         changed = self._on_engine_change
-        service = create_app(self._settings, self._engine, self._metrics, on_engine_change=changed, tracer=tracer)
+        service = create_app(
+            self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed, tracer=tracer
+        )
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))

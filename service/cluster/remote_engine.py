@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from model.prediction import EncodedPicture
 from service.cluster import protocol
@@ -38,6 +38,11 @@ class RemoteEngine:
         self._on_change: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def engines(self) -> tuple[Self]:
+        """Return this engine: it is no group."""
+        return (self,)
 
     @property
     def status(self) -> EngineStatus:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from service.cluster.swap_board import GROUPS, SwapBoard, Verdict
-from service.engine.base import Engine, replicas
+from service.engine.base import Engine
 from service.engine.swapping import UNDER_WAY, CurrentEngine, Generation, Reloads
 from service.errors import CheckpointRefused, SwapUnderWay
 
@@ -49,7 +49,7 @@ class RemoteSwap(CurrentEngine):
         """Give requests to the current generation as soon as this worker hears all of its engines be ready."""
         number = self._board.generation
         following = self._groups[number % GROUPS]
-        if number != self._number and all(engine.ready for engine in replicas(following.engine)):
+        if number != self._number and all(engine.ready for engine in following.engine.engines):
             self._number, self.current = number, following
             self._board.adopt(self._worker, number)
             self._on_change()

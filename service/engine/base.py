@@ -54,6 +54,10 @@ class Engine(Protocol):
         """Return the engine's current status."""
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        """Return the engines that compute: this one, or those of a group, one a device."""
+
+    @property
     def ready(self) -> bool:
         """Return whether `status` says "ready"; cheap enough to be asked with each request."""
 
@@ -75,9 +79,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Finish the launched batches, and refuse all other images."""
-
-
-def replicas(engine: Engine) -> Sequence[Engine]:
-    """Return the engines that compute: this one, or those of a group, one a device."""
-    group: Sequence[Engine] = getattr(engine, "engines", (engine,))
-    return group

@@ -20,6 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Self
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
@@ -92,6 +93,11 @@ class LocalEngine:
         )
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def engines(self) -> tuple[Self]:
+        """Return this engine: it is no group."""
+        return (self,)
 
     @property
     def status(self) -> EngineStatus:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
-from service.engine.base import Engine, replicas
+from service.engine.base import Engine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
+from service.errors import CheckpointRefused, EngineUnavailable, Forbidden, ServiceError, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
 
@@ -88,7 +88,7 @@ class CurrentEngine:
     @property
     def engines(self) -> Sequence[Engine]:
         """Return the engines that compute the current model."""
-        return replicas(self.current.engine)
+        return self.current.engine.engines
 
     @property
     def info(self) -> ModelInfo | None:
@@ -108,6 +108,27 @@ class CurrentEngine:
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return the result of an image that was prepared for the current model; see `Engine.infer`."""
         return await self.current.engine.infer(request, timeout=timeout)
+
+
+class Unswapped(CurrentEngine):
+    """An engine whose model stays until the process ends."""
+
+    reloads = Reloads()
+
+    def __init__(self, engine: Engine) -> None:
+        self.current = Generation(engine)
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading the model; see `Engine.start`."""
+        self.current.engine.start(on_change)
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`: nothing is loaded beside the model."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self.current.engine.close()
 
 
 class LocalSwap(CurrentEngine):

@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api_keys import parse_keys
-from service.engine.base import Engine, replicas
 from service.engine.messages import EngineStatus, ModelInfo
+from service.engine.swapping import Generation, Swappable
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import MEMORY, Settings
@@ -27,7 +27,7 @@ from service.web.image_store import AtHand, ImageStore, MemoryImageStore, Shared
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
-from service.web.pipeline import Lanes, Pipeline
+from service.web.pipeline import Lanes, Pipeline, Pipelines
 from service.web.receiving import ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
 from service.web.routes import (
@@ -89,7 +89,7 @@ def kept_pictures(
 
 def create_app(
     settings: Settings,
-    engine: Engine,
+    engine: Swappable,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
@@ -131,7 +131,7 @@ def create_app(
     lanes = Lanes(settings, metrics.decoder_restarts.inc)
 
     def engine_changed() -> None:
-        for replica in replicas(engine):
+        for replica in engine.engines:
             if replica.info is not None:
                 metrics.set_model(replica.info, VERSION)
         on_engine_change()
@@ -143,7 +143,7 @@ def create_app(
             if settings.grpc_port is not None:
                 from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
 
-                calls = serving(pipeline, guard, outermost.count, port=settings.grpc_port, hold_seconds=hold_seconds)
+                calls = serving(pipelines, guard, outermost.count, port=settings.grpc_port, hold_seconds=hold_seconds)
                 await beside.enter_async_context(calls)
             yield
         await engine.close()
@@ -159,18 +159,19 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.documentation` has it
     )
-    app.state.pipeline = pipeline = Pipeline(
-        settings, engine, metrics, limiter, receiving, pictures, lifecycle, lanes, clock, tracer
-    )
+
+    def make_pipeline(generation: Generation) -> Pipeline:
+        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, lanes, clock, tracer)
+
+    app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
     routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
     app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
-    metrics.watch_engines(lambda: [replica.status for replica in replicas(engine)])
+    metrics.watch_engines(lambda: [replica.status for replica in engine.engines])
     metrics.watch_recent(pictures.usage)
-    if hasattr(engine, "reloads"):
-        metrics.watch_reloads(lambda: engine.reloads)
+    metrics.watch_reloads(lambda: engine.reloads)
     metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC

@@ -10,8 +10,8 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -25,7 +25,7 @@ from model.images.preprocess import model_input
 from model.prediction import Picture, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
-from service.engine.swapping import Generation
+from service.engine.swapping import Generation, Swappable
 from service.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -92,12 +92,11 @@ class Pipeline:
     """Everything a request needs on its way; `clock` gives monotonic seconds.
 
     Attributes:
-        generation: the model that the request belongs to, where models are swapped; see `pinned`.
-        last_pinned: what `pinned` returned last, if anything: making it takes 20 µs.
+        generation: the model that the request belongs to.
     """
 
+    generation: Generation
     settings: Settings
-    engine: Engine
     metrics: Metrics
     limiter: Limiter
     receiving: Receiving
@@ -106,20 +105,11 @@ class Pipeline:
     lanes: Lanes
     clock: Callable[[], float] = time.monotonic
     tracer: RequestTracer | None = None
-    generation: Generation | None = None
-    last_pinned: list[Pipeline] = field(default_factory=list, repr=False, compare=False)
 
-    def pinned(self) -> Pipeline:
-        """Return the pipeline of the model that is current now, which stays the same for a request on its whole way.
-
-        The model may be gone as soon as another took over and no request is admitted (`admit`, `admit_upload`).
-        """
-        current: Generation | None = getattr(self.engine, "current", None)
-        if current is None:
-            return self
-        if not self.last_pinned or self.last_pinned[0].generation is not current:
-            self.last_pinned[:] = [replace(self, engine=current.engine, generation=current)]
-        return self.last_pinned[0]
+    @property
+    def engine(self) -> Engine:
+        """Return the engine of the request's model."""
+        return self.generation.engine
 
     def model(self) -> ModelInfo:
         """Return the description of the model; raises `EngineUnavailable` if no model is ready."""
@@ -147,7 +137,7 @@ class Pipeline:
 
     def _counted(self) -> AbstractContextManager[None]:
         """Keep the request's model until the context ends."""
-        return nullcontext() if self.generation is None else self.generation.request()
+        return self.generation.request()
 
     def check_room(self) -> None:
         """Raise what `admit` would raise, and take no place.
@@ -326,6 +316,28 @@ class Pipeline:
             self.tracer.failed(stage, seconds, error)
 
 
+class Pipelines:
+    """The pipeline of the model that is current: one for each, as making it takes 20 µs.
+
+    Args:
+        make: makes the pipeline of a generation.
+    """
+
+    def __init__(self, engine: Swappable, make: Callable[[Generation], Pipeline]) -> None:
+        self.engine = engine
+        self._make = make
+        self._current = make(engine.current)
+
+    def current(self) -> Pipeline:
+        """Return the pipeline of the model that is current now, which stays the same for a request on its whole way.
+
+        The model may be gone as soon as another took over and no request is admitted (`admit`, `admit_upload`).
+        """
+        if self._current.generation is not self.engine.current:
+            self._current = self._make(self.engine.current)
+        return self._current
+
+
 def pipeline_of(request: Request) -> Pipeline:
     """Return the pipeline of the application that the request came to, with the model that is current now."""
-    return cast(Pipeline, request.app.state.pipeline).pinned()
+    return cast(Pipelines, request.app.state.pipelines).current()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
+from service.engine.swapping import Generation
 from service.http.lifecycle import Lifecycle
 from service.http.watchdog import keep_beating
 from service.web.admission import Limiter
@@ -67,7 +68,7 @@ class Worker:
     def _open(self) -> None:
         parts: dict[str, Any] = {
             "settings": self._world.settings,
-            "engine": self.engine,
+            "generation": Generation(self.engine),
             "metrics": _NO_METRICS,
             "limiter": self.limiter,
             "lifecycle": Lifecycle(),

@@ -17,7 +17,7 @@ from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
 from service.web.middleware import PROBES, request_id_from
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Pipelines
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 from service.web.request_log import Answered
 
@@ -101,7 +101,7 @@ class Call:
         return data
 
 
-Method = Callable[[Pipeline, Call], Awaitable[bytes]]
+Method = Callable[[Pipelines, Call], Awaitable[bytes]]
 """Returns the encoded answer to a call."""
 
 
@@ -112,12 +112,14 @@ class Calls:
         hold_seconds: see `service.web.middleware.ProblemMiddleware`.
     """
 
-    def __init__(self, pipeline: Pipeline, guard: KeyGuard, count: Count, *, hold_seconds: float) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count, *, hold_seconds: float) -> None:
+        self._pipelines = pipelines
+        pipeline = pipelines.current()
+        self._clock, self._metrics, self._settings = pipeline.clock, pipeline.metrics, pipeline.settings
         self._guard = guard
         self._count = count
         self._hold_seconds = hold_seconds
-        self._arrivals = Arrivals.of(pipeline.settings)
+        self._arrivals = Arrivals.of(self._settings)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
         """Return what grpcio calls for a method; `public` ones need no key.
@@ -133,8 +135,8 @@ class Calls:
         return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _answer(self, path: str, method: Method, context: Any, *, public: bool) -> bytes:
-        clock, metrics = self._pipeline.clock, self._pipeline.metrics
-        call = Call(context, self._arrivals, clock(), self._pipeline.settings.request_timeout)
+        clock, metrics = self._clock, self._metrics
+        call = Call(context, self._arrivals, clock(), self._settings.request_timeout)
         trailers = [("x-request-id", call.request_id)]
         status, key, refusal = CLIENT_DISCONNECTED, None, None
         counted = path not in PROBES
@@ -144,7 +146,7 @@ class Calls:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
                 call.caller = call.caller if key is None else key
             with self._guard.request(key) if key is not None else nullcontext():
-                answer = await method(self._pipeline, call)
+                answer = await method(self._pipelines, call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK
             return answer

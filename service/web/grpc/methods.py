@@ -33,7 +33,7 @@ from service.web.inference_protocol.descriptions import (
     server_metadata,
 )
 from service.web.inference_protocol.inference import find_model, infer, read_inputs
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Pipelines
 
 
 def _encode(document: dict[str, Any], message: Message) -> bytes:
@@ -41,60 +41,61 @@ def _encode(document: dict[str, Any], message: Message) -> bytes:
     return bytes(json_format.ParseDict(document, message).SerializeToString())
 
 
-async def server_live(pipeline: Pipeline, call: Call) -> bytes:
+async def server_live(pipelines: Pipelines, call: Call) -> bytes:
     """Answer as long as the process lives, whatever the message: it needs no key, so nothing is waited for."""
     return _encode({"live": True}, ServerLiveResponse())
 
 
-async def server_ready(pipeline: Pipeline, call: Call) -> bytes:
+async def server_ready(pipelines: Pipelines, call: Call) -> bytes:
     """Say whether the model is ready; see `server_live`."""
-    return _encode({"ready": _is_ready(pipeline)}, ServerReadyResponse())
+    return _encode({"ready": _is_ready(pipelines)}, ServerReadyResponse())
 
 
-async def model_ready(pipeline: Pipeline, call: Call) -> bytes:
+async def model_ready(pipelines: Pipelines, call: Call) -> bytes:
     """Say whether this model is ready; one that there is not is not."""
     asked = read_question(await call.question())
-    return _encode({"ready": _is_ready(pipeline, asked.name, asked.version)}, ModelReadyResponse())
+    return _encode({"ready": _is_ready(pipelines, asked.name, asked.version)}, ModelReadyResponse())
 
 
-def _is_ready(pipeline: Pipeline, name: str | None = None, version: str = "") -> bool:
+def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") -> bool:
     try:
+        pipeline = pipelines.current()
         pipeline.check_ready()
-        find_model(pipeline.pinned(), name, version)
+        find_model(pipeline, name, version)
     except (NotFound, Unavailable):
         return False
     return True
 
 
-async def server_description(pipeline: Pipeline, call: Call) -> bytes:
+async def server_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
     return _encode(server_metadata(importlib.metadata.version("vitserve"), swaps=False), ServerMetadataResponse())
 
 
-async def model_description(pipeline: Pipeline, call: Call) -> bytes:
+async def model_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the model: its inputs and outputs."""
     asked = read_question(await call.question())
-    return _encode(model_metadata(find_model(pipeline.pinned(), asked.name, asked.version)), ModelMetadataResponse())
+    return _encode(model_metadata(find_model(pipelines.current(), asked.name, asked.version)), ModelMetadataResponse())
 
 
-async def model_config(pipeline: Pipeline, call: Call) -> bytes:
+async def model_config(pipelines: Pipelines, call: Call) -> bytes:
     """Return the model's configuration."""
     asked = read_question(await call.question())
-    info = find_model(pipeline.pinned(), asked.name, asked.version)
+    info = find_model(pipelines.current(), asked.name, asked.version)
     return _encode({"config": model_configuration(info)}, ModelConfigResponse())
 
 
-async def statistics(pipeline: Pipeline, call: Call) -> bytes:
+async def statistics(pipelines: Pipelines, call: Call) -> bytes:
     """Return the statistics of the model since the start; without a name of all models, of which there is one."""
     asked = read_question(await call.question())
-    info = find_model(pipeline.pinned(), asked.name or None, asked.version)
-    return _encode(model_statistics(info, pipeline.metrics), ModelStatisticsResponse())
+    info = find_model(pipelines.current(), asked.name or None, asked.version)
+    return _encode(model_statistics(info, pipelines.current().metrics), ModelStatisticsResponse())
 
 
-async def model_infer(pipeline: Pipeline, call: Call) -> bytes:
+async def model_infer(pipelines: Pipelines, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    pipeline = pipeline.pinned()
+    pipeline = pipelines.current()
     pipeline.check_room()
     deadline = pipeline.deadline_of(call.started)
     with pipeline.upload() as upload:

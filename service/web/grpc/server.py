@@ -15,7 +15,7 @@ from service.web.grpc.calls import Calls, Count
 from service.web.grpc.methods import METHODS, PUBLIC
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Pipelines
 
 _IDENTITY_ONLY: Final = 1
 """Of the set of compressions: what is compressed would be made large before anybody counts it."""
@@ -56,7 +56,7 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def serving(
-    pipeline: Pipeline, guard: KeyGuard, count: Count, *, port: int, hold_seconds: float
+    pipelines: Pipelines, guard: KeyGuard, count: Count, *, port: int, hold_seconds: float
 ) -> AsyncIterator[int]:
     """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
 
@@ -69,8 +69,8 @@ async def serving(
     Raises:
         RuntimeError: the port cannot be had.
     """
-    settings = pipeline.settings
-    calls = Calls(pipeline, guard, count, hold_seconds=hold_seconds)
+    settings = pipelines.current().settings
+    calls = Calls(pipelines, guard, count, hold_seconds=hold_seconds)
     handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
     server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))

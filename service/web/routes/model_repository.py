@@ -29,7 +29,7 @@ from service.errors import (
 from service.settings import Settings
 from service.web.inference_protocol.descriptions import repository_index
 from service.web.keys import bearer_token
-from service.web.pipeline import Pipeline, pipeline_of
+from service.web.pipeline import Pipeline, Pipelines, pipeline_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import read_whole
 
@@ -96,11 +96,8 @@ def _require_name(request: Request, pipeline: Pipeline) -> None:
 
 
 def _swappable(request: Request) -> Swappable:
-    engine: Any = request.app.state.pipeline.engine
-    if not hasattr(engine, "load"):
-        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
-    swappable: Swappable = engine
-    return swappable
+    pipelines: Pipelines = request.app.state.pipelines
+    return pipelines.engine
 
 
 async def _read(request: Request) -> _Body:

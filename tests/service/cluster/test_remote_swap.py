@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,11 @@ class Group(FakeEngine):
     def __init__(self, name: str) -> None:
         super().__init__(model_info(name=name))
         self.on_change: Callable[[], None] = lambda: None
-        self.engines: tuple[FakeEngine, ...] = (self,)
+        self.members: tuple[FakeEngine, ...] = (self,)
+
+    @property
+    def engines(self) -> Sequence[Any]:
+        return self.members
 
     def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change
@@ -126,7 +130,7 @@ async def test_of_several_devices_each_engine_must_be_ready() -> None:
     worker = Worker()
     first, second = Group("first"), Group("second")
     second.state = "loading"
-    worker.groups[1].engines = (first, second)
+    worker.groups[1].members = (first, second)
     worker.board.take_over()
     worker.swap.adopt()
     assert worker.swap.info is not None

@@ -11,7 +11,6 @@ from itertools import count
 import numpy as np
 import pytest
 
-from service.engine.base import replicas
 from service.engine.batching import Entry
 from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -97,12 +96,3 @@ def test_logits_are_those_of_the_images_that_want_them() -> None:
     assert predictor.launched == [[1, 2, 3]]
     assert (found[0], found[2]) == (None, None)
     np.testing.assert_array_equal(found[1], expected_logits(2))
-
-
-def test_an_engine_alone_and_those_of_a_group_are_told_apart() -> None:
-    class Group:
-        engines = ("one", "two")
-
-    alone = object()
-    assert list(replicas(alone)) == [alone]  # type: ignore[arg-type]
-    assert replicas(Group()) is Group.engines  # type: ignore[arg-type, comparison-overlap]

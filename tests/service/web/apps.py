@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from service.engine.swapping import Unswapped
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
 from service.web.middleware import LingerLimits
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Pipeline, Pipelines
 from service.web.receiving import ByteBudget
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
@@ -51,7 +52,7 @@ class App:
         linger = LingerLimits(idle_seconds=0.3)
         self.asgi = create_app(
             self.settings,
-            self.engine,
+            cast(Any, self.engine) if hasattr(self.engine, "current") else Unswapped(self.engine),
             self.metrics,
             self.lifecycle,
             tracer=self.tracer,
@@ -84,11 +85,16 @@ def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
 
 def pipeline_of(running: App) -> Pipeline:
     """The pipeline inside, to fill its places; found below the middleware."""
+    return pipelines_of(running).current()
+
+
+def pipelines_of(running: App) -> Pipelines:
+    """The pipelines inside, of which one is current."""
     layer: Any = running.asgi
     while not hasattr(layer, "state"):
         layer = getattr(layer, "app", None) or layer._app
-    pipeline: Pipeline = layer.state.pipeline
-    return pipeline
+    pipelines: Pipelines = layer.state.pipelines
+    return pipelines
 
 
 def budget_of(running: App) -> ByteBudget:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 
@@ -26,6 +27,10 @@ class FakeEngine:
         self.waiting = 0
         self.cancelled = 0
         self.timeouts: list[float] = []
+
+    @property
+    def engines(self) -> Sequence[Self]:
+        return (self,)
 
     @property
     def status(self) -> EngineStatus:

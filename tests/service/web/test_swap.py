@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import CurrentEngine, Generation
+from service.engine.swapping import CurrentEngine, Generation, Reloads
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, kept, pipeline_of, until
@@ -29,6 +29,8 @@ def other_model() -> FakeEngine:
 
 class FakeSwap(CurrentEngine):
     """Swaps at once, for the engine that it is given."""
+
+    reloads = Reloads()
 
     def __init__(self) -> None:
         self.old, self.new = FakeEngine(), other_model()
@@ -156,6 +158,6 @@ async def test_everything_that_describes_the_model_follows() -> None:
         assert metadata["inputs"][1]["shape"] == [-1, 2 * SIZE, SIZE, 3]
 
 
-def test_an_engine_that_is_never_swapped_needs_no_other_pipeline() -> None:
-    pipeline = pipeline_of(app())
-    assert pipeline.pinned() is pipeline
+def test_one_pipeline_serves_as_long_as_its_model() -> None:
+    service = app()
+    assert pipeline_of(service) is pipeline_of(service)

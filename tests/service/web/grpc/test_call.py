@@ -15,10 +15,10 @@ from service.web.grpc import calls
 from service.web.grpc.arrivals import Arrivals
 from service.web.grpc.calls import Call, Calls
 from service.web.keys import KeyGuard, KeyLimiter
-from service.web.pipeline import Pipeline
+from service.web.pipeline import Pipelines
 from service.web.request_log import Answered
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, Clock, pipeline_of
+from tests.service.web.apps import App, Clock, pipelines_of
 
 
 class Ended(Exception):
@@ -53,7 +53,7 @@ def call(message: object) -> Call:
     return Call(Context(message), Arrivals(1, 8), 0.0, 10)
 
 
-Method = Callable[[Pipeline, Call], Awaitable[bytes]]
+Method = Callable[[Pipelines, Call], Awaitable[bytes]]
 
 
 class Counted:
@@ -64,7 +64,7 @@ class Counted:
         self.service = App(load_settings({"decode_threads": 1}), clock=self.clock)
         self.counted: list[tuple[Any, ...]] = []
         guard = KeyGuard((), KeyLimiter(0, 0), self.service.metrics)
-        self.calls = Calls(pipeline_of(self.service), guard, self.count, hold_seconds=3)
+        self.calls = Calls(pipelines_of(self.service), guard, self.count, hold_seconds=3)
 
     def count(self, *what: Any, **more: Any) -> None:
         self.counted.append((*what, *more.values()))
@@ -94,7 +94,7 @@ async def test_a_question_may_have_64_kib() -> None:
 async def test_an_answer_has_its_requests_id_and_is_counted_with_its_time() -> None:
     counting = Counted()
 
-    async def method(_: Pipeline, __: Call) -> bytes:
+    async def method(_: Pipelines, __: Call) -> bytes:
         counting.clock.now += 2
         assert counting.service.metric("vit_inflight_requests") == 1
         return b"answer"
@@ -128,7 +128,7 @@ async def test_only_a_missing_engine_is_waited_for_and_only_defects_are_logged(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def method(_: Pipeline, __: Call) -> bytes:
+    async def method(_: Pipelines, __: Call) -> bytes:
         raise error
 
     counting = Counted()
@@ -146,7 +146,7 @@ async def test_a_context_that_does_not_end_a_refused_call_is_a_defect() -> None:
         async def abort(self, *_: object) -> None:
             """Go on, which grpcio never does."""
 
-    async def method(_: Pipeline, __: Call) -> bytes:
+    async def method(_: Pipelines, __: Call) -> bytes:
         raise QueueFull("no place")
 
     with pytest.raises(AssertionError, match="goes on"):
