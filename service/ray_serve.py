@@ -117,7 +117,7 @@ class Replica:
         self._telemetry = start_telemetry(settings)
         self._engine = engine_of(settings, load, batch_observer(self._metrics.observe_batch, self._telemetry))
         self._loaded = asyncio.Event()
-        trim_regularly(settings.trim_seconds)
+        trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""

@@ -186,20 +186,18 @@ class Settings(BaseSettings):
         description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
         "the blocks, on GPUs of compute capability 8.9 and later",
     )
-    float8_agreement: float = Field(
+    agreement: float = Field(
         0.98,
         ge=0,
         le=1,
         description="share of the calibration set on which `float8` must have the best class of bfloat16, or the start "
         "is refused",
     )
-    compile: Literal["auto", "on", "max", "off"] = Field(
+    compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
         "auto",
-        description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU, `max` tries several kernels first "
-        "(minutes at the first start)",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto", description="`auto` replays one CUDA graph a batch size, unless `VIT_COMPILE` is `off`"
+        description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
+        "also on the CPU, `max` tries several kernels first (minutes at the first start), `no-graphs` is `auto` "
+        "without CUDA graphs, `off` does neither",
     )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",
@@ -270,11 +268,6 @@ class Settings(BaseSettings):
         gt=0,
         description="bytes of all bodies that are being received or wait for their answers, over all workers",
     )
-    min_body_rate: ByteSize = Field(
-        ByteSize(4 << 10),
-        ge=0,
-        description="bytes a second; a slower body is ended (408) after a second when its room is wanted; 0 never",
-    )
     max_connections: int = Field(
         2048,
         ge=1,
@@ -289,10 +282,6 @@ class Settings(BaseSettings):
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
-    )
-
-    max_drawings: int = Field(
-        64, ge=1, le=1_000_000, description="attention maps that wait to be drawn or are being drawn, of each worker"
     )
 
     # Who may ask.
@@ -328,9 +317,6 @@ class Settings(BaseSettings):
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
-    )
-    trim_seconds: Seconds = Field(
-        30, description="seconds between two moments at which each process returns freed memory (glibc); 0 never does"
     )
     otel: Annotated[bool, AfterValidator(_otel)] = Field(
         False, description="whether spans are exported by OpenTelemetry, as its own variables (`OTEL_...`) say"

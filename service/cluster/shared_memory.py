@@ -156,10 +156,10 @@ class ImageSlots:
         return self._slots[slot, :length].tobytes()
 
 
-_OPTIONS: Final = ("cuda_graphs", "compile", "max_batch")
+_OPTIONS: Final = ("compile", "max_batch")
 """The settings that an engine may have to start without."""
 
-_VALUES: Final = ("off",)
+_VALUES: Final = ("no-graphs", "off")
 
 
 class SharedCounters:

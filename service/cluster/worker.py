@@ -83,7 +83,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
     server = WorkerServer(app, settings, lifecycle, beside)
     signal.signal(CHANGED, signal.SIG_IGN)  # from now on it may come
     counters.worker_state[worker] = SharedCounters.LISTENING
-    trim_regularly(settings.trim_seconds)
+    trim_regularly()
     server.run(sockets=[shared.listeners[worker]])
     if telemetry is not None:
         telemetry.close()

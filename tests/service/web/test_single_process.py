@@ -126,12 +126,12 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
 
     parts = {"LocalSwap": lambda make, on_retired: engine, "create_app": make_app, "Server": Server}
     parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "settle": lambda: None}
-    parts |= {"trim_regularly": done.append}
+    parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
         monkeypatch.setattr(single_process, name, part)
-    assert run_single_process(load_settings({"trim_seconds": 9}), lambda _: (FakePredictor(), model_info())) == 7
+    assert run_single_process(load_settings(), lambda _: (FakePredictor(), model_info())) == 7
     trim, loading, first, second, closed, *rest = done
-    assert (trim, loading, closed, rest) == (9, [], [], [1, "reload", "telemetry closed"])
+    assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload", "telemetry closed"])
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
 
 
