@@ -19,7 +19,7 @@ from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import settle
+from service.http.lifecycle import freeze_objects
 from service.metrics.metrics import CONTENT_TYPE, Metrics
 from service.metrics.replicas import merge
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
@@ -146,7 +146,7 @@ class Replica:
     def _on_engine_change(self) -> None:
         self._loaded.set()
         if self._engine.ready and self._engine.info is not None:
-            settle()
+            freeze_objects()
             log_model(self._engine.status, self._engine.info)
 
 

@@ -19,9 +19,8 @@ import uvicorn
 
 from service.http.accepting import Acceptor
 from service.http.connections import DescriptorWatch, connection_limit
-from service.http.lifecycle import Lifecycle
+from service.http.lifecycle import Lifecycle, exit_now, stop_signals
 from service.http.protocol import Application, HttpProtocol
-from service.http.signals import exit_now, stop_signals
 from service.http.unread_answers import UnreadAnswers
 from service.settings import Settings
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.http.signals import exit_now
+from service.http.lifecycle import exit_now
 
 logger = logging.getLogger("vitserve")
 

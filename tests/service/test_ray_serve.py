@@ -27,7 +27,7 @@ from tests.service.fakes import FakePredictor, model_info, on_a_loop
 @pytest.fixture(autouse=True)
 def _process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_: None)
-    monkeypatch.setattr(ray_serve, "settle", lambda: None)
+    monkeypatch.setattr(ray_serve, "freeze_objects", lambda: None)
     monkeypatch.setattr(ray_serve, "trim_regularly", lambda: None)
 
 
