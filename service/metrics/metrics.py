@@ -10,7 +10,10 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,9 +35,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.metrics.exemplars import Exemplars
 from service.metrics.nvml import GpuCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,6 +71,41 @@ def count_in_files(folder: Path, process: str) -> None:
             file.write(bytes(_HEAD_BYTES))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
+
+
+class Exemplars:
+    """Exemplars of a histogram: the newest request of each bucket and endpoint whose trace can be looked at.
+
+    They are kept beside the histogram: the files in which several processes count have no place for them. So a scrape
+    shows those of the worker that answers it.
+
+    Args:
+        name: of the histogram; `endpoint` is its only label.
+        buckets: its upper bounds, in seconds, but the infinite one.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(self, name: str, buckets: Sequence[float], wall_clock: Callable[[], float] = time.time) -> None:
+        self._name = name
+        self._bounds = (*buckets, math.inf)
+        self._wall_clock = wall_clock
+        self._newest: dict[tuple[str, float], Exemplar] = {}
+
+    def remember(self, endpoint: str, seconds: float, labels: dict[str, str]) -> None:
+        """Let a request that was observed a moment ago stand for its bucket."""
+        bound = self._bounds[bisect_left(self._bounds, seconds)]
+        self._newest[endpoint, bound] = Exemplar(labels, seconds, self._wall_clock())
+
+    def add_to(self, metric: Metric) -> Metric:
+        """Return the metric, with exemplars if it is this histogram."""
+        if metric.name == self._name:
+            metric.samples = [
+                sample._replace(exemplar=self._newest.get((sample.labels["endpoint"], float(sample.labels["le"]))))
+                if "le" in sample.labels
+                else sample
+                for sample in metric.samples
+            ]
+        return metric
 
 
 class Metrics(Collector):

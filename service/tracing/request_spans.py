@@ -33,10 +33,8 @@ from opentelemetry.trace import (
 )
 
 from service.engine.messages import InferenceResult
-from service.tracing.batch_spans import NANOSECONDS
-from service.tracing.http_attributes import method_of, request_attributes, span_name
-from service.tracing.http_metrics import HttpMetrics
-from service.tracing.traceparent import context_of, traceparent_of
+from service.tracing.batch_spans import NANOSECONDS, context_of, traceparent_of
+from service.tracing.http import HttpMetrics, method_of, request_attributes, span_name
 
 Headers = Iterable[tuple[bytes, bytes]]
 

@@ -50,8 +50,7 @@ def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.envi
     if not settings.otel or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     try:
-        from service.tracing.log_records import RequestIds, Sparingly  # noqa: PLC0415  optional packages
-        from service.tracing.telemetry import Telemetry  # noqa: PLC0415
+        from service.tracing.telemetry import RequestIds, Sparingly, Telemetry  # noqa: PLC0415  optional packages
 
         telemetry = Telemetry.from_environment(environment)
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""A request's attributes by the semantic conventions for HTTP.
+"""Attributes and metrics of requests by the semantic conventions for HTTP. Prometheus has metrics of its own.
 
 https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-server-span
+https://opentelemetry.io/docs/specs/semconv/http/http-metrics/#http-server
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from opentelemetry.metrics import Meter
 from opentelemetry.semconv.attributes import (
     http_attributes,
     network_attributes,
@@ -16,6 +18,7 @@ from opentelemetry.semconv.attributes import (
     url_attributes,
     user_agent_attributes,
 )
+from opentelemetry.semconv.metrics import http_metrics
 
 _METHODS: Final = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 _OTHER: Final = "_OTHER"
@@ -25,6 +28,14 @@ _LONGEST: Final = 500
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:]+)(?::(\d{1,5}))?")
 _SECRETS: Final = re.compile(r"(?<![^&])(id)=[^&]*")
 """Parameters that let whoever knows them see a picture."""
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+"""The conventions' buckets."""
+
+_ACTIVE: Final = (http_attributes.HTTP_REQUEST_METHOD, url_attributes.URL_SCHEME)
+_OF_REQUEST: Final = (*_ACTIVE, network_attributes.NETWORK_PROTOCOL_VERSION)
+
+Attributes = Mapping[str, str | int]
 
 
 def method_of(scope: Mapping[str, Any]) -> str:
@@ -64,3 +75,31 @@ def request_attributes(scope: Mapping[str, Any]) -> dict[str, str | int]:
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     """Return the first header of this name, in lower case, or an empty text."""
     return next((value.decode("latin-1") for key, value in headers if key == name), "")
+
+
+class HttpMetrics:
+    """Counts requests that are being handled, and measures them when they end."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._duration = meter.create_histogram(
+            http_metrics.HTTP_SERVER_REQUEST_DURATION,
+            "s",
+            "Duration of HTTP server requests.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._active = meter.create_up_down_counter(
+            "http.server.active_requests", "{request}", "Number of active HTTP server requests."
+        )
+
+    def begin(self, request: Attributes) -> None:
+        """Count a request, with the attributes of its head, that is being handled from now on."""
+        self._active.add(1, _only(request, _ACTIVE))
+
+    def end(self, request: Attributes, answer: Attributes, seconds: float) -> None:
+        """Measure a request that has ended, with the attributes of its answer."""
+        self._active.add(-1, _only(request, _ACTIVE))
+        self._duration.record(seconds, {**_only(request, _OF_REQUEST), **answer})
+
+
+def _only(attributes: Attributes, names: tuple[str, ...]) -> dict[str, str | int]:
+    return {name: attributes[name] for name in names}
