@@ -99,8 +99,8 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
         raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
     cores = max(1, round(share.cpus))
     threads = {"threads": cores, "decode_threads": cores}
-    found = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
-    return fit_to_machine(settings).model_copy(update={**found, "workers": 1})
+    unset = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
+    return fit_to_machine(settings).model_copy(update={**unset, "workers": 1})
 
 
 class Replica:
@@ -175,8 +175,8 @@ class _MetricsOfAll(Metrics):
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
         answers = []
         try:
-            asked = self._replicas.broadcast("own_metrics")
-            answers = await asked.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
+            responses = self._replicas.broadcast("own_metrics")
+            answers = await responses.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
         except (TimeoutError, RayServeException) as error:
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])

@@ -53,7 +53,7 @@ class Repository(Files):
         assert match is not None
         super().__init__(source, source)
         self.repository: str = match["repo"]
-        self.wanted: str | None = match["revision"]
+        self.requested_revision: str | None = match["revision"]
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
 
@@ -83,7 +83,7 @@ class Repository(Files):
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
-        arguments: dict[str, Any] = {"revision": self.revision or self.wanted, "etag_timeout": _TIMEOUT}
+        arguments: dict[str, Any] = {"revision": self.revision or self.requested_revision, "etag_timeout": _TIMEOUT}
         arguments["local_files_only"] = bool(self._unreachable)
         try:
             path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
@@ -92,7 +92,9 @@ class Repository(Files):
                 f"{self.source}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
             ) from None
         except errors.RevisionNotFoundError:
-            raise CheckpointError(f"{self.source}: the repository has no revision {self.wanted!r}") from None
+            raise CheckpointError(
+                f"{self.source}: the repository has no revision {self.requested_revision!r}"
+            ) from None
         except errors.RepositoryNotFoundError:
             raise self._not_here(
                 "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"

@@ -68,8 +68,8 @@ class OperatingSystem:
         """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
         ended: list[tuple[int, int]] = []
         with contextlib.suppress(ChildProcessError):  # there are none left
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+            while (status := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append((status[0], os.waitstatus_to_exitcode(status[1])))
         return ended
 
 

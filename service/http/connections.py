@@ -70,19 +70,19 @@ def make_room(connections: Iterable[Connection]) -> bool:
     return bool(waiting)
 
 
-def connection_limit(wanted: int) -> int:
-    """Return how many connections this process may hold: `wanted`, or fewer if the system allows fewer open files.
+def connection_limit(configured: int) -> int:
+    """Return how many connections this process may hold: `configured`, or fewer if the system allows fewer open files.
 
     The limit of open files is raised as far as that needs and the system lets it.
     """
     try:
         import resource  # noqa: PLC0415  Windows has none
     except ImportError:
-        return wanted
+        return configured
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = configured + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return configured
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)

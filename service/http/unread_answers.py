@@ -32,12 +32,12 @@ class UnreadAnswers:
     def add(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         """Watch a connection until it is removed."""
         self._watch(connection, loop)
-        total = sum(_unread(one) for one in self._timers)
-        for one in list(self._timers):
-            if total <= self._capacity or one is connection:
+        total = sum(_unread(each) for each in self._timers)
+        for each in list(self._timers):
+            if total <= self._capacity or each is connection:
                 return
-            total -= _unread(one)
-            self._cut(one)
+            total -= _unread(each)
+            self._cut(each)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection whose answer is read, or that has ended."""

@@ -53,23 +53,23 @@ def span_name(method: str, route: str | None) -> str:
 def request_attributes(scope: Mapping[str, Any]) -> dict[str, str | int]:
     """Return what a request's head says, of an ASGI scope; never the caller's address, or a key."""
     method = method_of(scope)
-    found: dict[str, str | int] = {
+    attributes: dict[str, str | int] = {
         http_attributes.HTTP_REQUEST_METHOD: method,
         url_attributes.URL_SCHEME: scope["scheme"],
         url_attributes.URL_PATH: scope["path"][:_LONGEST],
         network_attributes.NETWORK_PROTOCOL_VERSION: scope["http_version"],
     }
     if method == _OTHER:
-        found[http_attributes.HTTP_REQUEST_METHOD_ORIGINAL] = scope["method"][:_LONGEST]
+        attributes[http_attributes.HTTP_REQUEST_METHOD_ORIGINAL] = scope["method"][:_LONGEST]
     if query := scope["query_string"].decode("latin-1"):
-        found[url_attributes.URL_QUERY] = _SECRETS.sub(r"\1=REDACTED", query)[:_LONGEST]
+        attributes[url_attributes.URL_QUERY] = _SECRETS.sub(r"\1=REDACTED", query)[:_LONGEST]
     if agent := header(scope["headers"], b"user-agent"):
-        found[user_agent_attributes.USER_AGENT_ORIGINAL] = agent[:_LONGEST]
+        attributes[user_agent_attributes.USER_AGENT_ORIGINAL] = agent[:_LONGEST]
     if host := _HOST.fullmatch(header(scope["headers"], b"host")[:_LONGEST]):
-        found[server_attributes.SERVER_ADDRESS] = host[1].strip("[]")
+        attributes[server_attributes.SERVER_ADDRESS] = host[1].strip("[]")
         if host[2]:
-            found[server_attributes.SERVER_PORT] = int(host[2])
-    return found
+            attributes[server_attributes.SERVER_PORT] = int(host[2])
+    return attributes
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:

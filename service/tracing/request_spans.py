@@ -170,7 +170,7 @@ class _Headers(Getter[Headers]):
     def get(self, carrier: Headers, key: str) -> list[str] | None:
         """Return all headers of a name."""
         name = key.encode()
-        return [value.decode("latin-1") for found, value in carrier if found == name] or None
+        return [value.decode("latin-1") for each, value in carrier if each == name] or None
 
     def keys(self, carrier: Headers) -> list[str]:
         """Return the names of all headers."""

@@ -159,8 +159,8 @@ class Jpeg(EncodedImage):
             if marker == _END_OF_IMAGE:
                 break
             if marker == _SCAN:
-                found = _NO_SCAN_DATA.search(data, end)
-                if found is None:
+                following = _NO_SCAN_DATA.search(data, end)
+                if following is None:
                     return None
                 header = data[position + 4 : end]
                 # The components' number, of each its identifier and tables; first and last frequency, bits before
@@ -168,8 +168,8 @@ class Jpeg(EncodedImage):
                 one_component = len(header) == 6 and header[0] == 1 and header[1] in components
                 if one_component and header[3] > 0 and (scale == 8 or header[5] == 0x10):
                     kept.append(view[done:end])
-                    done = found.start()
-                end = found.start()
+                    done = following.start()
+                end = following.start()
             elif marker != _HUFFMAN_TABLES:
                 return None
             position = end
@@ -182,10 +182,10 @@ def _segments(data: bytes | bytearray, position: int) -> Iterator[tuple[int, int
     """Yield (marker, where it begins, where its payload begins, where that ends) of each segment from `position` on."""
     for _ in bounded_parts():
         # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
-        found = _MARKER.search(data, position)
-        if found is None:
+        match = _MARKER.search(data, position)
+        if match is None:
             return
-        begin, marker, position = found.start(), found[0][1], found.end()
+        begin, marker, position = match.start(), match[0][1], match.end()
         start = position
         if marker not in _STANDALONE:
             position += max(2, int.from_bytes(data[start : start + 2], "big"))
