@@ -73,7 +73,7 @@ class Repository(Files):
 
     @cached_property
     def _unreachable(self) -> str:
-        """Why no connection to the hub opens, or an empty text where one does; the client itself retries for long."""
+        """Why no connection to the hub opens, or an empty text where it opens; the client itself retries for long."""
         if self._hub.constants.HF_HUB_OFFLINE:
             return ""
         failure = unreachable(self._hub.constants.ENDPOINT, _CONNECT_TIMEOUT)
@@ -116,7 +116,7 @@ class Repository(Files):
         return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
-        """Return None for a part that the cached repository lacks; refuse one that only the network could give."""
+        """Return None for a part that the cached repository lacks; refuse a part that only the network could give."""
         offline = self._hub.constants.HF_HUB_OFFLINE
         if (offline or self._unreachable) and self._found.get(CONFIG_FILE) is not None:
             return None
@@ -131,7 +131,7 @@ class Repository(Files):
         return CheckpointError(f"{place}{failure}")
 
     def _pin(self, path: Path) -> None:
-        """Remember the commit, so that all files are of the same one."""
+        """Remember the commit, so that all files are of the same commit."""
         for part in path.parts:
             if _COMMIT.fullmatch(part):
                 self.revision = part
@@ -142,7 +142,7 @@ def _no_folder(source: str) -> str:
 
 
 def unreachable(endpoint: str, timeout: float) -> str:
-    """Return why no connection to an endpoint opens, or an empty text where one does or a proxy makes it.
+    """Return why no connection to an endpoint opens, or an empty text where it opens or a proxy makes it.
 
     Args:
         endpoint: its URL.

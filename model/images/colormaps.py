@@ -77,7 +77,7 @@ def with_colorbar(drawing: Image.Image, colours: NDArray[np.uint8], full_scale: 
 def tick_ratios(full_scale: float, most: int) -> list[float]:
     """Return the ratios that the scale names: both ends and, if `most` is enough for them, powers of 2 between."""
     powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale)))]
-    # The last one would stand in the way of the end of the scale.
+    # A power close to the end of the scale would overlap its label.
     powers = [ratio for ratio in powers if ratio < full_scale / 1.4]
     room = max(0, most - 2)
     step = math.ceil(len(powers) / room) if room else len(powers) + 1

@@ -190,7 +190,7 @@ def _cells(pixels: int, source: int, start: float, length: float, cells: int) ->
 
 
 def _levels(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-    """Return how far up the colours each patch stands, 0...1, and how many times the even share the last one means."""
+    """Return the place of each patch among the colours, 0...1, and the last colour's multiple of the even share."""
     # In double: the sum of a float32 map may exceed float32.
     shares = values.astype(np.float64)
     shares[~np.isfinite(shares) | (shares < 0)] = 0.0

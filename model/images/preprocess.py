@@ -224,7 +224,7 @@ def _resize_and_crop(
 
 
 def _pad(small: Image.Image, config: PreprocessConfig) -> Image.Image:
-    """Return the picture in the middle of one of the model's size and mean colour; an odd pixel goes after it."""
+    """Return the picture in the middle of a border of the mean colour; an odd pixel goes after it."""
     rows, columns = config.size
     fill = tuple(round(255 * mean) for mean in config.mean)
     whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
@@ -236,7 +236,7 @@ def _pad(small: Image.Image, config: PreprocessConfig) -> Image.Image:
 
 
 def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[float, float, float, float]:
-    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
+    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded picture."""
     width, height = decoded.size
     left, right, top, bottom = across.low, across.high, down.low, down.high
     if decoded.orientation >= 5:

@@ -16,7 +16,7 @@ _LOOK_SECONDS: Final = 0.05
 
 
 class RemoteSwap(CurrentEngine):
-    """The engines of other processes, in two groups of which one is current.
+    """The engines of other processes, in two groups; one group is current.
 
     Args:
         groups: the engine of each group.
@@ -36,7 +36,7 @@ class RemoteSwap(CurrentEngine):
 
     @property
     def reloads(self) -> Reloads:
-        """Return what became of the loads until now, whoever asked for them."""
+        """Return what became of the loads until now, of all workers."""
         return self._board.reloads
 
     def start(self, on_change: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class InferenceRequest:
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size; or a picture that the engine's device is to make that of.
-        requested: what is asked of it.
+        requested: the outputs to compute.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
     """
 
@@ -40,11 +40,11 @@ class InferenceResult:
     """The model's answer for one image.
 
     Attributes:
-        outputs: what was asked of it.
+        outputs: the requested outputs.
         batch_size: images that were launched together.
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
-        batch_traceparent: of the batch's span, if it has one: see `BatchReport`.
+        batch_traceparent: of the batch's span, None without a span: see `BatchReport`.
     """
 
     outputs: Outputs

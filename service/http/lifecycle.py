@@ -42,7 +42,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without waiting for its threads: one may be deep in a decoder or a kernel."""
+    """End the process without waiting for its threads, which may be inside a decoder or a kernel."""
     logging.shutdown()
     os._exit(code)
 
@@ -54,5 +54,5 @@ class Terminal:
         self._descriptors = [descriptor for descriptor in descriptors if os.isatty(descriptor)]
 
     def was_closed(self) -> bool:
-        """Return whether there was a terminal, and it is gone."""
+        """Return whether the process had a terminal that is closed now."""
         return bool(self._descriptors) and not any(map(os.isatty, self._descriptors))

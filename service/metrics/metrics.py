@@ -49,7 +49,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _HEAD_BYTES = 8
-"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty one."""
+"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty file."""
 
 
 def files_of(process: str) -> dict[str, int]:
@@ -63,7 +63,7 @@ def count_in_files(folder: Path, process: str) -> None:
 
     Args:
         folder: the same for all processes of the service.
-        process: unique among those that run. A process that takes over a name goes on counting where the last one
+        process: unique among those that run. A process that takes over a name goes on counting where its predecessor
             stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
     """
     for gauge in folder.glob(f"gauge_*_{process}.db"):
@@ -81,7 +81,7 @@ class Exemplars:
 
     Args:
         name: of the histogram; `endpoint` is its only label.
-        buckets: its upper bounds, in seconds, but the infinite one.
+        buckets: its finite upper bounds, in seconds.
         wall_clock: seconds since 1970.
     """
 
@@ -112,7 +112,7 @@ class Metrics(Collector):
     """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        # The moment each series began would be a second series beside every one.
+        # The moment at which each series began would be a second series beside it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._folder = folder
@@ -242,7 +242,7 @@ class _StateCollector(Collector):
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Return all gauges, from one look at each source."""
+        """Return all gauges; each source is read once."""
         up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
         depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
         restarts = CounterMetricFamily(

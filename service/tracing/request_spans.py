@@ -47,7 +47,7 @@ class RequestTracer:
 
     Args:
         propagator: reads the caller's span from headers.
-        metrics: measures requests for OTLP; None if nobody asked for it.
+        metrics: measures requests for OTLP; None without OTLP.
         wall_clock: nanoseconds since 1970.
     """
 
@@ -144,7 +144,7 @@ class RequestTrace:
             status: of the answer; None if the caller went away before.
             route: path of the route that answered; None if there is none.
             seconds: from the request's head to the end of its answer.
-            key_name: of the API key; None without one.
+            key_name: of the API key; None without a key.
         """
         answer: dict[str, str | int] = {}
         if route is not None:

@@ -22,11 +22,11 @@ _ALLOWED: Final = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _HTTP,
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _HTTP,
 }
-"""Variables that choose among exporters, and the values for which there is one here."""
+"""Variables that choose among exporters, and the values for which an exporter is installed."""
 
 
 def check_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Check, if OpenTelemetry is asked for, the variables that ask for what is not here.
+    """With `VIT_OTEL`, check the values of OpenTelemetry's variables that choose exporters.
 
     Raises:
         SettingsError: one line with the variable, its value and what is allowed.
@@ -40,7 +40,7 @@ def check_environment(settings: Settings, environment: Mapping[str, str] = os.en
 
 
 def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.environ) -> Telemetry | None:
-    """Return what exports this process's spans, or None if they are not asked for; threads of its own begin here.
+    """Return what exports this process's spans, or None without `VIT_OTEL`. It starts threads of its own.
 
     Every record that is logged from now on has the ids of the request that it belongs to.
 

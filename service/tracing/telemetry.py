@@ -42,7 +42,7 @@ class Telemetry:
 
     Args:
         processors: take each span that ends.
-        readers: of the HTTP metrics; without one they are not measured.
+        readers: of the HTTP metrics; without a reader they are not measured.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Telemetry:
         for processor in self._processors:
             provider.add_span_processor(processor)
         metrics = None if self._meters is None else HttpMetrics(self._meters.get_meter(_SCOPE))
-        # By default the SDK reads `baggage`, too, which nobody here asks for, and logs what it dislikes of its content.
+        # By default the SDK reads `baggage`, too, which nothing here needs, and logs what is malformed in it.
         chosen = "OTEL_PROPAGATORS" in os.environ
         propagator = get_global_textmap() if chosen else TraceContextTextMapPropagator()
         return RequestTracer(provider.get_tracer(_SCOPE), propagator, metrics)
@@ -131,7 +131,7 @@ class Sparingly(logging.Filter):
     An exporter says with every batch that its collector does not answer.
 
     Args:
-        package: whose loggers are meant; those of others may say what they want.
+        package: whose loggers are limited; other loggers are not.
         clock: monotonic seconds.
     """
 

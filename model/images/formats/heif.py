@@ -77,7 +77,7 @@ class Heif(EncodedImage):
 
 
 def _check_boxes(data: bytes | bytearray) -> None:
-    """Refuse a file that its top boxes do not fill: libavif does not tell a cut file from one it cannot read."""
+    """Refuse a file that its top boxes do not fill: libavif reports a cut file and an unreadable file alike."""
     position = 0
     for _ in bounded_parts():
         if position == len(data):

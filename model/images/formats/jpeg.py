@@ -1,4 +1,4 @@
-"""JPEG (ITU-T T.81, annex B). A multi-picture MPO begins with a whole JPEG and is read as one."""
+"""JPEG (ITU-T T.81, annex B). A multi-picture MPO begins with a whole JPEG and is read as JPEG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
 _HUFFMAN = {0xC0, 0xC1}
 _PROGRESSIVE = 0xC2
 _DCT = {0xC0, 0xC1, 0xC2}
-"""Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+"""Frames made of cosine transforms; only those can be scaled (a lossless frame keeps its size)."""
 
 _MAX_BOUNDED_SEGMENTS = 1_024
 _MAX_BOUNDED_FILE = 16_777_216
@@ -209,7 +209,7 @@ def _is_bounded(header: bytes, scans: int) -> bool:
 
 
 def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
-    """Return whether the frame of the JPEG stream at `position` is a sequential one with Huffman codes."""
+    """Return whether the frame of the JPEG stream at `position` is sequential, with Huffman codes."""
     frames = (marker for marker, *_ in _segments(data, position) if marker in _FRAMES or marker == _SOS)
     return next(frames, _SOS) in _HUFFMAN
 
