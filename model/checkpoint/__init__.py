@@ -1,4 +1,4 @@
-"""Checkpoints: one reader a format, each strict, all giving the same `Checkpoint`.
+"""Checkpoints: a reader for each format, all of them strict, all with a `Checkpoint` as the result.
 
 To add a format, write one module here with `FORMAT`, `recognises(files)` and `read(files, options)`
 and add it to `READERS`. To add a family of transformers' classes, write one module in `huggingface/`

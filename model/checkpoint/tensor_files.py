@@ -138,7 +138,7 @@ def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
 
 
 def without_prefixes(tensors: Mapping[str, Tensor], prefixes: Collection[str] = USUAL_PREFIXES) -> dict[str, Tensor]:
-    """Return tensors without the prefixes that all their names share, one within the other, as far as they are usual.
+    """Return tensors without the usual prefixes, also nested, that all their names share.
 
     Args:
         tensors: as a file names them.

@@ -39,7 +39,7 @@ class OperatingSystem:
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process that exits with the result of `main`, and return its pid; it is killed when this one dies."""
+        """Start a process that exits with the result of `main`, and return its pid; it dies with this process."""
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)

@@ -1,4 +1,4 @@
-"""A web worker's part in a swap: it asks the supervisor for one, and gives its requests to the current engines."""
+"""A web worker's part in a swap: it asks the supervisor to load, and the current engines to compute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RemoteSwap(CurrentEngine):
             generation.engine.start(partial(self._changed, generation))
 
     def adopt(self) -> None:
-        """Give requests to the current generation as soon as this worker hears all of its engines be ready."""
+        """Give requests to the current generation as soon as all of its engines are ready for this worker."""
         number = self._board.generation
         following = self._groups[number % GROUPS]
         if number != self._number and all(engine.ready for engine in replicas(following.engine)):

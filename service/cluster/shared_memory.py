@@ -38,7 +38,7 @@ class SharedFile:
         self._descriptor = os.memfd_create(f"vitserve-{name}", os.MFD_CLOEXEC)
 
     def grow(self, size: int) -> None:
-        """Make it at least `size` bytes, new ones zero; one process only may. It never shrinks: others map it."""
+        """Make it at least `size` bytes, new bytes zero; a single process may. It never shrinks: others map it."""
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
 
@@ -71,7 +71,7 @@ class SharedFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock against other processes, not threads of this one; the kernel ends it with the process."""
+        """Hold a lock against other processes, not threads of this process; the kernel releases it with the process."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -151,7 +151,7 @@ class ImageSlots:
         self._slots[slot, : len(data)] = np.frombuffer(data, np.uint8)
 
     def read(self, slot: int, length: int) -> bytes:
-        """Return a copy of an encoded picture, which whoever writes the slot does not change any more."""
+        """Return a copy of an encoded picture, which its writer does not change any more."""
         return self._slots[slot, :length].tobytes()
 
 

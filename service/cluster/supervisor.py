@@ -137,7 +137,7 @@ class Supervisor:
                 child.pid = self._system.spawn(child.name, child.main)
 
     def _kill_frozen(self) -> None:
-        if self._kill_at is not None:  # whoever does not end in time is killed anyway
+        if self._kill_at is not None:  # a child that does not end in time is killed anyway
             return
         now = self._system.now()
         for child in self._children:
@@ -220,7 +220,7 @@ class Supervisor:
         return True
 
     def _signal(self, children: Sequence[Child], number: signal.Signals | None = None) -> None:
-        """Send a signal, or else the one that ends each child in order, to those that run."""
+        """Send the running children a signal; by default that which ends the child in order."""
         for child in children:
             if child.pid is not None:
                 self._system.kill(child.pid, number or child.stop)

@@ -1,4 +1,4 @@
-"""The supervisor's part in a swap: engines of the other group are started, take over, and the old ones are ended.
+"""The supervisor's part in a swap: engines of the other group are started and take over, and the old engines are ended.
 
     IDLE -- a request, or SIGHUP --> LOADING -- all are ready --> TAKING_OVER -- all workers adopted it --> RETIRING
       ^                                |  one ended                                                            |

@@ -318,7 +318,7 @@ class HttpProtocol(asyncio.Protocol):
         task.add_done_callback(self._server_state.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body on; reset the count of framing bytes: whoever reads the body bounds it."""
+        """Hand a piece of the body on; reset the count of framing bytes: the reader of the body bounds it."""
         if self._is_refused:
             return
         self._overhead = 0

@@ -206,7 +206,7 @@ class Metrics(Collector):
         """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.
 
         Args:
-            accept: media types that the scraper reads; OpenMetrics is answered to those who name it.
+            accept: media types that the scraper reads; OpenMetrics is the answer if it is among them.
         """
         if OPENMETRICS in accept:
             return self.render_openmetrics(), OPENMETRICS_CONTENT_TYPE

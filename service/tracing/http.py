@@ -27,7 +27,7 @@ _LONGEST: Final = 500
 
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:]+)(?::(\d{1,5}))?")
 _SECRETS: Final = re.compile(r"(?<![^&])(id)=[^&]*")
-"""Parameters that let whoever knows them see a picture."""
+"""Parameters that give access to a picture."""
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 """The conventions' buckets."""

@@ -62,7 +62,7 @@ def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.envi
 
 
 def batch_observer(count: Callable[[BatchReport], None], telemetry: Telemetry | None) -> Callable[[BatchReport], None]:
-    """Return what an engine's owner is to call with each report: `count`, and what makes the batch's span."""
+    """Return the function that an engine's owner calls with each report: it counts, and makes the batch's span."""
     if telemetry is None:
         return count
     tracer = telemetry.batch_tracer()
