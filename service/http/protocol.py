@@ -174,6 +174,7 @@ class HttpProtocol(asyncio.Protocol):
         if newest is None or newest.status is not None or newest.arriving is None:
             self.transport.close()
         else:
+            newest.keep_alive = False
             newest.arriving.give_way()
 
     def shutdown(self) -> None:

@@ -22,7 +22,7 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import MEMORY, Settings
-from service.web.admission import Limiter
+from service.web.admission import Limiter, RefusalPace
 from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
@@ -177,7 +177,8 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, guard, public), metrics, hold_seconds=hold_seconds)
+    pace = RefusalPace()
+    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, guard, public), metrics, pace, hold_seconds=hold_seconds)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -187,7 +188,9 @@ def create_app(
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, clock=clock, linger=linger)
+    outermost = RequestContextMiddleware(
+        layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock, linger=linger
+    )
     return outermost
 
 

@@ -23,10 +23,18 @@ from typing import TYPE_CHECKING, cast
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, EngineUnavailable, MalformedRequest, ServiceError, Unauthorized
+from service.errors import (
+    ClientDisconnected,
+    EngineUnavailable,
+    MalformedRequest,
+    QueueFull,
+    ServiceError,
+    Unauthorized,
+)
 from service.http.exchange import Header, exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.web.admission import RefusalPace
 from service.web.problems import (
     CLIENT_DISCONNECTED,
     INFERENCE_PROTOCOL,
@@ -168,6 +176,7 @@ class RequestContextMiddleware:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
         tracer: makes the spans of requests, but of probes; None if nobody asked for them.
+        pace: of the refusals, is told of each answer.
         clock: monotonic seconds.
 
     Attributes:
@@ -182,6 +191,7 @@ class RequestContextMiddleware:
         lifecycle: Lifecycle,
         tracer: RequestTracer | None = None,
         *,
+        pace: RefusalPace | None = None,
         clock: Callable[[], float] = time.monotonic,
         linger: LingerLimits | None = None,
     ) -> None:
@@ -196,6 +206,7 @@ class RequestContextMiddleware:
         self._tracer = tracer
         self._clock = clock
         self._linger = linger or LingerLimits()
+        self._pace = pace or RefusalPace()
         self.log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,6 +232,8 @@ class RequestContextMiddleware:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
             status = context.status or CLIENT_DISCONNECTED
+            if counted and status < HTTPStatus.BAD_REQUEST:
+                self._pace.answered()
             answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
             self.count(answered, context.endpoint, refusal=context.refusal, trace=context.trace)
 
@@ -274,9 +287,10 @@ class ProblemMiddleware:
     `hold_seconds`: callers that try again at once would take the processors from the engine that is starting.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, hold_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace, *, hold_seconds: float) -> None:
         self._app = app
         self._metrics = metrics
+        self._pace = pace
         self._hold_seconds = hold_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -297,6 +311,8 @@ class ProblemMiddleware:
                 self._metrics.rejected.labels(problem.code).inc()
                 if isinstance(error, EngineUnavailable):
                     await asyncio.sleep(self._hold_seconds)
+                elif isinstance(error, QueueFull):
+                    await self._pace.turn(exchange_of(scope))
             if scope["path"].startswith(INFERENCE_PROTOCOL):
                 content, kind = protocol_body(problem), "application/json"
             else:

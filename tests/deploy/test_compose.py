@@ -96,6 +96,13 @@ def test_docker_waits_longer_than_the_service_drains():
     assert int(seconds[1]) > Settings.model_fields["drain_timeout"].default
 
 
+def test_systemd_gives_a_drain_its_time():
+    unit = (REPOSITORY / "deploy/systemd/vitserve.service").read_text()
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)
+
+    assert int(seconds) > Settings.model_fields["drain_timeout"].default
+
+
 def test_a_first_start_has_time_to_download_and_compile_before_docker_gives_it_up():
     (period,) = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", (REPOSITORY / "Dockerfile").read_text(), re.M)
 

@@ -113,6 +113,20 @@ def test_links_lead_somewhere(document):
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_a_heading(document):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", document.read_text())
+    pages = {name: (document.parent / name if name else document) for name, _ in links}
+
+    assert [(name, anchor) for name, anchor in links if anchor not in _anchors(pages[name])] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_every_path_that_needs_no_key_is_documented():
     section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
     first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))

@@ -29,7 +29,7 @@ TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
 """Components that one overlay may have; a checkpoint comes from one place, and one scaler counts the pods."""
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that Kubernetes itself does not know."""
-DEPLOYMENT = (REPOSITORY / "docs/deployment.md").read_text()
+PAGE = (REPOSITORY / "docs/kubernetes.md").read_text()
 (INFERENCE_SERVICE,) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
@@ -227,7 +227,7 @@ def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: P
 def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
     overlay: str, component: str, tmp_path: Path
 ) -> None:
-    [path] = re.findall(rf"^\| `{component}` \|.*\| `(.*)` \|$", DEPLOYMENT, re.M)
+    [path] = re.findall(rf"^\| `{component}` \|.*\| `(.*)` \|$", PAGE, re.M)
     setting = {"name": "vitserve", "behavior": "merge", "literals": [f"VIT_CHECKPOINT={path}"]}
     image = {"name": "vitserve-checkpoint", "newName": "example.org/my-vit", "newTag": "1"}
     manifests = built_with(tmp_path, overlay, [component], configMapGenerator=[setting], images=[image])
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
 @pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
 def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(component: str, tmp_path: Path) -> None:
     operations = (REPOSITORY / "docs/operations.md").read_text()
-    [overlay], [patch] = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (operations, DEPLOYMENT))
+    [overlay], [patch] = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (operations, PAGE))
     text = overlay.replace("checkpoint-init", component) + (patch if component == "checkpoint-image" else "")
     manifests = built(tmp_path, yaml.safe_load(text))
     pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
@@ -267,7 +267,7 @@ def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(comp
 
 def test_the_documented_claim_is_the_one_that_pods_mount_and_the_pod_that_fills_it_is_valid(tmp_path: Path) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    [text] = re.findall(r"<<'END'\n(.*?)^END$", DEPLOYMENT, re.M | re.S)
+    [text] = re.findall(r"<<'END'\n(.*?)^END$", PAGE, re.M | re.S)
     claim, pod = yaml.safe_load_all(text)
     for manifest in (claim, pod):
         validator.validate(manifest, "1.33", strict=True)

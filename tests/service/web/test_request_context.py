@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from service.errors import EngineUnavailable, QueueFull, Unauthorized
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.web.admission import RefusalPace
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware, request_context
 from service.web.problems import problem_of
 from tests.service.fakes import on_a_loop
@@ -48,7 +49,7 @@ class Layers:
         self.sent: list[Message] = []
         self.begun: list[str] = []
         tracer: Any = SimpleNamespace(begin=self._begin)
-        problems = ProblemMiddleware(answer, self.metrics, hold_seconds=3)
+        problems = ProblemMiddleware(answer, self.metrics, RefusalPace(), hold_seconds=3)
         self.asgi = RequestContextMiddleware(
             problems, self.metrics, ["/known"], Lifecycle(), tracer, clock=self.clock
         )  # fmt: skip
