@@ -114,7 +114,7 @@ def _top_k(requested: int | None, classes: int) -> int:
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
-    """Return a function that prints an answer in the form that the arguments ask for."""
+    """Return a function that prints an answer in the form that the arguments choose."""
     if not arguments.csv:
         form = _json if arguments.json else _text
         return lambda answer: tqdm.write(form(answer), file=sys.stdout)

@@ -79,7 +79,7 @@ class FileMaps:
 
 
 def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> Iterator[FileMaps]:
-    """Ask a server for each file's maps; an answer that concerns one file alone is that file's error.
+    """Request each file's maps from a server; an error of a single file is in its result.
 
     Raises:
         ClientError: the server does not answer at all.
@@ -96,7 +96,7 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
         best = client.classify(file, top_k=1).predictions[0]
         panels = []
         if choice.drawn and choice.side_by_side:
-            # Without the colour bar, which would be one of no map.
+            # Without the colour bar, as no map is drawn.
             plain = {name: value for name, value in choice.look.items() if name in ("size", "view")}
             panels.append(client.heat_map(file, alpha=0, **plain))
         if choice.drawn:
@@ -132,7 +132,7 @@ def maps_in_process(
         while chunk := list(islice(remaining, min(_CHUNK, predictor.max_batch))):
             decoded = list(pool.map(decode, chunk))
             good = [seen.pixels for seen in decoded if not isinstance(seen, str)]
-            # One prediction for each map of a picture.
+            # A prediction for each map of a picture.
             results = [predictor.predict(np.stack(good), RequestedOutputs(1, request)) for request in requests if good]
             places = iter(range(len(good)))
             for file, seen in zip(chunk, decoded, strict=True):

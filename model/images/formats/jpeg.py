@@ -125,7 +125,7 @@ class Jpeg(EncodedImage):
         min_width, min_height = min_size(height, width)[::-1] if swapped else min_size(width, height)
         for scale in (8, 4, 2):
             if width >= scale * min_width and height >= scale * min_height:
-                # Pillow takes the largest scale that leaves at least this size: the one that was just found.
+                # Pillow takes the largest scale that leaves at least this size: the scale of this loop.
                 image.draft(None, (width // scale, height // scale))
                 shorter = self.without_fine_scans(scale, _not_subsampled(image))
                 if shorter is not None:
