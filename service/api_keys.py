@@ -18,7 +18,7 @@ class ApiKey:
 
 
 def parse_keys(written: Iterable[str]) -> list[ApiKey]:
-    """Return the keys of `NAME:KEY` or `KEY`; one without a name is called by its place, `key1` being the first.
+    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
 
     Raises:
         ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that

@@ -25,7 +25,7 @@ class Unauthorized(ServiceError):
 
 
 class Forbidden(ServiceError):
-    """What is asked for is not allowed here, with whatever key."""
+    """The request is not allowed here, with whatever key."""
 
 
 class NotFound(ServiceError):

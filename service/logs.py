@@ -1,4 +1,4 @@
-"""Logs the service writes: lines for people, or one JSON object a line."""
+"""The service's log: lines for people, or a JSON object a line."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def configure(log_format: str, level: str) -> None:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    # Found out for every line, and in none of them.
-    logging._srcfile = None  # where it was written; `logging` documents this way
+    # logging would look these up for each record, and no format shows them.
+    logging._srcfile = None  # file and line of the caller; `logging` documents this way
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What it finds wrong with a form is in the answer, and in our line about the request.
+    # What is wrong with a form is in the answer, and in our line about the request.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     _silence_libtiff()
-    # Their start-up chatter says in five lines what ours says in one.
+    # Their messages at start-up repeat ours.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
 
@@ -51,7 +51,7 @@ def configure(log_format: str, level: str) -> None:
 def _silence_libtiff() -> None:
     """Let libtiff print nothing, where Pillow links it dynamically, as its wheels and distributions do.
 
-    It would write to standard error between our lines what is wrong with a file; its sender is told that anyway.
+    It would write what is wrong with a file to standard error, between our lines; the answer says that already.
     """
     libraries = ctypes.CDLL(_imaging.__file__)  # a name is looked up in what the extension is linked to, too
     for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):

@@ -1,4 +1,4 @@
-"""Threads whose work may wait: they get out of the way of those that answer."""
+"""Lower priority for threads whose work may wait, and the time for which a thread waited for a core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lower_priority() -> None:
 def seconds_without_core(thread: int) -> float:
     """Return for how long a thread of this process, named by its native id, could run and had to wait for a core.
 
-    0 where the system does not tell: only Linux does, unless it is built without statistics of its scheduler.
+    0 where the system has no such figure: only Linux has, unless it is built without statistics of its scheduler.
     """
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9

@@ -20,7 +20,7 @@ from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import settle
+from service.http.lifecycle import freeze_objects
 from service.metrics.metrics import CONTENT_TYPE, Metrics
 from service.metrics.replicas import merge
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
@@ -100,8 +100,8 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
         raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
     cores = max(1, round(share.cpus))
     threads = {"threads": cores, "decode_threads": cores}
-    found = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
-    return fit_to_machine(settings).model_copy(update={**found, "workers": 1})
+    unset = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
+    return fit_to_machine(settings).model_copy(update={**unset, "workers": 1})
 
 
 class Replica:
@@ -118,7 +118,7 @@ class Replica:
         self._telemetry = start_telemetry(settings)
         self._engine = engine_of(settings, load, batch_observer(self._metrics.observe_batch, self._telemetry))
         self._loaded = asyncio.Event()
-        trim_regularly(settings.trim_seconds)
+        trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
@@ -149,7 +149,7 @@ class Replica:
     def _on_engine_change(self) -> None:
         self._loaded.set()
         if self._engine.ready and self._engine.info is not None:
-            settle()
+            freeze_objects()
             log_model(self._engine.status, self._engine.info)
 
 
@@ -178,8 +178,8 @@ class _MetricsOfAll(Metrics):
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
         answers = []
         try:
-            asked = self._replicas.broadcast("own_metrics")
-            answers = await asked.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
+            responses = self._replicas.broadcast("own_metrics")
+            answers = await responses.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
         except (TimeoutError, RayServeException) as error:
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])

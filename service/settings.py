@@ -66,7 +66,7 @@ def _device(value: object) -> object:
 
 def _api_keys(value: object) -> object:
     keys = _comma_separated(value)
-    if value and not keys:  # `$ONE,$OTHER` of variables that are not set is no wish to let everybody in
+    if value and not keys:  # `$ONE,$OTHER` of variables that are not set does not mean that everybody may call
         raise ValueError("expected a key")
     return keys
 
@@ -129,7 +129,7 @@ def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
 
 
 def _bounds_pings() -> bool:
-    """Return whether grpcio is installed, and one that bounds what callers without a key may have it keep."""
+    """Return whether a grpcio is installed that bounds the memory which callers without a key may take."""
     try:
         major, minor, *_ = importlib.metadata.version("grpcio").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -179,34 +179,32 @@ class Settings(BaseSettings):
     device: Annotated[str, BeforeValidator(_device)] = Field(
         "auto",
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
-        "instances of MIG, or one by its identifier: `cuda:MIG-...`",
+        "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
         "auto",
         description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
         "the blocks, on GPUs of compute capability 8.9 and later",
     )
-    float8_agreement: float = Field(
+    agreement: float = Field(
         0.98,
         ge=0,
         le=1,
         description="share of the calibration set on which `float8` must have the best class of bfloat16, or the start "
         "is refused",
     )
-    compile: Literal["auto", "on", "max", "off"] = Field(
+    compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
         "auto",
-        description="torch.compile: `auto` compiles on CUDA, `on` also on the CPU, `max` tries several kernels first "
-        "(minutes at the first start)",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto", description="`auto` replays one CUDA graph a batch size, unless `VIT_COMPILE` is `off`"
+        description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
+        "also on the CPU, `max` tries several kernels first (minutes at the first start), `no-graphs` is `auto` "
+        "without CUDA graphs, `off` does neither",
     )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",
         description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
         "where it is installed and torch is not to compile",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one forward pass. Default: all cores")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
     streams: int | None = Field(
         None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"
     )
@@ -224,18 +222,18 @@ class Settings(BaseSettings):
 
     # Where it listens.
     host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
     grpc_port: Annotated[int | None, AfterValidator(_grpc_port)] = Field(
         None,
         ge=0,
         le=65535,
-        description="port for the Open Inference Protocol over gRPC; 0 picks a free one. Default: no gRPC",
+        description="port for the Open Inference Protocol over gRPC; 0 picks a free port. Default: no gRPC",
     )
     workers: Annotated[int, AfterValidator(_workers)] = Field(
         1,
         ge=1,
         le=256,
-        description="web processes; with more than one, and on a GPU, each engine is a process of its own. Default on "
+        description="web processes; with several, and on a GPU, each engine is a process of its own. Default on "
         "a GPU: half of the cores, at most 8",
     )
 
@@ -270,11 +268,6 @@ class Settings(BaseSettings):
         gt=0,
         description="bytes of all bodies that are being received or wait for their answers, over all workers",
     )
-    min_body_rate: ByteSize = Field(
-        ByteSize(4 << 10),
-        ge=0,
-        description="bytes a second; a slower body is ended (408) after a second when its room is wanted; 0 never",
-    )
     max_connections: int = Field(
         2048,
         ge=1,
@@ -291,10 +284,6 @@ class Settings(BaseSettings):
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )
 
-    max_drawings: int = Field(
-        64, ge=1, le=1_000_000, description="attention maps that wait to be drawn or are being drawn, of each worker"
-    )
-
     # Who may ask.
     api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_api_keys), AfterValidator(_distinct_keys), NoDecode] = (
         Field((), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed")
@@ -305,10 +294,10 @@ class Settings(BaseSettings):
     admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
         None,
         description="`Authorization: Bearer KEY` for POST /v2/repository/models/NAME/load, which swaps the checkpoint; "
-        "without one it is refused",
+        "without the key it is refused",
     )
     checkpoint_folder: Name | None = Field(
-        None, description="folder below which that request may name a checkpoint; without one it reloads `checkpoint`"
+        None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
     )
     page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
@@ -328,9 +317,6 @@ class Settings(BaseSettings):
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
-    )
-    trim_seconds: Seconds = Field(
-        30, description="seconds between two moments at which each process returns freed memory (glibc); 0 never does"
     )
     otel: Annotated[bool, AfterValidator(_otel)] = Field(
         False, description="whether spans are exported by OpenTelemetry, as its own variables (`OTEL_...`) say"

@@ -172,8 +172,8 @@ async def swap(configuration: str, arguments: argparse.Namespace, files: list[by
         second.mkdir()
         checkpoints.write(second, _OTHER)
         settings = {"VIT_CHECKPOINT": str(first), "VIT_CHECKPOINT_FOLDER": name, "VIT_ADMIN_KEY": _KEY}
-        # Little is kept and freed memory is returned soon, so that what is resident belongs to the models.
-        settings |= {"VIT_RECENT_BYTES": "1MiB", "VIT_TRIM_SECONDS": "1"}
+        # Few pictures are kept, so that what is resident belongs to the models, or was freed in the last 30 s.
+        settings |= {"VIT_RECENT_BYTES": "1MiB"}
         settings |= {"VIT_DRAIN_DELAY": "0", **_CONFIGURATIONS[configuration]}
         service = ServiceProcess(Path(name) / "log", settings)
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints: one reader a format, each strict, all giving the same `Checkpoint`.
+"""Checkpoints: a reader for each format, all of them strict, all with a `Checkpoint` as the result.
 
 To add a format, write one module here with `FORMAT`, `recognises(files)` and `read(files, options)`
 and add it to `READERS`. To add a family of transformers' classes, write one module in `huggingface/`
@@ -82,9 +82,9 @@ def load_checkpoint(
 
 def _open(source: str) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
-    found = resolved_source(path, source)
-    if found is not None:
-        return Folder(path, source) if found.is_dir() else SingleFile(path, source)
+    folder_or_file = resolved_source(path, source)
+    if folder_or_file is not None:
+        return Folder(path, source) if folder_or_file.is_dir() else SingleFile(path, source)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
         return Repository(source)
@@ -97,11 +97,11 @@ def _open(source: str) -> Files:
 def _instead(files: Files) -> str:
     """Return what to give instead of a place without a config: a folder within it, or what it should hold."""
     if isinstance(files, Folder):
-        found = [config.parent for config in files.folder.glob(f"*/{CONFIG_FILE}")]
-        if found:
-            found.sort(key=lambda folder: (len(folder.name), folder.name), reverse=True)  # checkpoint-1000 first
-            more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-            return f"did you mean {' or '.join(str(folder) for folder in found[:3])}{more}?"
+        candidates = [config.parent for config in files.folder.glob(f"*/{CONFIG_FILE}")]
+        if candidates:
+            candidates.sort(key=lambda folder: (len(folder.name), folder.name), reverse=True)  # checkpoint-1000 first
+            more = f" (and {len(candidates) - 3} more)" if len(candidates) > 3 else ""
+            return f"did you mean {' or '.join(str(folder) for folder in candidates[:3])}{more}?"
     return f"expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them"
 
 

@@ -30,7 +30,7 @@ class Checkpoint:
         format: the reader that read it, e.g. `timm`.
         architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
         config, preprocess: see `model.config`.
-        labels: one human description a class, in index order; may repeat.
+        labels: a human description for each class, in index order; may repeat.
         tensors: float32 on the CPU, keyed as `model.network.vit.VisionTransformer` names its parameters.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.

@@ -49,7 +49,7 @@ class Files(ABC):
         return f"{self.place}/{name}"
 
     def required(self, name: str) -> Path:
-        """Return the path of a part, as `path` does, and refuse one that is missing."""
+        """Return the path of a part, as `path` does; refuse a missing part."""
         path = self.path(name)
         if path is None:
             raise CheckpointError(f"{self.where(name)}: no such file")

@@ -53,7 +53,7 @@ class Repository(Files):
         assert match is not None
         super().__init__(source, source)
         self.repository: str = match["repo"]
-        self.wanted: str | None = match["revision"]
+        self.requested_revision: str | None = match["revision"]
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
 
@@ -73,7 +73,7 @@ class Repository(Files):
 
     @cached_property
     def _unreachable(self) -> str:
-        """Why no connection to the hub opens, or an empty text where one does; the client itself retries for long."""
+        """Why no connection to the hub opens, or an empty text where it opens; the client itself retries for long."""
         if self._hub.constants.HF_HUB_OFFLINE:
             return ""
         failure = unreachable(self._hub.constants.ENDPOINT, _CONNECT_TIMEOUT)
@@ -83,7 +83,7 @@ class Repository(Files):
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
-        arguments: dict[str, Any] = {"revision": self.revision or self.wanted, "etag_timeout": _TIMEOUT}
+        arguments: dict[str, Any] = {"revision": self.revision or self.requested_revision, "etag_timeout": _TIMEOUT}
         arguments["local_files_only"] = bool(self._unreachable)
         try:
             path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
@@ -92,7 +92,9 @@ class Repository(Files):
                 f"{self.source}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
             ) from None
         except errors.RevisionNotFoundError:
-            raise CheckpointError(f"{self.source}: the repository has no revision {self.wanted!r}") from None
+            raise CheckpointError(
+                f"{self.source}: the repository has no revision {self.requested_revision!r}"
+            ) from None
         except errors.RepositoryNotFoundError:
             raise self._not_here(
                 "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"
@@ -114,7 +116,7 @@ class Repository(Files):
         return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
-        """Return None for a part that the cached repository lacks; refuse one that only the network could give."""
+        """Return None for a part that the cached repository lacks; refuse a part that only the network could give."""
         offline = self._hub.constants.HF_HUB_OFFLINE
         if (offline or self._unreachable) and self._found.get(CONFIG_FILE) is not None:
             return None
@@ -129,7 +131,7 @@ class Repository(Files):
         return CheckpointError(f"{place}{failure}")
 
     def _pin(self, path: Path) -> None:
-        """Remember the commit, so that all files are of the same one."""
+        """Remember the commit, so that all files are of the same commit."""
         for part in path.parts:
             if _COMMIT.fullmatch(part):
                 self.revision = part
@@ -140,7 +142,7 @@ def _no_folder(source: str) -> str:
 
 
 def unreachable(endpoint: str, timeout: float) -> str:
-    """Return why no connection to an endpoint opens, or an empty text where one does or a proxy makes it.
+    """Return why no connection to an endpoint opens, or an empty text where it opens or a proxy makes it.
 
     Args:
         endpoint: its URL.

@@ -2,7 +2,7 @@
 
 Names and shapes: vit_jax/models_vit.py and big_vision/models/vit.py; timm's `_load_weights` reads the
 same. The activation is JAX's GELU, the tanh approximation, which the weights were trained with (timm
-and transformers run them with the exact one).
+and transformers run them with the exact GELU).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RELEASED: Final = re.compile(r".*imagenet2012.*-res_(224|384)\.npz")
 
 
 def recognises(files: Files) -> bool:
-    """Return whether it is one `.npz` file."""
+    """Return whether it is a single `.npz` file."""
     return isinstance(files, SingleFile) and files.file.suffix.lower() == ".npz"
 
 
@@ -91,7 +91,7 @@ def _check_size(shapes: Mapping[str, Tensor], config: ViTConfig, where: str) -> 
 
 
 def _unstacked(arrays: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return one array a block where big_vision has stacked all blocks (`scan`) to arrays [depth, ...]."""
+    """Return an array for each block where big_vision has stacked all blocks (`scan`) to arrays [depth, ...]."""
     prefix = "Transformer/encoderblock/"
     for name in [n for n in arrays if n.startswith(prefix)]:
         stack = arrays.pop(name)

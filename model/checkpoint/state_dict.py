@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
-from model.checkpoint.state_dict_names import check_names
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
 from model.config import PreprocessConfig, ViTConfig
@@ -35,6 +35,10 @@ _RENAMES: Final = (
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
+_TRANSFORMERS_NAMES: Final = ("vit.", "deit.", "dinov2", "beit.", "vision_model.")
+_EXPECTED_NAMES: Final = "timm's names (cls_token, patch_embed.proj.weight, blocks.0.norm1.weight, …)"
+_FIRST_BLOCK: Final = re.compile(r"((?:\w+\.)*?)blocks\.0\.")
+_SHOWN_NAMES: Final = 4
 
 
 def recognises(files: Files) -> bool:
@@ -47,7 +51,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert isinstance(files, SingleFile)
     where = files.place
     tensors = dict(files.tensors())
-    check_names(tensors, where)
+    _check_names(tensors, where)
     if options.architecture is None:
         raise CheckpointError(f"{where}: a plain state dict: set VIT_ARCHITECTURE, e.g. to vit_base_patch16_224")
     name, given = parse_architecture(options.architecture)
@@ -175,3 +179,43 @@ def _grid(stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, 
             f"no square grid, and not the {rows}x{columns} of its preprocessing"
         )
     return edge, edge
+
+
+def _check_names(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse a state dict whose names cannot be those of a ViT's patches, blocks and head.
+
+    Raises:
+        CheckpointError: it says what the names look like instead.
+    """
+    if any(name.startswith(_TRANSFORMERS_NAMES) for name in tensors):
+        raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
+    prefix = _prefix(tensors)
+    if prefix is None:
+        raise CheckpointError(f"{where}: {_description(tensors)}; this version reads {_EXPECTED_NAMES}")
+    if prefix:
+        others = [name for name in tensors if not name.startswith(prefix)]
+        which = (
+            f"a ViT's names begin with {prefix!r:.100}, {others[0]!r:.100} does not"
+            if others
+            else f"all begin with {prefix!r:.100}"
+        )
+        raise CheckpointError(f"{where}: {which}: save the tensors under timm's names, without this prefix")
+    if "head.weight" not in tensors:
+        raise CheckpointError(f"{where}: missing key 'head.weight': a ViT without a classification head")
+
+
+def _prefix(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return what stands before a ViT's own names, mostly nothing, or None where they are not a ViT's."""
+    prefixes = {match[1] for name in tensors if (match := _FIRST_BLOCK.match(name))}
+    return next((p for p in sorted(prefixes) if any(name.startswith(f"{p}patch_embed.") for name in tensors)), None)
+
+
+def _description(tensors: Mapping[str, Tensor]) -> str:
+    first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
+    shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:_SHOWN_NAMES])
+    convolutions = sum(tensor.ndim == 4 for tensor in tensors.values())
+    if convolutions > 1:
+        return (
+            f"not a Vision Transformer but a convolutional network: {convolutions} convolutions, names such as {shown}"
+        )
+    return f"not a Vision Transformer that is read: names such as {shown}"

@@ -138,7 +138,7 @@ def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
 
 
 def without_prefixes(tensors: Mapping[str, Tensor], prefixes: Collection[str] = USUAL_PREFIXES) -> dict[str, Tensor]:
-    """Return tensors without the prefixes that all their names share, one within the other, as far as they are usual.
+    """Return tensors without the usual prefixes, also nested, that all their names share.
 
     Args:
         tensors: as a file names them.
@@ -189,7 +189,10 @@ def free_memory() -> int:
     """
     free = [_MAX_NPZ_BYTES]
     with suppress(OSError):
-        free += [int(found) << 10 for found in re.findall(r"^MemAvailable:\s+(\d+)", _MEMORY.read_text(), re.MULTILINE)]
+        free += [
+            int(kibibytes) << 10
+            for kibibytes in re.findall(r"^MemAvailable:\s+(\d+)", _MEMORY.read_text(), re.MULTILINE)
+        ]
     with suppress(OSError, ValueError):  # no limit is the word `max`
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         cached = re.findall(r"^inactive_file (\d+)", (_CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE)

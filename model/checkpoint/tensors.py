@@ -66,9 +66,9 @@ class TensorSource:
         Raises:
             CheckpointError: missing, of another shape, or not floating point.
         """
-        found = self.shape(name)
-        if found != shape:
-            raise CheckpointError(f"{self.where}: {name} has shape {list(found)}, expected {list(shape)}")
+        stored = self.shape(name)
+        if stored != shape:
+            raise CheckpointError(f"{self.where}: {name} has shape {list(stored)}, expected {list(shape)}")
         return as_float32(self._left.pop(name), name, self.where)
 
     def finish(self) -> None:

@@ -104,11 +104,11 @@ def _check(data: bytes) -> tuple[tuple[int, int], int]:
             _require(bool(frame))
             size = _check_frame(frame, quantisation)
             _check_scan(payload, frame, huffman)
-            found = _AFTER_SCAN.search(data, position)
-            _require(found is not None and found[0][-1] == _EOI and found.start() > position)
-            assert found is not None
-            _check_data(data[position : found.start()], size, frame, interval)
-            return size, found.end()
+            end = _AFTER_SCAN.search(data, position)
+            _require(end is not None and end[0][-1] == _EOI and end.start() > position)
+            assert end is not None
+            _check_data(data[position : end.start()], size, frame, interval)
+            return size, end.end()
         elif marker == _DRI:
             _require(len(payload) == 2 and not interval)
             interval = int.from_bytes(payload, "big")
@@ -151,10 +151,10 @@ def _quantisation_tables(payload: bytes) -> list[int]:
 
 def _huffman_tables(payload: bytes) -> list[int]:
     """Return the class and number, as one byte, of each table in a DHT segment whose codes can be made."""
-    found: list[int] = []
+    tables: list[int] = []
     position = 0
     while position < len(payload):
-        _require(len(found) < _MAX_TABLES)
+        _require(len(tables) < _MAX_TABLES)
         name, counts = payload[position], payload[position + 1 : position + 17]
         symbols = payload[position + 17 : position + 17 + sum(counts)]
         _require(name & 0xEF < 2 and len(counts) == 16 and 0 < sum(counts) == len(symbols) <= 256)
@@ -166,10 +166,10 @@ def _huffman_tables(payload: bytes) -> list[int]:
             # The code of all ones is not used (ITU-T T.81, C.2).
             _require(code < 1 << bits)
             code <<= 1
-        found.append(name)
+        tables.append(name)
         position += 17 + len(symbols)
     _require(position == len(payload))
-    return found
+    return tables
 
 
 def _check_frame(frame: bytes, quantisation: set[int]) -> tuple[int, int]:

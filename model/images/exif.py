@@ -74,7 +74,7 @@ class Directory(NamedTuple):
         return next((field for field in self.fields if field.tag == tag), None)
 
     def inline(self, field: Field) -> bytes:
-        """Return the last 4 (BigTIFF: 8) bytes of an entry: a short value, or the offset of a longer one."""
+        """Return the last 4 (BigTIFF: 8) bytes of an entry: a short value, or the offset of a longer value."""
         return field.entry[12:] if self.bigtiff else field.entry[8:]
 
     def value_offset(self, field: Field) -> int | None:

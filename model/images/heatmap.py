@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from model.errors import InputError
-from model.images.colorbar import with_colorbar
-from model.images.colormaps import COLORMAPS, colour_table
-from model.images.interpolation import monotone_cubic, nearest
+from model.images.colormaps import COLORMAPS, colour_table, with_colorbar
 from model.images.region import Region
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png"]
 
@@ -36,7 +31,9 @@ _STRIP_ROWS = 256
 """Rows drawn at a time."""
 
 _COMPRESS_LEVEL = 4
-"""One of zlib's 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+"""A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+
+Array = NDArray[np.float32]
 
 
 class Look(TypedDict, total=False):
@@ -123,6 +120,48 @@ def encode_png(drawing: Image.Image) -> bytes:
     return encoded.getvalue()
 
 
+def nearest(values: Array, at: Array) -> Array:
+    """Return the value of the cell that each position lies in.
+
+    Args:
+        values: [cells, ...], one row for each cell.
+        at: [positions], in cells: cell i reaches from i to i + 1.
+
+    Returns:
+        [positions, ...]; positions outside the grid get the cell at its edge.
+    """
+    nearest_values: Array = values[np.floor(at).astype(np.intp).clip(0, len(values) - 1)]
+    return nearest_values
+
+
+def monotone_cubic(values: Array, at: Array) -> Array:
+    """Return a smooth curve through the middles of the cells, at each position.
+
+    The curve is that of Fritsch and Butland (1984), known as PCHIP: between two neighbours it lies between their
+    values, so that it never overshoots, as a bicubic one does beside a steep edge.
+
+    Arguments and result are those of `nearest`; beyond the first and the last middle the curve is level.
+    """
+    cells = len(values)
+    if cells == 1:
+        return nearest(values, at)
+    steps = np.diff(values, axis=0)
+    before, after = steps[:-1], steps[1:]
+    slopes = np.zeros_like(values)
+    # The harmonic mean, at extrema zero. Squares of the smallest floats vanish, and their slopes with them.
+    product = before * after
+    np.divide(2 * product, before + after, out=slopes[1:-1], where=product > 0)
+    start, end = slopes[:-1], slopes[1:]
+    left = np.floor(at - 0.5).astype(np.intp).clip(0, cells - 2)
+    t = (at - 0.5 - left).clip(0, 1).astype(np.float32).reshape(-1, *(1,) * (values.ndim - 1))
+    # Horner's scheme, in place: a large drawing has millions of positions.
+    curve: Array = (start + end - 2 * steps)[left]
+    for coefficient in (3 * steps - 2 * start - end, start, values[:-1]):
+        curve *= t
+        curve += coefficient[left]
+    return curve
+
+
 def _enlarged(picture: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
     """Return a picture of one or three channels as an RGB image of this (width, height)."""
     image = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
@@ -151,7 +190,7 @@ def _cells(pixels: int, source: int, start: float, length: float, cells: int) ->
 
 
 def _levels(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-    """Return how far up the colours each patch stands, 0...1, and how many times the even share the last one means."""
+    """Return the place of each patch among the colours, 0...1, and the last colour's multiple of the even share."""
     # In double: the sum of a float32 map may exceed float32.
     shares = values.astype(np.float64)
     shares[~np.isfinite(shares) | (shares < 0)] = 0.0

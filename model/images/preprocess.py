@@ -32,7 +32,7 @@ _MAX_WHOLE_SIDE = 4096
 """Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
 _MAX_SURPLUS = 1.1
-"""How many times the wanted pixels are made, along one axis, for the sake of exact positions. 1.5 would leave one
+"""How many times the target's pixels are made, along an axis, for the sake of exact positions. 1.5 would leave one
 value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
 
 _MIN_DECODED_FACTOR = 2
@@ -169,17 +169,17 @@ class _Span(NamedTuple):
     skip: int
 
 
-def _span(source: int, resized: int, wanted: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
-    """Return the part of `source` pixels that, resized, holds the middle `wanted`; with more where `exact`."""
-    first = first_pixel(resized, wanted, rounding)
-    last = first + wanted
+def _span(source: int, resized: int, target: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
+    """Return the part of `source` pixels that, resized, holds the middle `target` pixels; more where `exact`."""
+    first = first_pixel(resized, target, rounding)
+    last = first + target
     if not exact:
-        return _Span(first * source / resized, last * source / resized, wanted, 0)
+        return _Span(first * source / resized, last * source / resized, target, 0)
     # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
     # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
     step = resized // math.gcd(source, resized)
     step //= step & -step
-    limit = wanted * _MAX_SURPLUS
+    limit = target * _MAX_SURPLUS
     # Enlarged, a position that is off counts for more, and the whole costs little.
     if resample in _STEP_FILTERS or source < resized:
         step, limit = resized, _MAX_WHOLE_SIDE
@@ -224,19 +224,19 @@ def _resize_and_crop(
 
 
 def _pad(small: Image.Image, config: PreprocessConfig) -> Image.Image:
-    """Return the picture in the middle of one of the model's size and mean colour; an odd pixel goes after it."""
+    """Return the picture in the middle of a border of the mean colour; an odd pixel goes after it."""
     rows, columns = config.size
     fill = tuple(round(255 * mean) for mean in config.mean)
     whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
     left, top = (
-        -first_pixel(small.size[axis], wanted, config.crop_rounding) for axis, wanted in enumerate((columns, rows))
+        -first_pixel(small.size[axis], target, config.crop_rounding) for axis, target in enumerate((columns, rows))
     )
     whole.paste(small, (left, top))
     return whole
 
 
 def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[float, float, float, float]:
-    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded one."""
+    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded picture."""
     width, height = decoded.size
     left, right, top, bottom = across.low, across.high, down.low, down.high
     if decoded.orientation >= 5:

@@ -20,18 +20,18 @@ class Region(NamedTuple):
     height: float
 
 
-def first_pixel(resized: int, wanted: int, rounding: str) -> int:
+def first_pixel(resized: int, target: int, rounding: str) -> int:
     """Return where along one axis of the resized picture the model's input begins; below zero, in a border.
 
     Args:
         resized: pixels of the resized picture.
-        wanted: pixels of the model's input.
+        target: pixels of the model's input.
         rounding: `crop_rounding` of the preprocessing.
     """
-    if wanted > resized:  # an odd pixel of border goes after the picture
-        return -((wanted - resized) // 2)
+    if target > resized:  # an odd pixel of border goes after the picture
+        return -((target - resized) // 2)
     # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
-    return (resized - wanted) // 2 if rounding == "down" else round((resized - wanted) / 2.0)
+    return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
 
 
 def seen_region(size: tuple[int, int], resized: tuple[int, int], config: PreprocessConfig) -> Region:

@@ -83,12 +83,12 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
         while chunk := list(islice(remaining, predictor.max_batch)):
             decoded = list(pool.map(decode, chunk))
             good = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            found = iter(predictor.predict(np.stack(good), RequestedOutputs(top_k)) if good else ())
+            results = iter(predictor.predict(np.stack(good), RequestedOutputs(top_k)) if good else ())
             for file, pixels in zip(chunk, decoded, strict=True):
                 if isinstance(pixels, str):
                     yield ClassifiedFile(file, [], pixels)
                 else:
-                    outputs = next(found)
+                    outputs = next(results)
                     yield ClassifiedFile(file, ranked_predictions(info.labels, outputs.indices, outputs.scores))
 
 
@@ -99,22 +99,22 @@ def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cl
     ):
         top_k = _top_k(arguments.top_k, client.model().classes)
         answers = client.stream(files, partial(client.classify, top_k=top_k))
-        for file, found in while_reachable(answers, len(files)):
-            if isinstance(found, Exception):
-                yield ClassifiedFile(file, [], str(found))
+        for file, answer in while_reachable(answers, len(files)):
+            if isinstance(answer, Exception):
+                yield ClassifiedFile(file, [], str(answer))
             else:
-                yield ClassifiedFile(file, found.predictions)
+                yield ClassifiedFile(file, answer.predictions)
 
 
-def _top_k(wanted: int | None, classes: int) -> int:
-    """Return how many classes an answer has, and say so where the model has fewer than are asked for."""
-    if wanted is not None and wanted > classes:
-        print(f"vitserve: --top-k {wanted}: the model has {classes} classes", file=sys.stderr)  # noqa: T201
-    return min(wanted or _DEFAULT_TOP_K, classes)
+def _top_k(requested: int | None, classes: int) -> int:
+    """Return how many classes an answer has, and say so where the model has fewer than requested."""
+    if requested is not None and requested > classes:
+        print(f"vitserve: --top-k {requested}: the model has {classes} classes", file=sys.stderr)  # noqa: T201
+    return min(requested or _DEFAULT_TOP_K, classes)
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
-    """Return a function that prints an answer in the form that the arguments ask for."""
+    """Return a function that prints an answer in the form that the arguments choose."""
     if not arguments.csv:
         form = _json if arguments.json else _text
         return lambda answer: tqdm.write(form(answer), file=sys.stdout)
@@ -126,16 +126,16 @@ def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
 def _write_csv(answer: ClassifiedFile, table: Any) -> None:
     if answer.error is not None:
         table.writerow([answer.file, "", "", "", "", answer.error])
-    for rank, found in enumerate(answer.predictions, start=1):
-        table.writerow([answer.file, rank, found.label, found.index, found.score, ""])
+    for rank, prediction in enumerate(answer.predictions, start=1):
+        table.writerow([answer.file, rank, prediction.label, prediction.index, prediction.score, ""])
 
 
 def _json(answer: ClassifiedFile) -> str:
-    predictions = [found.model_dump() for found in answer.predictions]
+    predictions = [prediction.model_dump() for prediction in answer.predictions]
     outcome = {"predictions": predictions} if answer.error is None else {"error": answer.error}
     return json.dumps({"file": str(answer.file), **outcome}, ensure_ascii=False)
 
 
 def _text(answer: ClassifiedFile) -> str:
-    lines = [f"{found.score:8.2%}  {found.label}" for found in answer.predictions]
+    lines = [f"{prediction.score:8.2%}  {prediction.label}" for prediction in answer.predictions]
     return "\n".join([str(answer.file), *lines, *([f"  error: {answer.error}"] if answer.error else [])])

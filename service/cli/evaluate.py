@@ -86,10 +86,10 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     truth = pictures.truth(info.labels, info.name)
     score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
     if pictures.variants:
-        found = evaluate_cifar10(predictor, arguments.data, progress=True)
+        evaluation = evaluate_cifar10(predictor, arguments.data, progress=True)
     else:
-        found = measure(score(len(pictures), pictures.upload), truth, info.labels)
-    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, found)
+        evaluation = measure(score(len(pictures), pictures.upload), truth, info.labels)
+    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, evaluation)
     if arguments.robustness:
         _robustness(arguments.card, pictures.variants, score, truth)
 
@@ -109,7 +109,7 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> N
                 predictions = client.classify(upload(number), top_k=len(labels)).predictions
             except ClientError as error:
                 raise InputError("url", f"{arguments.url}: {pictures.name(number)}: {error}") from error
-            by_index = {found.index: found.score for found in predictions}
+            by_index = {prediction.index: prediction.score for prediction in predictions}
             return [by_index[index] for index in range(len(labels))]
 
         def score(count: int, upload: Callable[[int], bytes]) -> NDArray[np.float32]:
@@ -117,18 +117,18 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> N
             return np.array(list(tqdm(answers, total=count, desc="evaluate", unit="img")), np.float32)
 
         truth = pictures.truth(labels, arguments.url)
-        found = measure(score(len(pictures), pictures.upload), truth, labels)
-        _print(f"the server at {arguments.url}", pictures, found)
+        evaluation = measure(score(len(pictures), pictures.upload), truth, labels)
+        _print(f"the server at {arguments.url}", pictures, evaluation)
         if arguments.robustness:
             _robustness(arguments.card, pictures.variants, score, truth)
 
 
-def _print(what: str, pictures: EvaluationSet, found: Evaluation) -> None:
+def _print(what: str, pictures: EvaluationSet, evaluation: Evaluation) -> None:
     kind = f"{pictures.split} images" if pictures.split else "images"
-    print(f"{what}: {found.accuracy:.2%} of {found.count} {kind} right")  # noqa: T201
-    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")  # noqa: T201
-    width = max(12, *(len(label) for label in found.per_class))
-    for label, accuracy in found.per_class.items():
+    print(f"{what}: {evaluation.accuracy:.2%} of {evaluation.count} {kind} right")  # noqa: T201
+    print(f"loss {evaluation.loss:.4f} nats, expected calibration error {evaluation.calibration_error:.2%}")  # noqa: T201
+    width = max(12, *(len(label) for label in evaluation.per_class))
+    for label, accuracy in evaluation.per_class.items():
         print(f"  {label:{width}} {accuracy:.1%}")  # noqa: T201
 
 
@@ -136,17 +136,17 @@ def _robustness(
     card: Path | None, variants: Mapping[str, Callable[[int], bytes]], score: Scorer, truth: NDArray[np.int64]
 ) -> None:
     """Print the accuracy of each variant and its distance from the first, and write them into the card."""
-    found: dict[str, float] = {}
+    accuracies: dict[str, float] = {}
     width = max(map(len, variants))
     print("as users send them, through the service's own preprocessing:")  # noqa: T201
     for name, upload in variants.items():
-        found[name] = float((score(len(truth), upload).argmax(axis=1) == truth).mean())
-        points = 100 * (found[name] - next(iter(found.values())))
-        print(f"  {name:{width}}  {found[name]:.2%}  {points:+.2f} points")  # noqa: T201
+        accuracies[name] = float((score(len(truth), upload).argmax(axis=1) == truth).mean())
+        points = 100 * (accuracies[name] - next(iter(accuracies.values())))
+        print(f"  {name:{width}}  {accuracies[name]:.2%}  {points:+.2f} points")  # noqa: T201
     if card is not None:
         from model.training.report.model_card import with_robustness  # noqa: PLC0415
 
         try:
-            card.write_text(with_robustness(card.read_text(encoding="utf-8"), found, len(truth)), encoding="utf-8")
+            card.write_text(with_robustness(card.read_text(encoding="utf-8"), accuracies, len(truth)), encoding="utf-8")
         except OSError as error:
             raise InputError("card", f"{card}: {error.strerror}") from error

@@ -98,8 +98,8 @@ def measure_maps(arguments: argparse.Namespace) -> int:
 
     def read(number: int) -> Tensor:
         pixels = torch.from_numpy(_decode(readable[number], checkpoint, settings)).to(device)
-        found: Tensor = normalise(pixels.unsqueeze(0))[0]
-        return found
+        normalised: Tensor = normalise(pixels.unsqueeze(0))[0]
+        return normalised
 
     score = explanations.model_score(model, checkpoint)
     results = explanations.measure_explanations(
@@ -154,15 +154,15 @@ def _decode(picture: Picture, checkpoint: Checkpoint, settings: Settings) -> NDA
 
 def _readable(pictures: list[Picture], checkpoint: Checkpoint, settings: Settings) -> list[Picture]:
     """Return the pictures that can be read; any other is named on stderr."""
-    found = []
+    readable = []
     for picture in tqdm(pictures, desc="read", unit="img", disable=None):
         try:
             _decode(picture, checkpoint, settings)
         except (ImageError, OSError) as error:
             print(f"vitserve: {picture[0]}: left out: {error}", file=sys.stderr)  # noqa: T201
         else:
-            found.append(picture)
-    return found
+            readable.append(picture)
+    return readable
 
 
 def _print(title: str, results: ExplanationResults, methods: Sequence[MethodResult]) -> None:
@@ -175,11 +175,11 @@ def _print(title: str, results: ExplanationResults, methods: Sequence[MethodResu
         f"mosaic: {results.counted} of {results.quarters} quarters count; chance 0.25. "
         "In brackets: 95 % bootstrap intervals over the pictures"
     )
-    width = max(6, *(len(one.method) for one in methods))
+    width = max(6, *(len(result.method) for result in methods))
     print(f"{'method':{width}}  {'deletion (lower)':20}  {'insertion (higher)':20}  {'mosaic (higher)':20}".rstrip())  # noqa: T201
-    for one in methods:
-        cells = "  ".join(f"{_cell(value):20}" for value in (one.deletion, one.insertion, one.mosaic))
-        print(f"{one.method:{width}}  {cells}".rstrip())  # noqa: T201
+    for result in methods:
+        cells = "  ".join(f"{_cell(value):20}" for value in (result.deletion, result.insertion, result.mosaic))
+        print(f"{result.method:{width}}  {cells}".rstrip())  # noqa: T201
 
 
 def _cell(value: Estimate | None) -> str:
@@ -191,12 +191,12 @@ def _write(path: Path, results: ExplanationResults, names: Sequence[str], labels
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(_COLUMNS)
-            for one in results.pictures:
-                share = f"{np.mean(one.shares):.6f}" if one.shares else ""
-                areas = f"{one.deletion:.6f}", f"{one.insertion:.6f}"
-                label = labels[one.class_index]
+            for each in results.pictures:
+                share = f"{np.mean(each.shares):.6f}" if each.shares else ""
+                areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
+                label = labels[each.class_index]
                 writer.writerow(
-                    [names[one.picture], one.method, one.class_index, label, *areas, share, len(one.shares)]
+                    [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
                 )
     except OSError as error:
         raise InputError("csv", f"{path}: cannot be written: {error.strerror}") from error

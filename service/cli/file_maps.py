@@ -35,15 +35,15 @@ _CHUNK: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MapChoice:
-    """Which maps are wanted of each file, and how they are drawn; None is the default.
+    """Which maps each file gets, and how they are drawn; None is the default.
 
     Attributes:
         classes: labels or indices; empty: the best class of each picture.
         look: arguments of the drawing that were given: `overlay`, `view`, `smooth`, `colorbar`,
             `alpha`, `colormap`, `size`.
         side_by_side: whether the picture stands beside its maps.
-        drawn: whether a drawing is wanted.
-        numbers: whether the values are wanted.
+        drawn: whether to draw.
+        numbers: whether to return the values.
     """
 
     method: str | None = None
@@ -65,7 +65,7 @@ class FileMaps:
     Attributes:
         label, score: of the best class.
         facts: what the maps are of.
-        drawing: the maps beside each other, behind the picture where that was wanted.
+        drawing: the maps beside each other, behind the picture where `side_by_side`.
         values: float32 [rows, columns], or [maps, rows, columns] for several classes.
     """
 
@@ -79,34 +79,34 @@ class FileMaps:
 
 
 def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> Iterator[FileMaps]:
-    """Ask a server for each file's maps; an answer that concerns one file alone is that file's error.
+    """Request each file's maps from a server; an error of a single file is in its result.
 
     Raises:
         ClientError: the server does not answer at all.
     """
     client.labels()
-    asked = {name: getattr(choice, name) for name in ("method", "layer", "head", "fusion", "discard")}
-    asked["class_"] = choice.classes or None
-    wanted: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    given = {name: getattr(choice, name) for name in ("method", "layer", "head", "fusion", "discard")}
+    given["class_"] = choice.classes or None
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     facts = ", ".join(
-        f"{name.rstrip('_')} {' and '.join(value) if name == 'class_' else value}" for name, value in wanted.items()
+        f"{name.rstrip('_')} {' and '.join(value) if name == 'class_' else value}" for name, value in parameters.items()
     )
 
     def ask(file: Path) -> FileMaps:
         best = client.classify(file, top_k=1).predictions[0]
         panels = []
         if choice.drawn and choice.side_by_side:
-            # Without the colour bar, which would be one of no map.
+            # Without the colour bar, as no map is drawn.
             plain = {name: value for name, value in choice.look.items() if name in ("size", "view")}
             panels.append(client.heat_map(file, alpha=0, **plain))
         if choice.drawn:
-            panels.append(client.heat_map(file, **wanted, **choice.look))
-        values = client.attention_array(file, **wanted) if choice.numbers else None
+            panels.append(client.heat_map(file, **parameters, **choice.look))
+        values = client.attention_array(file, **parameters) if choice.numbers else None
         drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
         return FileMaps(file, best.label, best.score, facts, drawing, values)
 
-    for file, found in while_reachable(client.stream(files, ask, concurrency=4), len(files)):
-        yield FileMaps(file, error=str(found)) if isinstance(found, ClientError | OSError) else found
+    for file, answer in while_reachable(client.stream(files, ask, concurrency=4), len(files)):
+        yield FileMaps(file, error=str(answer)) if isinstance(answer, ClientError | OSError) else answer
 
 
 def maps_in_process(
@@ -117,7 +117,7 @@ def maps_in_process(
     Raises:
         InputError: the model has no such class, layer, head or method.
     """
-    wanted = map_requests(choice, info)
+    requests = map_requests(choice, info)
     if choice.look.get("view") == "photo" and not choice.look.get("overlay", True):
         raise InputError("view", "--view photo does not apply with --no-overlay")
 
@@ -132,15 +132,15 @@ def maps_in_process(
         while chunk := list(islice(remaining, min(_CHUNK, predictor.max_batch))):
             decoded = list(pool.map(decode, chunk))
             good = [seen.pixels for seen in decoded if not isinstance(seen, str)]
-            # One prediction for each map of a picture.
-            found = [predictor.predict(np.stack(good), RequestedOutputs(1, one)) for one in wanted if good]
+            # A prediction for each map of a picture.
+            results = [predictor.predict(np.stack(good), RequestedOutputs(1, request)) for request in requests if good]
             places = iter(range(len(good)))
             for file, seen in zip(chunk, decoded, strict=True):
                 if isinstance(seen, str):
                     yield FileMaps(file, error=seen)
                     continue
                 place = next(places)
-                maps = [map_ for one in found if (map_ := one[place].map) is not None]
+                maps = [map_ for result in results if (map_ := result[place].map) is not None]
                 values = np.stack([map_.values for map_ in maps])
                 try:
                     drawing = _drawn(values, file, seen, choice, settings) if choice.drawn else None
@@ -149,8 +149,8 @@ def maps_in_process(
                     continue
                 yield FileMaps(
                     file,
-                    info.labels[int(found[0][place].indices[0])],
-                    float(found[0][place].scores[0]),
+                    info.labels[int(results[0][place].indices[0])],
+                    float(results[0][place].scores[0]),
                     _facts(maps, info.labels),
                     drawing,
                     values if len(values) > 1 else values[0],
@@ -158,7 +158,7 @@ def maps_in_process(
 
 
 def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps that are wanted of each picture.
+    """Return the maps to compute of each picture.
 
     Raises:
         InputError: the model has no such class, layer, head or method, or one does not apply to the other.
@@ -176,7 +176,7 @@ def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
 
 
 def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
-    request, classes = maps[0].request, (one.request.class_index for one in maps)
+    request, classes = maps[0].request, (map_.request.class_index for map_ in maps)
     of_classes = " and ".join(labels[index] for index in classes if index is not None)
     what: str = request.method
     if request.method == "cls":

@@ -35,10 +35,10 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-            if not found:
+            images = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+            if not images:
                 raise InputError("path", f"{path}: no pictures in this folder")
-            files += found
+            files += images
         elif path.exists():
             files.append(path)
         else:

@@ -99,9 +99,9 @@ def _draw_filters(model: VisionTransformer, path: Path) -> str:
     """Draw the principal components of the patch filters; raises `InputError` when this model has none."""
     from model.insight.embeddings import patch_filters  # noqa: PLC0415  torch takes seconds to import
 
-    found = patch_filters(model)
-    figures.patch_filters(found.components.numpy(), found.explained.numpy(), path)
-    return f"{len(found.components)} components, {found.explained.sum():.1%} of the variance"
+    filters = patch_filters(model)
+    figures.patch_filters(filters.components.numpy(), filters.explained.numpy(), path)
+    return f"{len(filters.components)} components, {filters.explained.sum():.1%} of the variance"
 
 
 def _draw_positions(model: VisionTransformer, path: Path) -> str:

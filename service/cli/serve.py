@@ -13,7 +13,7 @@ from service import logs
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
-from service.http.signals import exit_now
+from service.http.lifecycle import exit_now
 from service.settings import Settings, unknown_variables
 from service.tracing.start import check_environment
 from service.web.ports import address_family, grpc_port_kept

@@ -1,4 +1,4 @@
-"""Flags of the subcommands that ask a running server."""
+"""Flags and errors of the subcommands that send requests to a running server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 _LOST_IN_A_ROW: Final = 8
-"""Files without an answer, one after another, after which the server is taken for gone."""
+"""Consecutive files without an answer after which the server is taken for gone."""
 
 
 def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
-        help="key that the server asks for, without its name [VIT_API_KEY; for a server on this machine also the first "
+        help="key of the server, without its name [VIT_API_KEY; for a server on this machine also the first "
         "of VIT_API_KEYS, KEY of NAME:KEY]",
     )
 
@@ -52,7 +52,7 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 @contextmanager
 def asking(url: str) -> Iterator[None]:
-    """Turn the errors of asking a server into an InputError, one line that says what to do about it."""
+    """Turn the errors of requests to a server into an InputError: one line that says what to do."""
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
@@ -67,13 +67,13 @@ def asking(url: str) -> Iterator[None]:
 
 
 def while_reachable(answers: Iterable[tuple[_Item, _Answer]], count: int) -> Iterator[tuple[_Item, _Answer]]:
-    """Yield files with their answers or errors, as long as the server is there.
+    """Yield files with their answers or errors, as long as the server answers.
 
     Args:
         count: of all files.
 
     Raises:
-        ClientError: so many files in a row found no server that the others would only wait for it, too.
+        ClientError: `_LOST_IN_A_ROW` consecutive files got no answer; the others would only wait.
     """
     lost = 0
     for number, (item, answer) in enumerate(answers, start=1):

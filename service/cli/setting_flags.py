@@ -1,4 +1,4 @@
-"""Settings as flags of the subcommands, and the warm predictor that they ask for."""
+"""Settings as flags of the subcommands, and the warm predictor that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributes images over several engines, one a device."""
+"""Distributes images over several engines, each on a device of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Balancer:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return the description of the model, with the devices of all loaded engines; None before the first one is."""
+        """Return the description of the model, with the devices of all loaded engines, or None."""
         infos = [engine.info for engine in self.engines if engine.info is not None]
         if not infos:
             return None

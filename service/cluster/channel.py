@@ -10,7 +10,7 @@
 
 The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own requests
 along and no others; an engine that dies is an `EngineUnavailable` for every request that it had. The
-worker then waits at the same address for the next one.
+worker then waits at the same address for its successor.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class EngineChannel:
 
     Attributes:
         listener: a Unix socket without a name in the file system. It outlives the engine process, so
-            workers that connect while there is none wait for the next. Other users are not listened to.
-        key: what tells this service's workers from any other process of this user that finds the address.
-        device: what the settings name.
-        slot_bytes: how long an encoded picture may be.
+            workers that connect meanwhile wait for its successor. Other users' processes are refused.
+        key: proves that a process is a worker of this service, and no other process of this user.
+        device: as the settings name it.
+        slot_bytes: bytes of the longest encoded picture.
         pixels: memory for images, sized by the engine when it knows their size.
         failure: why the engine failed; empty as long as it did not.
     """

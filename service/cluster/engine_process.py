@@ -48,7 +48,7 @@ def run_engine(
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    trim_regularly(settings.trim_seconds)
+    trim_regularly()
     telemetry = start_telemetry(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(_serve(settings, channel, load, metrics, telemetry, load_timeout))

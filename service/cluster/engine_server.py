@@ -1,4 +1,4 @@
-"""Lets web workers of other processes use an engine of this one; `service.cluster.channel` draws how."""
+"""Lets web workers of other processes use the engine of this process; see `service.cluster.channel`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class _WorkerConnection(FrameProtocol):
             raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
     def publish_status(self) -> None:
-        """Send the engine's status; the model first, so that whoever hears `ready` has it."""
+        """Send the engine's status; the model first, so that a worker that reads `ready` has the model."""
         info = self._server.engine.info
         if info is not None and self._slots is None and self._worker is not None:
             self._slots = self._server.channel.image_slots(self._worker, info)
@@ -147,7 +147,7 @@ class _WorkerConnection(FrameProtocol):
         return dataclasses.replace(result, outputs=dataclasses.replace(result.outputs, decoded=None))
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
-        """Send one request's outcome: every Submit gets exactly one, also if it was cancelled before it began."""
+        """Send one request's outcome: every Submit gets exactly one, even if cancelled before it began."""
         del self._tasks[id_]
         error = protocol.Cancelled("cancelled") if task.cancelled() else task.exception()
         if error is None:

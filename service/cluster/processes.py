@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from service.http.signals import exit_now, stop_signals
+from service.http.lifecycle import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 
@@ -39,7 +39,7 @@ class OperatingSystem:
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process that exits with the result of `main`, and return its pid; it is killed when this one dies."""
+        """Start a process that exits with the result of `main`, and return its pid; it dies with this process."""
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
@@ -68,8 +68,8 @@ class OperatingSystem:
         """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
         ended: list[tuple[int, int]] = []
         with contextlib.suppress(ChildProcessError):  # there are none left
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+            while (status := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append((status[0], os.waitstatus_to_exitcode(status[1])))
         return ended
 
 

@@ -33,7 +33,7 @@ from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 _LENGTH_BYTES = 4
 
 REQUEST_LIMIT = 1 << 10
-"""Bytes of the longest frame that a worker sends; anybody may connect and claim to be one."""
+"""Bytes of the longest frame that a worker sends. Any process may connect and claim to be a worker."""
 
 REPLY_LIMIT = 256 << 20
 """Bytes of the longest frame that an engine sends: a model may have a million labels."""
@@ -163,7 +163,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes, however it arrives, into frames; one above `limit` bytes is refused by its length."""
+    """Cuts a stream of bytes, however it arrives, into frames; a frame above `limit` bytes is refused by its length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,4 +1,4 @@
-"""A web worker's part in a swap: it asks the supervisor for one, and gives its requests to the current engines."""
+"""A web worker's part in a swap: it asks the supervisor to load, and the current engines to compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS: Final = 0.05
 
 
 class RemoteSwap(CurrentEngine):
-    """The engines of other processes, in two groups of which one is current.
+    """The engines of other processes, in two groups; one group is current.
 
     Args:
         groups: the engine of each group.
@@ -36,7 +36,7 @@ class RemoteSwap(CurrentEngine):
 
     @property
     def reloads(self) -> Reloads:
-        """Return what became of the loads until now, whoever asked for them."""
+        """Return what became of the loads until now, of all workers."""
         return self._board.reloads
 
     def start(self, on_change: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class RemoteSwap(CurrentEngine):
             generation.engine.start(partial(self._changed, generation))
 
     def adopt(self) -> None:
-        """Give requests to the current generation as soon as this worker hears all of its engines be ready."""
+        """Give requests to the current generation as soon as all of its engines are ready for this worker."""
         number = self._board.generation
         following = self._groups[number % GROUPS]
         if number != self._number and all(engine.ready for engine in following.engine.engines):

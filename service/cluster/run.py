@@ -1,4 +1,4 @@
-"""Runs a service of several processes: each engine and each web worker in one of its own."""
+"""Runs a service of several processes: a process for each engine and each web worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.cluster.supervisor import Child, Supervisor
 from service.cluster.swap import Swap
 from service.cluster.swap_board import GROUPS
 from service.cluster.worker import CHANGED, run_web
-from service.http.signals import Terminal
+from service.http.lifecycle import Terminal
 from service.metrics.metrics import Metrics, count_in_files
 from service.settings import Settings
 from service.web.single_process import Loader, log_address
@@ -79,7 +79,7 @@ def worker_child(settings: Settings, shared: SharedResources, index: int) -> Chi
 
 
 def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int = 0) -> Child:
-    """Return the child process of one device's engine; only those of the first group are started at once."""
+    """Return the child process of one device's engine; only engines of the first group are started at once."""
     counters, channel = shared.groups[group].counters, shared.groups[group].channels[index]
     child = Child(
         "engine" if channel.device == "auto" else f"engine {channel.device}",

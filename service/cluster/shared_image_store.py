@@ -27,14 +27,14 @@ from service.cluster.shared_memory import SharedFile, whole_pages
 from service.web.image_store import StoreUsage
 
 _RING = struct.Struct("<QQQQ")
-"""The first picture, the one after the last, the bytes of a cell, and how many pictures were pushed out."""
+"""The first picture, the place after the last, the bytes of a cell, and the number of pictures that were pushed out."""
 
 _CELL = struct.Struct("<16sQIII4d")
 """What stands before the pixels: token, second of expiry, shape and region."""
 
 _TOKEN_BYTES = 16
 _FREE_BYTES = 4 << 20
-"""What one call frees at most, in about half a millisecond; one cell if that is more."""
+"""Bytes that a call frees at most, in about half a millisecond; a cell if that is more."""
 
 
 class SharedImageStore:

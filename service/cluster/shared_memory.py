@@ -1,11 +1,10 @@
 """Gives the processes of one service shared memory: anonymous, sized from the settings, freed with its last user.
 
 It is made before the processes are forked and inherited by them. It has no name (Python 3.11 unlinks
-named segments behind one's back) and does not lie in /dev/shm (64 MiB in a container).
+named segments that are still in use) and does not lie in /dev/shm (64 MiB in a container).
 
-Who may write is settled by place, so that a process that is killed at any moment leaves nothing that
-others wait for or read wrongly: a cell has one writer, and what several write is guarded by a lock that
-the kernel takes back when its holder dies.
+Each cell has a single writer. What several processes write is guarded by a lock that the kernel releases when its
+holder dies. So a process that is killed at any moment leaves nothing that others wait for or read wrongly.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class SharedFile:
         self._descriptor = os.memfd_create(f"vitserve-{name}", os.MFD_CLOEXEC)
 
     def grow(self, size: int) -> None:
-        """Make it at least `size` bytes, new ones zero; one process only may. It never shrinks: others map it."""
+        """Make it at least `size` bytes, new bytes zero; a single process may. It never shrinks: others map it."""
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
 
@@ -72,7 +71,7 @@ class SharedFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock against other processes, not threads of this one; the kernel ends it with the process."""
+        """Hold a lock against other processes, not threads of this process; the kernel releases it with the process."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -152,14 +151,14 @@ class ImageSlots:
         self._slots[slot, : len(data)] = np.frombuffer(data, np.uint8)
 
     def read(self, slot: int, length: int) -> bytes:
-        """Return a copy of an encoded picture, which whoever writes the slot does not change any more."""
+        """Return a copy of an encoded picture, which its writer does not change any more."""
         return self._slots[slot, :length].tobytes()
 
 
-_OPTIONS: Final = ("cuda_graphs", "compile", "max_batch")
-"""The settings that an engine may have to start without."""
+_OPTIONS: Final = ("compile", "max_batch")
+"""The settings that an engine's successor may start with in another way."""
 
-_VALUES: Final = ("off",)
+_VALUES: Final = ("no-graphs", "off")
 
 
 class SharedCounters:
@@ -179,7 +178,7 @@ class SharedCounters:
         queue_depth: [engines]; written by the engine.
         restarts: [engines]; written by the supervisor.
         engine_options: [engines, options], see `change_option`; written by the engine.
-        seconds: [1], of the service's life: the one clock that all can read; written by the supervisor.
+        seconds: [1], of the service's life: the clock that all processes can read; written by the supervisor.
     """
 
     LISTENING = 1
@@ -240,7 +239,7 @@ def shared_zeros(*shape: int) -> NDArray[np.uint64]:
 
 
 class SharedLimiter(Limiter):
-    """Limits the images of all web workers together; counts those of one."""
+    """Limits the images of all web workers together; counts those of this worker."""
 
     def __init__(self, counters: SharedCounters, worker: int) -> None:
         super().__init__(counters.capacity)
@@ -267,7 +266,7 @@ class SharedLimiter(Limiter):
 
 
 class SharedByteBudget(ByteBudget):
-    """Limits the bytes of bodies of all web workers together; counts those of one.
+    """Limits the bytes of bodies of all web workers together; counts those of this worker.
 
     Workers that take bytes at the same moment may go beyond the capacity by one read of a socket each.
     """
@@ -292,7 +291,7 @@ class SharedByteBudget(ByteBudget):
 
 
 class SharedKeyLimiter(KeyLimiter):
-    """Limits each key's requests over all web workers together; counts those of one."""
+    """Limits each key's requests over all web workers together; counts those of this worker."""
 
     def __init__(self, counters: SharedCounters, worker: int, keys: int, limit: int) -> None:
         super().__init__(keys, limit)

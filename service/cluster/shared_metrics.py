@@ -1,4 +1,4 @@
-"""Gives the processes of one service the memory in which each counts, and a folder of links by which all find it."""
+"""Gives each process of a service memory to count in, and all of them a folder of links to it."""
 
 from __future__ import annotations
 

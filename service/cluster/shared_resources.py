@@ -22,7 +22,7 @@ _LARGEST_FILE = 256 << 20
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """The engines of one generation, one a device.
+    """The engines of a generation, each for a device.
 
     Attributes:
         counters: those cells of which the engines and their images are written.
@@ -36,7 +36,7 @@ class SharedResources:
     """Holds the sockets, the memory and the metrics' folder that every process of the service inherits.
 
     Attributes:
-        listeners: one a web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
+        listeners: for each web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
             by their addresses, where workers that share one socket would take whole bursts each. This process
             keeps them open, so that connections that wait for a worker that dies are its successor's.
         groups: of engines; while a checkpoint is swapped, the engines of both run.

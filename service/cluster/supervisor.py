@@ -3,22 +3,21 @@
     supervisor -- forks --> engine 0 ... (one a device), worker 0 ... (web)
 
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
-  `_MAX_DELAY`; one that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
+  `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
 * A child that is frozen (`service.http.watchdog`) is killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
   that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
   container comes back in a new container only.
-* A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has left behind what its
-  successor is to do otherwise.
+* A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has recorded the
+  option that its successor is to change.
 * A child that is spare, the engine of another generation than the current one (`service.cluster.swap`), is not started
   again when it ends.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
   all at once. SIGHUP does so only if `on_hang_up` has not done what it asks for.
 * When the supervisor itself is killed, the kernel kills its children.
 
-It is a plain loop, without threads of its own or an event loop: so it can fork at any time, and there is little in
-it that can fail.
+The supervisor is a plain loop without threads or an event loop. So it can fork at any time, and little in it can fail.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from service.http.watchdog import Pulse
 logger = logging.getLogger("vitserve")
 
 TRY_AGAIN = 75
-"""Exit code of a child whose successor will go about it in another way (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a child whose successor starts with another option (EX_TEMPFAIL of sysexits.h)."""
 
 _MAX_DELAY = 30.0
 _MOST_FAILED_RESTARTS = 5
@@ -48,11 +47,11 @@ class Child:
     """A child process of the supervisor, which may be started again after it died.
 
     Attributes:
-        main: what the process does; its result is the exit code.
+        main: the work of the process; its result is the exit code.
         stop: the signal that ends it in order.
-        is_running: whether the process does its work, by what it has written.
-        beats: how often its event loop has said that it lives.
-        on_death: what to do about what the process left behind.
+        is_running: whether the process does its work, as its shared cells say.
+        beats: the count of its event loop, see `service.http.watchdog`.
+        on_death: clears what the process left behind.
         failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
         spare: whether the service does without it.
@@ -79,7 +78,7 @@ class Supervisor:
     """Runs a service's processes; the module's text says how.
 
     Args:
-        drain_timeout: seconds after which workers have ended by themselves.
+        drain_timeout: seconds within which workers end by themselves.
         on_tick: called at least every second, and when a child has something to say.
         on_drain: called when no worker is to be started any more.
         on_hang_up: returns whether it has done what SIGHUP asks for.
@@ -138,7 +137,7 @@ class Supervisor:
                 child.pid = self._system.spawn(child.name, child.main)
 
     def _kill_frozen(self) -> None:
-        if self._kill_at is not None:  # whoever does not end in time is killed anyway
+        if self._kill_at is not None:  # a child that does not end in time is killed anyway
             return
         now = self._system.now()
         for child in self._children:
@@ -221,7 +220,7 @@ class Supervisor:
         return True
 
     def _signal(self, children: Sequence[Child], number: signal.Signals | None = None) -> None:
-        """Send a signal, or else the one that ends each child in order, to those that run."""
+        """Send the running children a signal; by default that which ends the child in order."""
         for child in children:
             if child.pid is not None:
                 self._system.kill(child.pid, number or child.stop)

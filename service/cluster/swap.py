@@ -1,4 +1,4 @@
-"""The supervisor's part in a swap: engines of the other group are started, take over, and the old ones are ended.
+"""The supervisor's part in a swap: engines of the other group are started and take over, and the old engines are ended.
 
     IDLE -- a request, or SIGHUP --> LOADING -- all are ready --> TAKING_OVER -- all workers adopted it --> RETIRING
       ^                                |  one ended                                                            |
@@ -47,7 +47,7 @@ class Swap:
 
     Args:
         groups: the engines of each group, by device; those of the second are not started yet.
-        checkpoint: the one that is configured.
+        checkpoint: the configured checkpoint.
         running: returns which workers run, bool [workers]. One that does not serve at the moment takes over, too.
         refusal: returns why an engine of a group cannot serve its checkpoint; empty as far as is known.
         on_begin: called with a group before its engines are started.
@@ -97,7 +97,7 @@ class Swap:
         """Look at the engines and the workers, and do what is due."""
         match self._phase:
             case _Phase.IDLE:
-                self._begin_if_asked()
+                self._begin_if_requested()
             case _Phase.LOADING:
                 self._refuse_others()
                 self._look_at_loading()
@@ -112,7 +112,7 @@ class Swap:
             case _Phase.CLEARING:
                 self._end_others(signal.SIGKILL)
 
-    def _begin_if_asked(self) -> None:
+    def _begin_if_requested(self) -> None:
         request = next(iter(self._board.requests()), None)
         if request is None and not self._reload:
             return
@@ -161,7 +161,7 @@ class Swap:
             self._board.reply(self._request, verdict, reason)
 
     def _end_others(self, number: signal.Signals | None = None) -> None:
-        """Let the engines end that do not serve, with their own signal or another one."""
+        """End the engines that do not serve, with their own signal or the given signal."""
         now = self._system.now()
         first = self._stop_by is None
         if self._stop_by is None:

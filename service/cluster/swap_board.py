@@ -2,7 +2,7 @@
 
 Each device has an engine in one of two groups. While a checkpoint is swapped, the next one is loaded by the engines of
 the other group; the generation's parity says which group is current. As in `service.cluster.shared_memory` a cell has
-one writer: the supervisor, or the worker that it belongs to. A text is written before the cell that tells of it.
+one writer: the supervisor, or the worker that it belongs to. A text is written before the cell that announces it.
 
     worker          supervisor
     ------          ----------
@@ -10,7 +10,7 @@ one writer: the supervisor, or the worker that it belongs to. A text is written 
                      begin(): the checkpoint of the engines of the other group, which are started
                      take_over(): the next generation
     adopt()   ---->  all_adopted()
-    count()   ---->  in_progress(group): those that began with the old generation
+    count()   ---->  in_progress(group): requests that began with the old generation
     answer()  <----  reply()
 """
 
@@ -38,7 +38,7 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """A worker's request to load a checkpoint; an empty one is the configured one."""
+    """A worker's request to load a checkpoint; an empty name stands for the configured checkpoint."""
 
     worker: int
     ticket: int
@@ -49,20 +49,20 @@ class SwapBoard:
     """Cells and texts; made before the processes are forked.
 
     Args:
-        checkpoint: the one that is configured.
+        checkpoint: the configured checkpoint.
     """
 
     def __init__(self, checkpoint: str, *, workers: int) -> None:
         self.checkpoints = [SharedText(checkpoint) for _ in range(GROUPS)]
         self._generation, self._refused, self._last_refused = shared_zeros(3, 1)
-        self._adopted, self._asked, self._answered, self._verdicts = shared_zeros(4, workers)
+        self._adopted, self._tickets, self._answered, self._verdicts = shared_zeros(4, workers)
         self._in_progress = shared_zeros(workers, GROUPS)
-        self._wanted = [SharedText() for _ in range(workers)]
+        self._requested = [SharedText() for _ in range(workers)]
         self._reasons = [SharedText() for _ in range(workers)]
 
     @property
     def generation(self) -> int:
-        """Return the number of checkpoints that have taken over; the one of the start is 0."""
+        """Return the number of checkpoints that have taken over since the start."""
         return int(self._generation[0])
 
     @property
@@ -79,9 +79,9 @@ class SwapBoard:
 
     def ask(self, worker: int, checkpoint: str) -> int:
         """Ask for a checkpoint to be loaded, and return the ticket of the request."""
-        self._wanted[worker].write(checkpoint)
-        self._asked[worker] += 1
-        return int(self._asked[worker])
+        self._requested[worker].write(checkpoint)
+        self._tickets[worker] += 1
+        return int(self._tickets[worker])
 
     def answer(self, worker: int, ticket: int) -> tuple[Verdict, str] | None:
         """Return what became of a request, and why; None as long as it is not decided."""
@@ -106,7 +106,7 @@ class SwapBoard:
         return following
 
     def take_over(self) -> None:
-        """Make the other group the current one."""
+        """Make the other group current."""
         self._generation[0] += 1
         self._last_refused[0] = 0
 
@@ -118,8 +118,8 @@ class SwapBoard:
     def requests(self) -> list[Request]:
         """Return the requests that are not answered."""
         return [
-            Request(worker, int(self._asked[worker]), self._wanted[worker].read())
-            for worker in np.flatnonzero(self._asked != self._answered).tolist()
+            Request(worker, int(self._tickets[worker]), self._requested[worker].read())
+            for worker in np.flatnonzero(self._tickets != self._answered).tolist()
         ]
 
     def reply(self, request: Request, verdict: Verdict, reason: str = "") -> None:
@@ -139,4 +139,4 @@ class SwapBoard:
     def forget_worker(self, worker: int) -> None:
         """Clear what a worker that ended had: its requests are gone, and nobody waits for its checkpoint."""
         self._in_progress[worker] = 0
-        self._answered[worker] = self._asked[worker]
+        self._answered[worker] = self._tickets[worker]

@@ -18,7 +18,7 @@ from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
-from service.http.lifecycle import Lifecycle, settle
+from service.http.lifecycle import Lifecycle, freeze_objects
 from service.http.server import Server
 from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
@@ -60,7 +60,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         if serving and worker == 0 and engine.info is not None:
             log_model(engine.status, engine.info)
         if serving:
-            settle()
+            freeze_objects()
         os.kill(shared.supervisor, CHANGED)
 
     app = create_app(
@@ -83,7 +83,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
     server = WorkerServer(app, settings, lifecycle, beside)
     signal.signal(CHANGED, signal.SIG_IGN)  # from now on it may come
     counters.worker_state[worker] = SharedCounters.LISTENING
-    trim_regularly(settings.trim_seconds)
+    trim_regularly()
     server.run(sockets=[shared.listeners[worker]])
     if telemetry is not None:
         telemetry.close()

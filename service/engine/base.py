@@ -1,4 +1,4 @@
-"""The protocols of an engine, which the web side asks, and of the model runner, which an engine calls."""
+"""The protocols of an engine, which the web side calls, and of the model runner, which an engine calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModelRunner(Protocol):
     max_batch: int
     """Images in one batch at most."""
     streams: int
-    """Threads that may be inside `predict` at the same time, beside one whose maps need a pass of their own."""
+    """Threads that may be inside `predict` at the same time, beside the thread of maps that need their own pass."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
@@ -39,7 +39,7 @@ class ModelRunner(Protocol):
         """Return the number of rows launched for a batch of `count` images."""
 
     def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
-        """Return what is asked of each image, see `model.runtime.predictor.Predictor.predict`."""
+        """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
 
 
 class Engine(Protocol):
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Return whether `status` says "ready"; cheap enough to be asked with each request."""
+        """Return whether `status` says "ready"; cheap enough for each request."""
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading; `on_change` is called on the event loop whenever the state changes."""

@@ -1,6 +1,6 @@
 """The batch queue: a bounded first-in first-out data structure with a clock.
 
-It knows no thread, no event loop and no model; whoever owns it (an engine) brings the lock, and asks:
+It knows no thread, no event loop and no model. Its owner, an engine, brings the lock, and calls:
 
     put(item)        ->  entry    web side: one image enters, or QueueFull
     cancel(entry)                 web side: its caller went away, or its time is up

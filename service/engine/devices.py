@@ -30,18 +30,18 @@ def fit_to_machine(settings: Settings) -> Settings:
     """Return the settings with what was left to this machine filled in: `all` devices, web workers, the queue's size.
 
     Raises:
-        DeviceError: `all` GPUs are wanted, and there is none.
+        DeviceError: `device` is `all`, and there is no GPU.
     """
-    found: dict[str, object] = {}
+    chosen: dict[str, object] = {}
     if settings.device == "all":
-        found["device"] = ",".join(all_gpus())
+        chosen["device"] = ",".join(all_gpus())
     if "workers" not in settings.model_fields_set and uses_gpu(settings):
-        found["workers"] = min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
+        chosen["workers"] = min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
     if "queue_size" not in settings.model_fields_set:
         # Each stream's batch is computed while the next one is received and decoded.
         images = 2 * (settings.streams or _STREAMS) * (settings.max_batch or _MAX_BATCH)
-        found["queue_size"] = max(settings.queue_size, images)
-    return settings.model_copy(update=found)
+        chosen["queue_size"] = max(settings.queue_size, images)
+    return settings.model_copy(update=chosen)
 
 
 def uses_gpu(settings: Settings) -> bool:

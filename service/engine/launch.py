@@ -43,7 +43,7 @@ def launch(
         logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
         outcomes = [_predict_alone(runner, entry, launched, clock) for entry in batch]
     if all(isinstance(outcome, InferenceFailed) for outcome in outcomes):
-        # Nothing went through. If an empty image does not either, the device is gone, and so is the engine.
+        # Every image failed. If an empty image fails too, the device is lost, and the engine ends.
         try:
             runner.check()
         except VitError as error:

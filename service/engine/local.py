@@ -50,8 +50,8 @@ class LocalEngine:
         load: builds the runner and says what was loaded; called on the engine's thread.
         device: what the status says until the runner is there.
         batch_timeout: seconds that one batch may compute.
-        load_timeout: seconds that the model may load and warm up beside another one that serves, and whose owner then
-            says why it is not swapped; None: there is no other one, and loading may take any time.
+        load_timeout: seconds that the model may load and warm up beside another that serves, and whose owner then
+            says why it is not swapped; None: no other model serves, and loading may take any time.
         on_batch: called with the report of every launch, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
 
@@ -221,7 +221,7 @@ class LocalEngine:
                 named = "" if self._device in ("auto", "cpu") else f" on {self._device}"
                 what = f"engine {self.status.device}" if started else f"cannot start{named}"
                 logger.critical("%s: %s", what, reason)
-            # The model's memory is given back with this thread, whoever holds the engine.
+            # The model's memory is released with this thread, even if the engine is still referenced.
             self._device, self._runner = self.status.device, None
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]

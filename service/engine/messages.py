@@ -17,7 +17,7 @@ Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
 
 EngineState = Literal["loading", "ready", "failed", "closed"]
-"""Where an engine stands; it takes images only when it is ready."""
+"""The state of an engine; it takes images only when it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class InferenceRequest:
     """One image to be computed.
 
     Attributes:
-        pixels: uint8 [H, W, C], the model's input size; or a picture that the engine's device is to make that of.
-        requested: what is asked of it.
+        pixels: uint8 [H, W, C], the model's input size; or an encoded picture that the engine's device decodes to it.
+        requested: the outputs to compute.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
     """
 
@@ -40,11 +40,11 @@ class InferenceResult:
     """The model's answer for one image.
 
     Attributes:
-        outputs: what was asked of it.
+        outputs: the requested outputs.
         batch_size: images that were launched together.
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
-        batch_traceparent: of the batch's span, if it has one: see `BatchReport`.
+        batch_traceparent: of the batch's span, None without a span: see `BatchReport`.
     """
 
     outputs: Outputs
@@ -108,7 +108,7 @@ class EngineStatus:
     """The status of an engine.
 
     Attributes:
-        device: where it runs; what the settings name until it is loaded.
+        device: on which it runs; until it is loaded, as the settings name it.
         reason: why it is not ready; empty when it is.
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.

@@ -22,16 +22,16 @@ from service.priority import lower_priority, seconds_without_core
 logger = logging.getLogger(__name__)
 
 EXPLAINED_AT_ONCE: Final = 8
-"""Images in one batch of explanations at most: it is not to hold the device for long."""
+"""Images in a batch of explanations at most, so that it does not hold the device for long."""
 
 PATIENCE: Final = 1.0
-"""Seconds after which a map no longer waits for classification, which under constant load never leaves off."""
+"""Seconds after which a map no longer waits for classification, which under constant load never pauses."""
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
 class Streams:
-    """Two batch queues behind a lock, and threads to empty them: one a stream of the runner, and one for explanations.
+    """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for explanations.
 
     Args:
         queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
@@ -93,7 +93,7 @@ class Streams:
         return self._explanations if request.requested.needs_pass else self._queue
 
     def computing_seconds(self) -> float:
-        """Return how long the longest batch that is computed has been; 0 when there is none.
+        """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
 
         From the first look at a batch on, time for which its thread waits for a core does not count: on a machine that
         others keep busy, a thread of low priority may wait for longer than any batch computes.
@@ -105,9 +105,9 @@ class Streams:
         return max((now - batch[1] - (waited[batch] - self._waited_before[batch]) for batch in batches), default=0.0)
 
     def run(self, runner: ModelRunner) -> None:
-        """Launch batches until `stop`, on this thread, one more for each further stream, and one for explanations.
+        """Launch batches until `stop`: on this thread, a thread for each further stream, and a thread for explanations.
 
-        What ends the first stream that fails ends the others too, and is raised.
+        The error of the first stream that fails ends the others too, and is raised.
         """
         self._streams = runner.streams
         others = [
@@ -153,13 +153,13 @@ class Streams:
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
         except BaseException as error:  # noqa: BLE001  raised by `run`
-            # Whatever ends the engine, those that were on board hear of it.
+            # Whatever ends the engine, the callers of this batch get an error.
             self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)
             self._failures.append(error)
             self.stop()
 
     def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
-        """Return the next batch of a queue as soon as there is one, or None when the stream is to end."""
+        """Return the next batch of a queue as soon as the queue releases it, or None when the stream is to end."""
         stream = threading.get_native_id()
         with self._wake:
             self._launched_at.pop(stream, None)

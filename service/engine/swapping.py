@@ -1,4 +1,4 @@
-"""Swapping the model of a running service: the next one is loaded beside the old one, and takes over when it is warm.
+"""Swaps the model of a running service: the next model is loaded beside the old one, and takes over when it is warm.
 
 A request belongs to one generation from its head to its answer: the engine, and with it labels, input size and
 preprocessing. The old engine goes on for the requests that began with it, on batches of their own, and is closed when
@@ -53,7 +53,7 @@ class Generation:
 
 
 class Reloads(NamedTuple):
-    """How many checkpoints have taken over since the start, how many were refused, and whether the last one serves."""
+    """Counts of the checkpoints that took over and that were refused since the start; whether the last one serves."""
 
     served: int = 0
     refused: int = 0
@@ -71,11 +71,11 @@ class Swappable(Engine, Protocol):
         """Return what became of the loads until now, over all processes."""
 
     async def load(self, checkpoint: str | None) -> None:
-        """Load a checkpoint, None the configured one, and return when requests that begin are answered by it.
+        """Load a checkpoint (None: the configured checkpoint), and return when it answers new requests.
 
         Raises:
             CheckpointRefused: it cannot be served; the old one goes on.
-            SwapUnderWay: another one is being loaded.
+            SwapUnderWay: another checkpoint is being loaded.
             EngineUnavailable: no model is ready yet.
         """
 
@@ -135,7 +135,7 @@ class LocalSwap(CurrentEngine):
     """Swaps engines of this process.
 
     Args:
-        make: returns an engine that is to load a checkpoint, None the configured one, and is not started yet.
+        make: returns an engine, not started yet, for a checkpoint (None: the configured checkpoint).
         on_retired: called when an old engine is closed and forgotten.
     """
 

@@ -20,7 +20,7 @@ _LAST_TURNS = 128
 
 
 class Acceptor:
-    """Accepts further connections in each turn after one in which there was one.
+    """Accepts further connections in each turn of the event loop that follows an accepted connection.
 
     Args:
         listeners: anything with the file descriptors of listening sockets.
@@ -35,9 +35,9 @@ class Acceptor:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
-        """Accept all whom the kernel has accepted, give them their protocols, and accept no more.
+        """Accept every connection that the kernel holds, give each its protocol, and accept no more.
 
-        When it returns, the listeners are to be closed at once: who comes until then is reset.
+        The caller closes the listeners at once: a connection that arrives in between is reset.
         """
         for _ in range(_LAST_TURNS):
             if not self._accept():
@@ -48,13 +48,13 @@ class Acceptor:
         self._listeners = []
 
     def accepted(self) -> None:
-        """Look for more callers in the next turn: there was one."""
+        """Accept more connections in the next turn, as one has just been accepted."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._accept)
 
     def _accept(self) -> bool:
-        """Accept some of those who wait; return whether there are more, or protocols to be waited for."""
+        """Accept some of the waiting connections; return whether any has yet to get its protocol."""
         self._is_due = False
         for listener in self._listeners:
             with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell

@@ -1,4 +1,4 @@
-"""How many connections a process holds, which one is closed for one more, and whether descriptors are left."""
+"""The limit of a process's connections, the order in which newcomers close them, and the watch on descriptors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from service.http.exchange import HttpExchange
 logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 128
-"""Descriptors that are left for everything that is no connection."""
+"""File descriptors that are reserved for everything but connections."""
 
 _MOST_AT_ONCE = 32
-"""Connections closed together, so that not every newcomer costs a look at all of them."""
+"""Connections that are closed together. Otherwise each newcomer would cost a scan of all of them."""
 
 _NEWCOMER_SECONDS = 1.0
-"""Age at which a connection should have brought a request: before, its first one may be on its way."""
+"""Age at which a connection should have brought a request. A younger connection's first request may be on its way."""
 
 _CRAWLER, _IDLE, _NEWCOMER = range(3)
 
 _QUIET_SECONDS = 60.0
-"""Seconds between two errors that say that no descriptors are left."""
+"""Seconds between two log messages about missing descriptors."""
 
 Rank = tuple[int, int]
 """The order in which connections are closed: by kind, and by the turn at which the last request began."""
@@ -46,7 +46,7 @@ class Connection(Protocol):
 def rank_of(newest: HttpExchange | None, turn: int, age: float) -> Rank | None:
     """Return the rank of a connection of this age, in seconds, by its newest request, which began at `turn`.
 
-    None if this is being received, unless its body crawls, or is being answered.
+    Return None if that request is being answered, or is being received and its body does not crawl.
     """
     if newest is None:
         return _NEWCOMER if age < _NEWCOMER_SECONDS else _CRAWLER, turn
@@ -57,9 +57,9 @@ def rank_of(newest: HttpExchange | None, turn: int, age: float) -> Rank | None:
 
 
 def make_room(connections: Iterable[Connection]) -> bool:
-    """Close those of the lowest ranks, at most an eighth of all that wait; return whether there was one.
+    """Close the connections of the lowest ranks, at most an eighth of all that wait; return whether any waited.
 
-    A newcomer is closed only if there is nobody else, and then no second one.
+    A newcomer is closed only if no other connection waits, and then only a single newcomer.
     """
     waiting = [(rank, connection) for connection in connections if (rank := connection.rank) is not None]
     count = max(1, min(_MOST_AT_ONCE, len(waiting) // 8))
@@ -70,19 +70,19 @@ def make_room(connections: Iterable[Connection]) -> bool:
     return bool(waiting)
 
 
-def connection_limit(wanted: int) -> int:
-    """Return how many connections this process may hold: `wanted`, or fewer if the system allows fewer open files.
+def connection_limit(configured: int) -> int:
+    """Return how many connections this process may hold: `configured`, or fewer if the system allows fewer open files.
 
-    The limit of open files is raised as far as that needs and the system lets it.
+    The limit of open files is raised as far as needed, within what the system allows.
     """
     try:
         import resource  # noqa: PLC0415  Windows has none
     except ImportError:
-        return wanted
+        return configured
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = configured + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return configured
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)

@@ -27,14 +27,14 @@ class ArrivingBody(Protocol):
     """A body that the application is reading."""
 
     def crawls(self) -> bool:
-        """Return whether it comes too slowly to keep its room while others want it."""
+        """Return whether it arrives too slowly to keep its memory while other requests need it."""
 
     def give_way(self) -> None:
         """End it, so that its request is answered."""
 
 
 class Exchange:
-    """What the HTTP protocol and the application tell each other of one request.
+    """The state of a request that the HTTP protocol and the application share.
 
     Attributes:
         discards_body: the protocol throws away what the answer leaves unread of the body.
@@ -81,7 +81,7 @@ class HttpExchange(Exchange):
     Args:
         version: of the protocol, `1.1` or `1.0`.
         keep_alive: the connection goes on after the answer.
-        expects_continue: the caller sends its body once it is told to.
+        expects_continue: the caller sends its body after an answer of 100.
 
     Attributes:
         more_body: the end of the body has not come.

@@ -30,7 +30,7 @@ from service.http.unread_answers import UnreadAnswers
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_MAX_WAITING = 8  # requests that came before their answers; one read may hold thousands
+_MAX_WAITING = 8  # requests that came before their answers; a single read may hold thousands
 _MAX_BODY_BYTES = 64 << 10
 """Bytes of a body that wait for the application before the connection is read no further."""
 SURPLUS = 64
@@ -58,8 +58,8 @@ class Application(Protocol):
 
 
 class HttpProtocol(asyncio.Protocol):
-    """Refuses heads (and chunk extensions, and trailers) that are too large or too slow, and lets go of callers that
-    ask and do not read.
+    """Serves HTTP/1.1. Refuses heads, chunk extensions and trailers that are too large or too slow, and disconnects
+    callers that send requests and do not read the answers.
 
     Broken framing of a body is reported to the request's handler, which answers it; anything else that is not HTTP is
     answered here with a problem document, unless earlier requests still wait for their answers: those go out, then the
@@ -67,7 +67,7 @@ class HttpProtocol(asyncio.Protocol):
     tunnel (CONNECT) is refused in the same way as what is not HTTP, with 405.
 
     Args:
-        max_connections: of the process; beyond it, those that wait longest for a request are closed.
+        max_connections: of the process; beyond it, the connections that wait longest for a request are closed.
         on_connection: called when a connection is made.
     """
 
@@ -319,7 +319,7 @@ class HttpProtocol(asyncio.Protocol):
         task.add_done_callback(self._server_state.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body on; reset the count of framing bytes: whoever reads the body bounds it."""
+        """Hand a piece of the body on; reset the count of framing bytes: the reader of the body bounds it."""
         if self._is_refused:
             return
         self._overhead = 0
@@ -338,7 +338,7 @@ class HttpProtocol(asyncio.Protocol):
             self._start_idle_timer()
 
     def answered(self, exchange: HttpExchange) -> None:
-        """Go on after an answer that is complete: with the next request, or with waiting for one."""
+        """Go on after an answer that is complete: with the next request, or by waiting for the next request."""
         self._server_state.total_requests += 1
         if self.transport.is_closing():
             return

@@ -19,9 +19,8 @@ import uvicorn
 
 from service.http.accepting import Acceptor
 from service.http.connections import DescriptorWatch, connection_limit
-from service.http.lifecycle import Lifecycle
+from service.http.lifecycle import Lifecycle, exit_now, stop_signals
 from service.http.protocol import Application, HttpProtocol
-from service.http.signals import exit_now, stop_signals
 from service.http.unread_answers import UnreadAnswers
 from service.settings import Settings
 
@@ -133,7 +132,7 @@ class Server(uvicorn.Server):
         return factory(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept the callers whom the kernel has accepted, then shut down as uvicorn does."""
+        """Accept the connections that the kernel holds, then shut down as uvicorn does."""
         if self._acceptor is not None:
             await self._acceptor.close()
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""Answers that their callers do not read: how long they may lie there, and how many bytes of them."""
+"""Limits of time and bytes for answers that their callers do not read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Connection(Protocol):
 
 
 class UnreadAnswers:
-    """Cuts callers that read nothing for `STALL_SECONDS`, or whose answers take the room of others'.
+    """Aborts connections whose callers read nothing for `STALL_SECONDS`, or whose answers exceed the capacity.
 
     Belongs to one event loop.
 
     Args:
-        capacity: bytes that may wait for callers. Beyond it those are cut that have been reading for longest, but never
-            the one whose answer came last.
+        capacity: bytes that may wait for callers. Beyond it, the connections that have been reading for longest are
+            aborted, but never the connection whose answer came last.
     """
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
@@ -30,14 +30,14 @@ class UnreadAnswers:
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
 
     def add(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Watch a connection until it is removed."""
+        """Watch a connection until `remove`."""
         self._watch(connection, loop)
-        total = sum(_unread(one) for one in self._timers)
-        for one in list(self._timers):
-            if total <= self._capacity or one is connection:
+        total = sum(_unread(each) for each in self._timers)
+        for each in list(self._timers):
+            if total <= self._capacity or each is connection:
                 return
-            total -= _unread(one)
-            self._cut(one)
+            total -= _unread(each)
+            self._cut(each)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection whose answer is read, or that has ended."""

@@ -1,10 +1,10 @@
-"""Notices an event loop that no longer turns, and a process that lives and does nothing.
+"""Detects an event loop that no longer turns, and a process that uses no processor time.
 
-Each event loop counts a cell up. In one process a thread looks at the cell and ends the process, so that whoever
-supervises it starts it again. In several the cells lie in shared memory, and the supervisor looks at them. A busy
-machine may keep a healthy event loop from its turn for seconds, but not a whole process from the processor. So the
-supervisor takes a process for frozen after a short silence only if it used no processor time meanwhile, and otherwise
-after a long one.
+Each event loop increments a cell. With one process a thread reads the cell and ends the process, so that whatever
+supervises it starts it again. With several processes the cells lie in shared memory, and the supervisor reads them. A
+busy machine may delay the turn of a healthy event loop by seconds, but it does not keep a whole process from the
+processor. So the supervisor takes a process for frozen after a short silence only if the process used no processor time
+meanwhile; otherwise after a long silence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.http.signals import exit_now
+from service.http.lifecycle import exit_now
 
 logger = logging.getLogger("vitserve")
 
@@ -28,14 +28,14 @@ BEAT_SECONDS = 0.5
 _FROZEN_SECONDS = 3.0
 _STUCK_SECONDS = 30.0
 _FROZEN_AT_START_SECONDS = 60.0
-"""Whoever starts may wait for a disk with the interpreter's lock held: libraries of a gigabyte are mapped."""
+"""A starting process may wait for the disk while it holds the interpreter's lock: it maps a gigabyte of libraries."""
 
 _LOOK_SECONDS = 1.0
 _LONGEST_LOOK = 1.5
 
 
 async def keep_beating(cells: NDArray[np.uint64], index: int) -> None:
-    """Count a cell up on the running event loop, until cancelled."""
+    """Increment a cell on the running event loop, until cancelled."""
     while True:
         cells[index] += 1
         await asyncio.sleep(BEAT_SECONDS)
@@ -43,7 +43,7 @@ async def keep_beating(cells: NDArray[np.uint64], index: int) -> None:
 
 @dataclass(eq=False)
 class Pulse:
-    """Decides, from one look after the other, whether a process is frozen.
+    """Decides from successive looks whether a process is frozen.
 
     Attributes:
         silent_seconds: without a beat.
@@ -64,7 +64,7 @@ class Pulse:
             beat: the count of its event loop.
             cpu_seconds: processor time that it has used.
         """
-        # Whoever looks may have stood still too, perhaps with the whole machine: that time does not count.
+        # The observer may have been stopped too, perhaps with the whole machine: that time does not count.
         passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
         self.silent_seconds = self.silent_seconds + passed if beat == self.beat else 0.0
         works = beat != self.beat or cpu_seconds != self.cpu_seconds
@@ -118,7 +118,7 @@ class Watchdog:
             self._ended.set()  # a loop that has ended turns no more, and is not to end its process
 
     def look(self) -> bool:
-        """End the process if its event loop has not turned for too long, and return whether it was so."""
+        """End the process if its event loop has not turned for `timeout` seconds; return whether that was so."""
         self._pulse.look(self._clock(), int(self.beats[0]))
         if self._pulse.silent_seconds < self._timeout:
             return False

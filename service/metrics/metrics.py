@@ -10,7 +10,10 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,9 +35,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.metrics.exemplars import Exemplars
 from service.metrics.nvml import GpuCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,7 +49,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _HEAD_BYTES = 8
-"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty one."""
+"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty file."""
 
 
 def files_of(process: str) -> dict[str, int]:
@@ -60,7 +63,7 @@ def count_in_files(folder: Path, process: str) -> None:
 
     Args:
         folder: the same for all processes of the service.
-        process: unique among those that run. A process that takes over a name goes on counting where the last one
+        process: unique among those that run. A process that takes over a name goes on counting where its predecessor
             stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
     """
     for gauge in folder.glob(f"gauge_*_{process}.db"):
@@ -70,11 +73,46 @@ def count_in_files(folder: Path, process: str) -> None:
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 
 
+class Exemplars:
+    """Exemplars of a histogram: the newest request of each bucket and endpoint whose trace can be looked at.
+
+    They are kept beside the histogram: the files in which several processes count have no place for them. So a scrape
+    shows those of the worker that answers it.
+
+    Args:
+        name: of the histogram; `endpoint` is its only label.
+        buckets: its finite upper bounds, in seconds.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(self, name: str, buckets: Sequence[float], wall_clock: Callable[[], float] = time.time) -> None:
+        self._name = name
+        self._bounds = (*buckets, math.inf)
+        self._wall_clock = wall_clock
+        self._newest: dict[tuple[str, float], Exemplar] = {}
+
+    def remember(self, endpoint: str, seconds: float, labels: dict[str, str]) -> None:
+        """Let a request that was observed a moment ago stand for its bucket."""
+        bound = self._bounds[bisect_left(self._bounds, seconds)]
+        self._newest[endpoint, bound] = Exemplar(labels, seconds, self._wall_clock())
+
+    def add_to(self, metric: Metric) -> Metric:
+        """Return the metric, with exemplars if it is this histogram."""
+        if metric.name == self._name:
+            metric.samples = [
+                sample._replace(exemplar=self._newest.get((sample.labels["endpoint"], float(sample.labels["le"]))))
+                if "le" in sample.labels
+                else sample
+                for sample in metric.samples
+            ]
+        return metric
+
+
 class Metrics(Collector):
     """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        # The moment each series began would be a second series beside every one.
+        # The moment at which each series began would be a second series beside it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._folder = folder
@@ -168,7 +206,7 @@ class Metrics(Collector):
         """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.
 
         Args:
-            accept: media types that the scraper reads; OpenMetrics is answered to those who name it.
+            accept: media types that the scraper reads; OpenMetrics is the answer if it is among them.
         """
         if OPENMETRICS in accept:
             return self.render_openmetrics(), OPENMETRICS_CONTENT_TYPE
@@ -204,7 +242,7 @@ class _StateCollector(Collector):
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Return all gauges, from one look at each source."""
+        """Return all gauges; each source is read once."""
         up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
         depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
         restarts = CounterMetricFamily(

@@ -1,1 +1,1 @@
-"""Spans of requests and batches, and HTTP metrics, by OpenTelemetry; `start` imports its packages only when asked."""
+"""Spans of requests and batches, and HTTP metrics. `start` imports OpenTelemetry only with `VIT_OTEL`."""

@@ -10,10 +10,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Link, SpanContext
+from opentelemetry.trace import Link, SpanContext, TraceFlags, format_span_id, format_trace_id
 
 from service.engine.messages import BatchReport
-from service.tracing.traceparent import context_of
 
 NANOSECONDS = 1_000_000_000
 
@@ -72,3 +71,17 @@ class _GivenIds(IdGenerator):
 
     def generate_span_id(self) -> int:
         return self.context.span_id
+
+
+def traceparent_of(context: SpanContext) -> str:
+    """Return a span's context as `00-TRACE-SPAN-FLAGS`, the form of W3C Trace Context in which engines hand it on.
+
+    https://www.w3.org/TR/trace-context/#traceparent-header
+    """
+    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+
+
+def context_of(traceparent: str) -> SpanContext:
+    """Return the context that `traceparent_of` wrote."""
+    _, trace_id, span_id, flags = traceparent.split("-")
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))

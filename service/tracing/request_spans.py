@@ -33,10 +33,8 @@ from opentelemetry.trace import (
 )
 
 from service.engine.messages import InferenceResult
-from service.tracing.batch_spans import NANOSECONDS
-from service.tracing.http_attributes import method_of, request_attributes, span_name
-from service.tracing.http_metrics import HttpMetrics
-from service.tracing.traceparent import context_of, traceparent_of
+from service.tracing.batch_spans import NANOSECONDS, context_of, traceparent_of
+from service.tracing.http import HttpMetrics, method_of, request_attributes, span_name
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -49,7 +47,7 @@ class RequestTracer:
 
     Args:
         propagator: reads the caller's span from headers.
-        metrics: measures requests for OTLP; None if nobody asked for it.
+        metrics: measures requests for OTLP; None without OTLP.
         wall_clock: nanoseconds since 1970.
     """
 
@@ -146,7 +144,7 @@ class RequestTrace:
             status: of the answer; None if the caller went away before.
             route: path of the route that answered; None if there is none.
             seconds: from the request's head to the end of its answer.
-            key_name: of the API key; None without one.
+            key_name: of the API key; None without a key.
         """
         answer: dict[str, str | int] = {}
         if route is not None:
@@ -172,7 +170,7 @@ class _Headers(Getter[Headers]):
     def get(self, carrier: Headers, key: str) -> list[str] | None:
         """Return all headers of a name."""
         name = key.encode()
-        return [value.decode("latin-1") for found, value in carrier if found == name] or None
+        return [value.decode("latin-1") for each, value in carrier if each == name] or None
 
     def keys(self, carrier: Headers) -> list[str]:
         """Return the names of all headers."""

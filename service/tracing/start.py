@@ -22,11 +22,11 @@ _ALLOWED: Final = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _HTTP,
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _HTTP,
 }
-"""Variables that choose among exporters, and the values for which there is one here."""
+"""Variables that choose among exporters, and the values for which an exporter is installed."""
 
 
 def check_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Check, if OpenTelemetry is asked for, the variables that ask for what is not here.
+    """With `VIT_OTEL`, check the values of OpenTelemetry's variables that choose exporters.
 
     Raises:
         SettingsError: one line with the variable, its value and what is allowed.
@@ -40,7 +40,7 @@ def check_environment(settings: Settings, environment: Mapping[str, str] = os.en
 
 
 def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.environ) -> Telemetry | None:
-    """Return what exports this process's spans, or None if they are not asked for; threads of its own begin here.
+    """Return what exports this process's spans, or None without `VIT_OTEL`. It starts threads of its own.
 
     Every record that is logged from now on has the ids of the request that it belongs to.
 
@@ -50,8 +50,7 @@ def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.envi
     if not settings.otel or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     try:
-        from service.tracing.log_records import RequestIds, Sparingly  # noqa: PLC0415  optional packages
-        from service.tracing.telemetry import Telemetry  # noqa: PLC0415
+        from service.tracing.telemetry import RequestIds, Sparingly, Telemetry  # noqa: PLC0415  optional packages
 
         telemetry = Telemetry.from_environment(environment)
     except ValueError as error:
@@ -63,7 +62,7 @@ def start_telemetry(settings: Settings, environment: Mapping[str, str] = os.envi
 
 
 def batch_observer(count: Callable[[BatchReport], None], telemetry: Telemetry | None) -> Callable[[BatchReport], None]:
-    """Return what an engine's owner is to call with each report: `count`, and what makes the batch's span."""
+    """Return the function that an engine's owner calls with each report: it counts, and makes the batch's span."""
     if telemetry is None:
         return count
     tracer = telemetry.batch_tracer()

@@ -7,6 +7,7 @@ full, or the collector does not answer, spans are dropped. The variables `OTEL_.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import threading
 import time
@@ -23,15 +24,17 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import format_span_id, format_trace_id, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from service.tracing.batch_spans import BatchTracer
-from service.tracing.http_metrics import HttpMetrics
+from service.tracing.http import HttpMetrics
 from service.tracing.request_spans import RequestTracer
 
 _SCOPE: Final = "vitserve"
 _LAST_EXPORT_SECONDS: Final = 3.0
+_PAUSE_SECONDS: Final = 60.0
 
 
 class Telemetry:
@@ -39,7 +42,7 @@ class Telemetry:
 
     Args:
         processors: take each span that ends.
-        readers: of the HTTP metrics; without one they are not measured.
+        readers: of the HTTP metrics; without a reader they are not measured.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Telemetry:
         for processor in self._processors:
             provider.add_span_processor(processor)
         metrics = None if self._meters is None else HttpMetrics(self._meters.get_meter(_SCOPE))
-        # By default the SDK reads `baggage`, too, which nobody here asks for, and logs what it dislikes of its content.
+        # By default the SDK reads `baggage`, too, which nothing here needs, and logs what is malformed in it.
         chosen = "OTEL_PROPAGATORS" in os.environ
         propagator = get_global_textmap() if chosen else TraceContextTextMapPropagator()
         return RequestTracer(provider.get_tracer(_SCOPE), propagator, metrics)
@@ -101,3 +104,49 @@ def resource_of_process() -> Resource:
         "process.pid": os.getpid(),
     }
     return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+
+
+class RequestIds(logging.Filter):
+    """Adds the ids of the request that a record belongs to, by the names of OpenTelemetry, to its fields.
+
+    https://opentelemetry.io/docs/specs/otel/compatibility/logging_trace_context/
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record through."""
+        context = get_current_span().get_span_context()
+        if context.is_valid:
+            record.fields = {
+                **getattr(record, "fields", {}),
+                "trace_id": format_trace_id(context.trace_id),
+                "span_id": format_span_id(context.span_id),
+                "trace_flags": f"{context.trace_flags:02x}",
+            }
+        return True
+
+
+class Sparingly(logging.Filter):
+    """Lets a record of a package through if the same text was not logged in the last minute.
+
+    An exporter says with every batch that its collector does not answer.
+
+    Args:
+        package: whose loggers are limited; other loggers are not.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, package: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._prefix = f"{package}."
+        self._clock = clock
+        self._last: dict[tuple[str, object], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is to be logged."""
+        if not record.name.startswith(self._prefix):
+            return True
+        key, now = (record.name, record.msg), self._clock()
+        if now - self._last.get(key, -_PAUSE_SECONDS) < _PAUSE_SECONDS:
+            return False
+        self._last[key] = now
+        return True

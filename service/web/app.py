@@ -28,7 +28,7 @@ from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
 from service.web.openapi import describe_keys, drop_null_parameters
 from service.web.pipeline import Lanes, Pipeline, Pipelines
-from service.web.receiving import ByteBudget, Receiving
+from service.web.receiving import MIN_BODY_RATE, ByteBudget, Receiving
 from service.web.redis_image_store import RedisImageStore
 from service.web.routes import (
     attention,
@@ -123,7 +123,7 @@ def create_app(
     pictures = kept_pictures(settings, image_store, metrics, clock)
     receiving = Receiving(
         byte_budget or ByteBudget(settings.max_receiving_bytes),
-        min_rate=settings.min_body_rate,
+        min_rate=MIN_BODY_RATE,
         spacious=max(1, settings.queue_size // 8),
         turnover=settings.request_timeout / 2,
         clock=clock,

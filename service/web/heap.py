@@ -11,6 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
+TRIM_SECONDS = 30.0
+"""Seconds between two moments at which a process returns freed memory."""
+
 
 def malloc_trim() -> Callable[[], object] | None:
     """Return the function that returns free pages of all heaps, or None where the C library has none (not glibc)."""
@@ -19,16 +22,14 @@ def malloc_trim() -> Callable[[], object] | None:
 
 
 def trim_regularly(
-    seconds: float,
     trim: Callable[[], object] | None = None,
     wait: Callable[[float], object] = time.sleep,
 ) -> threading.Thread | None:
-    """Start a thread that trims the heap whenever so many seconds have passed, as long as the process lives.
+    """Start a thread that trims the heap every `TRIM_SECONDS`, as long as the process lives.
 
-    It lets go of the interpreter's lock meanwhile. A thread that wants memory of the same heap waits some milliseconds.
+    It releases the interpreter's lock meanwhile. A thread that allocates from the same heap waits some milliseconds.
 
     Args:
-        seconds: 0 starts none.
         trim: None for `malloc_trim`; where there is none, no thread is started.
         wait: waits that many seconds.
 
@@ -36,12 +37,12 @@ def trim_regularly(
         The thread, or None.
     """
     trim = trim or malloc_trim()
-    if not seconds or trim is None:
+    if trim is None:
         return None
 
     def run() -> None:
         while True:
-            wait(seconds)
+            wait(TRIM_SECONDS)
             trim()
 
     thread = threading.Thread(target=run, name="trim-heap", daemon=True)

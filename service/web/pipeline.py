@@ -56,6 +56,9 @@ T = TypeVar("T")
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
+MAX_DRAWINGS = 64
+"""Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
+
 
 class Lanes:
     """What works beside the event loop of one process: threads of each kind, and the processes that decode pictures."""
@@ -64,7 +67,7 @@ class Lanes:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
         self.pictures = Lane("decode", threads)
         self.documents = Lane("documents", 1, background=True)
-        self.drawing = Lane("drawing", 1, capacity=settings.max_drawings, background=True)
+        self.drawing = Lane("drawing", 1, capacity=MAX_DRAWINGS, background=True)
         self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
 
     def check(self) -> None:

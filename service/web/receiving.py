@@ -15,6 +15,9 @@ from itertools import islice, takewhile
 
 from service.errors import ReceivingFull
 
+MIN_BODY_RATE = 4096
+"""Bytes a second below which a body crawls."""
+
 GRACE_SECONDS = 1.0
 """Seconds by which a body may be behind its rate before it crawls; a burst buys no more than that either."""
 

@@ -11,9 +11,8 @@ from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
 from service.engine.swapping import LocalSwap
-from service.http.lifecycle import Lifecycle, settle
+from service.http.lifecycle import Lifecycle, Terminal, freeze_objects
 from service.http.server import Server
-from service.http.signals import Terminal
 from service.http.watchdog import Watchdog
 from service.metrics.metrics import Metrics
 from service.settings import Settings
@@ -45,7 +44,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         return engine_of(own, load, on_batch, load_timeout=settings.load_timeout if served else None)
 
-    engine = LocalSwap(make, on_retired=settle)
+    engine = LocalSwap(make, on_retired=freeze_objects)
 
     def engine_changed() -> None:
         if engine.status.state == "failed":
@@ -66,7 +65,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     tracer = None if telemetry is None else telemetry.request_tracer()
     app = create_app(settings, engine, metrics, lifecycle, engine_changed, tracer=tracer)
     server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
-    trim_regularly(settings.trim_seconds)
+    trim_regularly()
     server.run()
     if telemetry is not None:
         telemetry.close()
@@ -112,7 +111,7 @@ def _announce(engine: Engine, settings: Settings, server: Server) -> None:
     if not server.started:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
         return
-    settle()
+    freeze_objects()
     log_model(engine.status, info)
     log_address(settings, server.port)
 

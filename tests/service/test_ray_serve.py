@@ -27,12 +27,13 @@ from tests.service.fakes import FakePredictor, model_info, on_a_loop
 @pytest.fixture(autouse=True)
 def _process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_: None)
-    monkeypatch.setattr(ray_serve, "settle", lambda: None)
+    monkeypatch.setattr(ray_serve, "freeze_objects", lambda: None)
+    monkeypatch.setattr(ray_serve, "trim_regularly", lambda: None)
 
 
 def replica(load: Any) -> tuple[Replica, LifespanOn]:
     """A replica and what begins and ends it, as Ray does."""
-    made = Replica(load_settings({"trim_seconds": 0}), load)
+    made = Replica(load_settings(), load)
     return made, LifespanOn(Config(made.__serve_build_asgi_app__(), lifespan="on"))
 
 

@@ -40,11 +40,11 @@ class Gif(EncodedImage):
         control = bytearray()
         first = None
         for _ in range(MAX_PARTS):
-            found = _BLOCK.search(data, position)
-            if found is None or found[0] == b";":
+            match = _BLOCK.search(data, position)
+            if match is None or match[0] == b";":
                 break
-            block = found.start()
-            if found[0] == b",":
+            block = match.start()
+            if match[0] == b",":
                 if len(data) < block + 10:
                     break
                 left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, block + 1)

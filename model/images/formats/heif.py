@@ -20,10 +20,10 @@ _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b
 _XMP_TYPE, _HIDDEN_TYPE = b"application/rdf+xml\0", b"application/ignored\0"
 
 
-def _has_brand(data: bytes | bytearray, wanted: set[bytes]) -> bool:
+def _has_brand(data: bytes | bytearray, brands: set[bytes]) -> bool:
     """Return whether the first box names one of the brands."""
     end = min(int.from_bytes(data[:4], "big"), 256)
-    return any(bytes(data[start : min(start + 4, end)]) in wanted for start in range(8, end, 4))
+    return any(bytes(data[start : min(start + 4, end)]) in brands for start in range(8, end, 4))
 
 
 class Avif(EncodedImage):
@@ -77,7 +77,7 @@ class Heif(EncodedImage):
 
 
 def _check_boxes(data: bytes | bytearray) -> None:
-    """Refuse a file that its top boxes do not fill: libavif does not tell a cut file from one it cannot read."""
+    """Refuse a file that its top boxes do not fill: libavif reports a cut file and an unreadable file alike."""
     position = 0
     for _ in bounded_parts():
         if position == len(data):

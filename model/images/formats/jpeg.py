@@ -1,4 +1,4 @@
-"""JPEG (ITU-T T.81, annex B). A multi-picture MPO begins with a whole JPEG and is read as one."""
+"""JPEG (ITU-T T.81, annex B). A multi-picture MPO begins with a whole JPEG and is read as JPEG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
 _HUFFMAN = {0xC0, 0xC1}
 _PROGRESSIVE = 0xC2
 _DCT = {0xC0, 0xC1, 0xC2}
-"""Frames made of cosine transforms; only those can be scaled (a lossless one stays as large as it is)."""
+"""Frames made of cosine transforms; only those can be scaled (a lossless frame keeps its size)."""
 
 _MAX_BOUNDED_SEGMENTS = 1_024
 _MAX_BOUNDED_FILE = 16_777_216
@@ -125,7 +125,7 @@ class Jpeg(EncodedImage):
         min_width, min_height = min_size(height, width)[::-1] if swapped else min_size(width, height)
         for scale in (8, 4, 2):
             if width >= scale * min_width and height >= scale * min_height:
-                # Pillow takes the largest scale that leaves at least this size: the one that was just found.
+                # Pillow takes the largest scale that leaves at least this size: the scale of this loop.
                 image.draft(None, (width // scale, height // scale))
                 shorter = self.without_fine_scans(scale, _not_subsampled(image))
                 if shorter is not None:
@@ -159,8 +159,8 @@ class Jpeg(EncodedImage):
             if marker == _END_OF_IMAGE:
                 break
             if marker == _SCAN:
-                found = _NO_SCAN_DATA.search(data, end)
-                if found is None:
+                following = _NO_SCAN_DATA.search(data, end)
+                if following is None:
                     return None
                 header = data[position + 4 : end]
                 # The components' number, of each its identifier and tables; first and last frequency, bits before
@@ -168,8 +168,8 @@ class Jpeg(EncodedImage):
                 one_component = len(header) == 6 and header[0] == 1 and header[1] in components
                 if one_component and header[3] > 0 and (scale == 8 or header[5] == 0x10):
                     kept.append(view[done:end])
-                    done = found.start()
-                end = found.start()
+                    done = following.start()
+                end = following.start()
             elif marker != _HUFFMAN_TABLES:
                 return None
             position = end
@@ -182,10 +182,10 @@ def _segments(data: bytes | bytearray, position: int) -> Iterator[tuple[int, int
     """Yield (marker, where it begins, where its payload begins, where that ends) of each segment from `position` on."""
     for _ in bounded_parts():
         # Fill bytes and rubbish before a marker are legal, and left out: Pillow goes through them one by one.
-        found = _MARKER.search(data, position)
-        if found is None:
+        match = _MARKER.search(data, position)
+        if match is None:
             return
-        begin, marker, position = found.start(), found[0][1], found.end()
+        begin, marker, position = match.start(), match[0][1], match.end()
         start = position
         if marker not in _STANDALONE:
             position += max(2, int.from_bytes(data[start : start + 2], "big"))
@@ -209,7 +209,7 @@ def _is_bounded(header: bytes, scans: int) -> bool:
 
 
 def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
-    """Return whether the frame of the JPEG stream at `position` is a sequential one with Huffman codes."""
+    """Return whether the frame of the JPEG stream at `position` is sequential, with Huffman codes."""
     frames = (marker for marker, *_ in _segments(data, position) if marker in _FRAMES or marker == _SOS)
     return next(frames, _SOS) in _HUFFMAN
 

@@ -39,7 +39,7 @@ _MAX_VALUES = 65_536
 
 
 class _TiffReader(TiffImageFile):
-    """Pillow's reader without its pixel limit, which is one of the whole process; `decode` checks the size."""
+    """Pillow's reader without its pixel limit, which belongs to the whole process; `decode` checks the size."""
 
     load_prepare = ImageFile.ImageFile.load_prepare
 
@@ -100,7 +100,7 @@ def _check_jpeg(fields: dict[int, Field], directory: Directory, data: bytes | by
 
 
 def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes:
-    """Return the entry of a field in the directory, with the first value alone where there should be one."""
+    """Return the entry of a field in the directory, with its first value alone."""
     if field.tag not in _SINGLE_VALUE_TAGS or field.value_count < 2:
         return field.entry
     value, inline = directory.value(field, data)[: field.value_size], directory.inline(field)

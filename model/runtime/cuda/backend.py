@@ -162,7 +162,7 @@ class Cuda(TorchBackend):
             logger.error("no CUDA graphs: %s", error)
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise batch_too_large(str(self._device), sizes[-1]) from error
-            raise NewProcessNeeded(f"{self._device}: {error}", "cuda_graphs", "off") from error
+            raise NewProcessNeeded(f"{self._device}: {error}", "compile", "no-graphs") from error
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

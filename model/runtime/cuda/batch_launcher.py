@@ -77,7 +77,7 @@ class DeviceOps(Protocol):
         After a failure the process can capture no more, and what it allocates is not to be relied on.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until the device has nothing under way, or has failed."""
 
 
@@ -148,7 +148,7 @@ class BatchLauncher:
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
         # wants one stream for them.
         self._captures = ops.stream()
-        ops.settle()  # the streams above do not wait for what was made before them
+        ops.synchronize()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
     def capture(
@@ -180,7 +180,7 @@ class BatchLauncher:
         self._graphs = graphs
 
     def _capture(self, compute: Compute, size: int, request: BatchRequest) -> _Graph:
-        self._ops.settle()  # the batch before reads the same images, on another stream
+        self._ops.synchronize()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
         pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
         expected, _ = compute(pixels, request)
@@ -245,7 +245,7 @@ class BatchLauncher:
             # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
             # waited for while a graph is captured.
             with self._lock:
-                self._ops.settle()
+                self._ops.synchronize()
             raise
         finally:
             self._slots.put(slot)

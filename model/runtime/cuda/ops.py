@@ -96,7 +96,7 @@ class CudaOps:
             work()
         return graph.replay
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until the device is idle; a device that has failed is as idle as it gets."""
         with suppress(RuntimeError):
             torch.cuda.synchronize(self.device)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.images.interpolation import monotone_cubic, nearest
+from model.images.heatmap import monotone_cubic, nearest
 
 POSITIONS = np.linspace(-1, 13, 141, dtype=np.float32)
 

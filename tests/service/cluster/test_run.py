@@ -179,13 +179,13 @@ def test_an_engine_closes_all_listeners_and_gets_its_own_device(
         return FakePredictor(), model_info()
 
     shared.counters.change_option(1, "max_batch", 32)  # by its predecessor
-    shared.counters.change_option(1, "cuda_graphs", "off")
+    shared.counters.change_option(1, "compile", "no-graphs")
     assert engine_child(settings, shared, 1, load).main() == 5
     assert not shared.listening
     assert counted == [(shared.metrics.folder, "engine-1")]
     [(own, *arguments, metrics, load_timeout)] = calls
     assert load_timeout is None
-    assert own == settings.model_copy(update={"device": "cuda:1", "max_batch": 32, "cuda_graphs": "off"})
+    assert own == settings.model_copy(update={"device": "cuda:1", "max_batch": 32, "compile": "no-graphs"})
     assert arguments == [shared.channels[1], load]
     assert metrics._folder == shared.metrics.folder
 

@@ -80,11 +80,11 @@ class Worker:
             self.state_before_serving = int(shared.counters.worker_state[index])
             server._lifecycle.exit_code = 7
 
-        def settle() -> None:
+        def freeze() -> None:
             self.settled += 1
 
         monkeypatch.setattr(worker, "create_app", create_app)
-        monkeypatch.setattr(worker, "settle", settle)
+        monkeypatch.setattr(worker, "freeze_objects", freeze)
         monkeypatch.setattr(worker.WorkerServer, "run", run)
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
         with monkeypatch.context() as running:

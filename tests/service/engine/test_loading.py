@@ -62,13 +62,12 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
-        "float8_agreement": 0.9,
     }  # fmt: skip
     monkeypatch.setattr("service.settings._is_installed", lambda package: True)
-    _, info = load_predictor(load_settings(chosen | {"compile": "off", "cuda_graphs": "off", "decode": "device"}))
+    _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9, "decode": "device"}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "off", "graphs": False, "behind": True, "decoder": NvImageCodec}
+    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9, "behind": True, "decoder": NvImageCodec}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == known  # what both have is the checkpoint's
     assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]

@@ -18,9 +18,9 @@ import pytest
 from service.http import server as server_module
 from service.http.accepting import Acceptor
 from service.http.connections import DescriptorWatch
+from service.http.lifecycle import stop_signals
 from service.http.protocol import HttpProtocol
 from service.http.server import Server
-from service.http.signals import stop_signals
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.http.listening import GET
 from tests.service.http.wire import Wire

@@ -8,8 +8,7 @@ import pytest
 from prometheus_client import Metric, values
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from service.metrics.exemplars import Exemplars
-from service.metrics.metrics import Metrics, count_in_files
+from service.metrics.metrics import Exemplars, Metrics, count_in_files
 
 LABELS = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0ba902b7"}
 

@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from service.settings import load_settings
+from service.tracing.batch_spans import traceparent_of
 from service.tracing.telemetry import Telemetry
-from service.tracing.traceparent import traceparent_of
 from tests.service.web.apps import App
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

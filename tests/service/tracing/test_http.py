@@ -10,7 +10,7 @@ pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed"
 
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from service.tracing.http_attributes import request_attributes
+from service.tracing.http import request_attributes
 from tests.service.fakes import on_a_loop, png
 from tests.service.tracing.recorder import UNSAMPLED, Recorder
 from tests.service.web.apps import until

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed")
 
 from service.logs import JsonFormatter
-from service.tracing.log_records import RequestIds
+from service.tracing.telemetry import RequestIds
 from tests.service.fakes import on_a_loop, png
 from tests.service.tracing.recorder import CALLER, Recorder, ids
 

@@ -28,9 +28,8 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from service.tracing import telemetry as telemetry_module
-from service.tracing.log_records import RequestIds, Sparingly
-from service.tracing.telemetry import Telemetry, resource_of_process
-from service.tracing.traceparent import context_of
+from service.tracing.batch_spans import context_of
+from service.tracing.telemetry import RequestIds, Sparingly, Telemetry, resource_of_process
 from tests.service.fakes import PATIENCE
 
 EVERY_PROCESS = """

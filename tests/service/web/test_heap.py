@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the operating system, at the pace that the setting says."""
+"""Memory that was freed goes back to the operating system, every half a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.settings import load_settings
 from service.web import heap
 from tests.service.fakes import PATIENCE
 
@@ -24,20 +23,19 @@ def test_the_heap_is_trimmed_after_each_wait() -> None:
         waits.append(seconds)
         turn.acquire()
 
-    thread = heap.trim_regularly(7.5, trimmed.release, wait)
+    thread = heap.trim_regularly(trimmed.release, wait)
     assert thread is not None
     assert thread.daemon
     assert not trimmed.acquire(blocking=False)
     for _ in range(2):
         turn.release()
         assert trimmed.acquire(timeout=PATIENCE)
-    assert set(waits) == {7.5}
+    assert set(waits) == {30.0}
 
 
-def test_zero_seconds_and_a_c_library_without_malloc_trim_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert heap.trim_regularly(0, lambda: None) is None
+def test_a_c_library_without_malloc_trim_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "malloc_trim", lambda: None)
-    assert heap.trim_regularly(30) is None
+    assert heap.trim_regularly() is None
 
 
 def test_pages_of_every_size_are_asked_back_of_a_c_library_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +48,6 @@ def test_pages_of_every_size_are_asked_back_of_a_c_library_that_can(monkeypatch:
     assert left == [0]
     del library.malloc_trim
     assert heap.malloc_trim() is None
-
-
-def test_the_default_is_half_a_minute() -> None:
-    assert load_settings().trim_seconds == 30
 
 
 BELOW_A_USED_BLOCK = """
@@ -82,7 +76,7 @@ left = resident()
 
 done, waited = threading.Event(), threading.Semaphore(1)
 trim = heap.malloc_trim()
-heap.trim_regularly(1, lambda: (trim(), done.set()), lambda seconds: waited.acquire())
+heap.trim_regularly(lambda: (trim(), done.set()), lambda seconds: waited.acquire())
 done.wait(20)
 print(left - resident())
 """

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from service.errors import DeadlineExceeded, EngineUnavailable, QueueFull
-from service.web import lanes
+from service.web import lanes, pipeline
 from service.web.lanes import Deadline, Lane
 from service.web.routes import attention
 from tests.service.fakes import PATIENCE, on_a_loop
@@ -207,7 +207,8 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
 
 @on_a_loop
 async def test_maps_that_are_drawn_hold_up_no_classification_and_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = app(max_drawings=2)
+    monkeypatch.setattr(pipeline, "MAX_DRAWINGS", 2)
+    service = app()
     image_id = await kept(service)
     blocker = Blocker()
     monkeypatch.setattr(attention, "encode_png", lambda *_: blocker().encode())

@@ -94,8 +94,8 @@ def test_those_who_came_together_do_not_all_give_way_together() -> None:
 
 def test_a_service_keeps_an_eighth_of_its_places_for_those_who_crawl_and_lets_them_go_in_half_its_patience() -> None:
     for places, spacious in ((24, 3), (4, 1)):
-        receiving = pipeline_of(app(queue_size=places, request_timeout=40, min_body_rate=77)).receiving
-        assert (receiving._spacious, receiving._turnover, receiving._min_rate) == (spacious, 20, 77)
+        receiving = pipeline_of(app(queue_size=places, request_timeout=40)).receiving
+        assert (receiving._spacious, receiving._turnover, receiving._min_rate) == (spacious, 20, 4096)
 
 
 def test_a_burst_buys_one_second_and_no_more() -> None:

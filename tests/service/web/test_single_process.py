@@ -125,13 +125,13 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             self._lifecycle.exit_code = 7
 
     parts = {"LocalSwap": lambda make, on_retired: engine, "create_app": make_app, "Server": Server}
-    parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "settle": lambda: None}
-    parts |= {"trim_regularly": done.append}
+    parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "freeze_objects": lambda: None}
+    parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
         monkeypatch.setattr(single_process, name, part)
-    assert run_single_process(load_settings({"trim_seconds": 9}), lambda _: (FakePredictor(), model_info())) == 7
+    assert run_single_process(load_settings(), lambda _: (FakePredictor(), model_info())) == 7
     trim, loading, first, second, closed, *rest = done
-    assert (trim, loading, closed, rest) == (9, [], [], [1, "reload", "telemetry closed"])
+    assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload", "telemetry closed"])
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
 
 
@@ -141,7 +141,7 @@ async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after
 ) -> None:
     later: list[tuple[Any, ...]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *call: later.append(call))
-    monkeypatch.setattr(single_process, "settle", lambda: None)
+    monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
     server: Any = SimpleNamespace(should_exit=False, started=False, port=8000)
     engine: Any = FakeEngine()
     single_process._announce(engine, load_settings(), server)

@@ -192,7 +192,7 @@ class StandInOps:
 
         return replay
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.refuse_in_capture("the device is waited for")
         self.settled += 1
 

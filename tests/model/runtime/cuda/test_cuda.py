@@ -98,7 +98,7 @@ def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_
         NewProcessNeeded, match=r"^cpu: the capture of 4 images failed: a kernel cannot be captured$"
     ) as found:
         predictor.warm_up()
-    assert (found.value.option, found.value.value) == ("cuda_graphs", "off")
+    assert (found.value.option, found.value.value) == ("compile", "no-graphs")
     assert "no CUDA graphs: the capture of 4 images failed: a kernel cannot be captured" in caplog.text
 
 
