@@ -1,4 +1,4 @@
-"""What relevance adds in the predictor alone: `python -m benchmarks.relevance`.
+"""What relevance, or an embedding, adds in the predictor alone: `python -m benchmarks.relevance --output relevance`.
 
 Batches with and without it take turns on one CPU thread, in processor time. The ratio is the median over the rounds of
 (time without) / (time with), and 1 would be free. `python -m benchmarks.cpu relevance` has the same over HTTP.
@@ -17,12 +17,17 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
-from model.prediction import MapRequest, RequestedOutputs
+from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.choice import BackendName
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 
 _BATCHES = (1, 8, 16)
+_OUTPUTS: Final = {
+    "relevance": RequestedOutputs(5, MapRequest("relevance")),
+    "embedding": RequestedOutputs(5, embedding=EmbeddingRequest()),
+    "embedding-mean": RequestedOutputs(5, embedding=EmbeddingRequest("mean")),
+}
 _BACKENDS: Final[tuple[BackendName, ...]] = ("openvino", "torch")
 _SECONDS = 0.06
 """Of passes in a round, at least one."""
@@ -31,39 +36,44 @@ _SECONDS = 0.06
 def main() -> None:
     """Measure each model and backend, record it and print the table."""
     arguments = _arguments()
-    record = Record(arguments.record, dtype="auto (bfloat16 where native)", about={"threads": 1})
+    requested = _OUTPUTS[arguments.output]
+    record = Record(
+        arguments.record or RESULTS / f"{arguments.output}-predictor.json",
+        dtype="auto (bfloat16 where native)",
+        about={"threads": 1},
+    )
     rows = []
     for name in arguments.models:
         checkpoint = load_checkpoint(str(checkpoints.ensure(name)[0]))
         for backend in _BACKENDS:
             predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
-            if isinstance(predictor._backend, OpenVino):
+            if isinstance(predictor._backend, OpenVino) and arguments.output == "relevance":
                 predictor._backend.prepare_relevance()
                 assert predictor._backend._explaining is not None
             for batch in _BATCHES:
-                found = _measure(predictor, batch, arguments.rounds)
+                found = _measure(predictor, requested, batch, arguments.rounds)
                 record.section(name, backend)[str(batch)] = found
                 rows.append((name, backend, batch, *found.values()))
                 record.save()
     print(table(("model", "backend", "batch", "ms without", "ms with", "ratio"), rows))
 
 
-def _measure(predictor: Predictor, batch: int, rounds: int) -> dict[str, float]:
+def _measure(predictor: Predictor, requested: RequestedOutputs, batch: int, rounds: int) -> dict[str, float]:
     images = np.random.default_rng(0).integers(0, 256, (batch, *predictor.config.image_size, 3), dtype=np.uint8)
 
-    def spent(passes: int, *, explained: bool) -> float:
+    def spent(passes: int, *, added: bool) -> float:
         started = time.process_time()
         for _ in range(passes):
-            predictor.predict(images, RequestedOutputs(5, MapRequest("relevance") if explained else None))
+            predictor.predict(images, requested if added else RequestedOutputs(5))
         return 1000 * (time.process_time() - started) / passes / batch
 
-    for explained in (False, True):
-        spent(3, explained=explained)
-    passes = max(1, round(_SECONDS / (spent(2, explained=False) * batch / 1000)))
+    for added in (False, True):
+        spent(3, added=added)
+    passes = max(1, round(_SECONDS / (spent(2, added=False) * batch / 1000)))
     pairs = []
     for turn in range(rounds):
         order = (False, True) if turn % 2 else (True, False)
-        pair = {explained: spent(passes, explained=explained) for explained in order}
+        pair = {added: spent(passes, added=added) for added in order}
         pairs.append((pair[False], pair[True]))
     without, with_it = (round(statistics.median(times), 3) for times in zip(*pairs, strict=True))
     return {"without": without, "with": with_it, "ratio": round(statistics.median(a / b for a, b in pairs), 3)}
@@ -73,7 +83,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relevance", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["vit32", "vit224"], choices=[*checkpoints.SHAPES])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--record", type=Path, default=RESULTS / "relevance-predictor.json")
+    parser.add_argument("--output", choices=_OUTPUTS, default="relevance", help="what half of the batches ask for")
+    parser.add_argument("--record", type=Path, help="default: `OUTPUT-predictor.json` beside the other records")
     return parser.parse_args()
 
 

@@ -33,6 +33,15 @@ CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legra
 MAX_CLASSES: Final = 8
 """Most classes of which one request may want maps."""
 
+Pooling = Literal["head", "cls", "mean"]
+"""How an image's tokens become its embedding.
+
+What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
+"""
+
+POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
+"""All of them, the default first."""
+
 
 @dataclass(frozen=True, slots=True)
 class MapRequest:
@@ -197,6 +206,38 @@ def _indices(labels: tuple[str, ...]) -> tuple[dict[str, list[int]], dict[str, l
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A request for an image's embedding.
+
+    Attributes:
+        normalize: whether it is divided by its L2 norm.
+    """
+
+    pool: Pooling = "head"
+    normalize: bool = False
+
+
+def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
+    """Return the embedding that a caller asks for.
+
+    Raises:
+        InputError: there is no such pool, or the model has no CLS token; or `normalize` is not a bool.
+    """
+    if pool not in POOLINGS:
+        raise InputError("pool", f"pool {pool!r:.50}: expected one of {', '.join(POOLINGS)}")
+    if pool == "cls" and not config.class_token:
+        raise InputError("pool", "pool 'cls': the model has no CLS token; expected head or mean")
+    if not isinstance(normalize, bool):
+        raise InputError("normalize", f"normalize {normalize!r:.50}: expected true or false")
+    return EmbeddingRequest(pool, normalize)
+
+
+def embedding_width(config: ViTConfig, pool: Pooling = "head") -> int:
+    """Return how many values an embedding has: those of a token, or of two where the head reads two."""
+    return 2 * config.width if pool == "head" and config.pool == "cls_mean" else config.width
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMap:
     """The map of one image.
 
@@ -239,11 +280,13 @@ class RequestedOutputs:
         top_k: how many classes, 1 ... num_classes.
         map: which map, if any.
         logits: whether the logits of all classes are wanted.
+        embedding: which embedding, if any.
     """
 
     top_k: int
     map: MapRequest | None = None
     logits: bool = False
+    embedding: EmbeddingRequest | None = None
 
     @property
     def needs_pass(self) -> bool:
@@ -259,6 +302,7 @@ class Outputs:
         scores: float32 [top_k], highest first.
         indices: int64 [top_k], the classes that the scores belong to.
         logits: float32 [num_classes], before the temperature.
+        embedding: float32 [D], `embedding_width` of what was asked for.
         decoded: uint8 [H, W, C] that the device made of an encoded picture.
         failure: why the other values mean nothing: a score is not finite, or the device could not decode the picture.
     """
@@ -267,5 +311,6 @@ class Outputs:
     indices: NDArray[np.int64]
     map: AttentionMap | None = None
     logits: NDArray[np.float32] | None = None
+    embedding: NDArray[np.float32] | None = None
     decoded: NDArray[np.uint8] | None = None
     failure: Literal["not finite", "not decoded"] | None = None

@@ -20,6 +20,7 @@ from service.errors import ServiceError
 COMMANDS = {
     "serve": "serve a checkpoint over HTTP (the default)",
     "classify": "classify files or folders of pictures",
+    "embed": "write the embeddings of files or folders as one NumPy file",
     "attention": "draw a heat map of where the model looks",
     "evaluate": "measure a checkpoint's accuracy on labelled pictures",
     "train": "train or fine-tune a model on a folder of pictures",

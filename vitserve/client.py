@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import wraps
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, Unpack, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, Unpack, overload
 
 import httpx
 
@@ -78,6 +78,9 @@ __all__ = [
 
 _Arguments = ParamSpec("_Arguments")
 
+Pooling = Literal["head", "cls", "mean"]
+"""The parameter `pool` of /embed."""
+
 
 class _Method(Generic[_Arguments, Answer]):
     """A method of both clients, written as the function that returns its request: one sends it, the other awaits it."""
@@ -109,10 +112,15 @@ class _Service:
 
     @_Method
     def classify(
-        self, image: ImageSource, *, top_k: int | None = None, attention: WithAttention = False
+        self,
+        image: ImageSource,
+        *,
+        top_k: int | None = None,
+        attention: WithAttention = False,
+        embedding: bool | None = None,
     ) -> Request[Classification]:
-        """Classify one image; with `attention`, add the map that /classify offers under this name."""
-        options = requests.body(image) | requests.query(top_k=top_k, attention=attention)
+        """Classify one image; `attention` adds the map of that name, `embedding` what the head reads."""
+        options = requests.body(image) | requests.query(top_k=top_k, attention=attention, embedding=embedding)
         return Request("POST", "/classify", Classification.model_validate_json, options)
 
     @_Method
@@ -122,6 +130,22 @@ class _Service:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
         options = requests.form(images) | requests.query(top_k=top_k, attention=attention)
         return Request("POST", "/classify/batch", BatchClassification.model_validate_json, options)
+
+    @_Method
+    def embed(
+        self, image: ImageSource, *, pool: Pooling | None = None, normalize: bool | None = None
+    ) -> Request[Array]:
+        """Return the embedding of one image, float32 [D]."""
+        options = requests.body(image) | requests.query(pool=pool, normalize=normalize, format="npy")
+        return Request("POST", "/embed", requests.array, options)
+
+    @_Method
+    def embed_batch(
+        self, images: Sequence[ImageSource], *, pool: Pooling | None = None, normalize: bool | None = None
+    ) -> Request[Array]:
+        """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
+        options = requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy")
+        return Request("POST", "/embed/batch", requests.array, options)
 
     @_Method
     def attention(

@@ -67,6 +67,7 @@ class Classification(BaseModel):
     model: str
     predictions: Annotated[list[Prediction], Field(description="highest score first")]
     attention: Attention | None = None
+    embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
     timings_ms: Timings
     batch_size: Annotated[int, Field(description="images that were computed together")]
 
@@ -92,6 +93,21 @@ class BatchClassification(BaseModel):
     """The answer of POST /classify/batch, in the order of the files."""
 
     results: list[Classification | FailedItem]
+
+
+class Embedding(BaseModel):
+    """The answer of POST /embed."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    model: str
+    pool: Literal["head", "cls", "mean"]
+    embedding: Annotated[list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")]
+
+
+class BatchEmbedding(BaseModel):
+    """The answer of POST /embed/batch, in the order of the files."""
+
+    results: list[Embedding | FailedItem]
 
 
 class AttentionDocument(BaseModel):

@@ -7,7 +7,8 @@ the paper's model is chosen by `ViTConfig` and built from `model.network.layers`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from model.network.layers.block import Block, Kept
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.pooling import AttentionPool, pool_tokens
 from model.network.layers.position import sincos2d_position_embedding
+from model.prediction import Pooling, embedding_width
 
 _LAYER_SCALE_START = 1e-5
 
@@ -42,11 +44,14 @@ class ViTOutput(NamedTuple):
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
+        embeddings: [B, `embedding_width`], in the model's dtype, by `embedding_name`: all but a mean of patches that
+            the last block did not compute.
     """
 
     logits: Tensor
     attention: Tensor | None
     kept: KeptPass | None = None
+    embeddings: Mapping[Pooling, Tensor] = MappingProxyType({})
 
 
 class VisionTransformer(nn.Module):
@@ -84,7 +89,7 @@ class VisionTransformer(nn.Module):
         self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
-        self.head = nn.Linear(2 * width if config.pool == "cls_mean" else width, config.num_classes)
+        self.head = nn.Linear(embedding_width(config), config.num_classes)
         self.head_dist = nn.Linear(width, config.num_classes) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -122,13 +127,16 @@ class VisionTransformer(nn.Module):
         x = self.norm_pre(x)  # [B, N, D]
         return x
 
-    def forward(self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0) -> ViTOutput:
-        """Return logits and the attention rows of `attention_layers`.
+    def forward(
+        self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0, all_tokens: bool = False
+    ) -> ViTOutput:
+        """Return logits, embeddings and the attention rows of `attention_layers`.
 
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
+            all_tokens: whether the last block computes the tokens, too, that the head does not read.
 
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
@@ -140,7 +148,8 @@ class VisionTransformer(nn.Module):
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        read = 1 + self.config.distillation_token if self.spare_last_block and self.config.pool == "cls" else None
+        spared = self.spare_last_block and self.config.pool == "cls" and not all_tokens
+        read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and self.attn_pool is not None)
             x, row, of_block = block(x, with_row, read if index == last else None, index > last - keep)
@@ -148,11 +157,17 @@ class VisionTransformer(nn.Module):
                 rows[index] = row
             if of_block is not None:
                 kept.append(of_block)
-        logits, row = self.read(x, last in attention_layers)
+        normed = self.norm(x)
+        pooled, row = self._pool(normed, last in attention_layers)
         if row is not None:
             rows[last] = row
         attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
-        return ViTOutput(logits, attention, KeptPass(kept, x) if keep else None)
+        return ViTOutput(
+            self._classify(normed, pooled),
+            attention,
+            KeptPass(kept, x) if keep else None,
+            self._embeddings(normed, pooled, with_patches=not spared),
+        )
 
     def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
         """Map the last block's output to logits, and to the attention of the pooling query, if the model has it.
@@ -166,17 +181,43 @@ class VisionTransformer(nn.Module):
         """
         x = self.norm(x)
         pooled, row = self._pool(x, return_attention)
-        logits: Tensor = self.head(self.fc_norm(pooled))
-        if self.head_dist is not None:
-            logits = (logits + self.head_dist(x[:, 1])) / 2
-        return logits, row
+        return self._classify(x, pooled), row
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to ([B, D] or [B, 2 D], the pooling query's attention [B, heads, N] or None)."""
+        """Map [B, N, D] to (what the head reads [B, D] or [B, 2 D], the pooling query's [B, heads, N] or None)."""
         if self.attn_pool is None:
-            return pool_tokens(x, self.config), None
+            return self.fc_norm(pool_tokens(x, self.config)), None
         pooled, row = self.attn_pool(x, return_attention)
-        return pooled, row
+        return self.fc_norm(pooled), row
+
+    def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:
+        """Map the normed tokens and what was pooled of them to logits [B, num_classes]."""
+        logits: Tensor = self.head(pooled)
+        if self.head_dist is not None:
+            logits = (logits + self.head_dist(x[:, 1])) / 2
+        return logits
+
+    def _embeddings(self, x: Tensor, pooled: Tensor, *, with_patches: bool) -> dict[Pooling, Tensor]:
+        """Return `ViTOutput.embeddings` of the normed tokens, of which the patches may be missing."""
+        config = self.config
+        # Two heads read two tokens: their mean, as in timm.
+        found: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
+        if config.class_token and embedding_name(config, "cls") == "cls":
+            found["cls"] = self.fc_norm(x[:, 0])
+        if with_patches and embedding_name(config, "mean") == "mean":
+            found["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
+        return found
+
+
+def embedding_name(config: ViTConfig, pool: Pooling) -> Pooling:
+    """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
+    if config.pool == "cls" and not config.distillation_head:
+        same: Pooling = "cls"
+    elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):
+        same = "mean"
+    else:
+        return pool
+    return "head" if pool == same else pool
 
 
 def _token(count: int, width: int) -> nn.Parameter:

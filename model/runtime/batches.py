@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import RequestedOutputs
+from model.config import ViTConfig
+from model.network.vit import embedding_name
+from model.prediction import Pooling, RequestedOutputs
 
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
@@ -33,33 +35,41 @@ class BatchRequest:
         logits: whether the logits of all classes are wanted.
         layers: whose attention rows are wanted, ascending.
         relevance: whether the relevance of each image's best class is wanted.
+        embeddings: which are wanted, by `embedding_name`.
+        all_tokens: whether one of them needs tokens of the last block that the head does not read.
     """
 
     top_k: int = 1
     logits: bool = False
     layers: tuple[int, ...] = ()
     relevance: bool = False
+    embeddings: tuple[Pooling, ...] = ()
+    all_tokens: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[RequestedOutputs]) -> BatchRequest:
-        """Return what a batch of these requests is computed for."""
+    def of(cls, requests: Sequence[RequestedOutputs], config: ViTConfig) -> BatchRequest:
+        """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
+        pools = {request.embedding.pool for request in requests if request.embedding is not None}
+        embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
             logits=any(request.logits for request in requests),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
+            embeddings=embeddings,
+            all_tokens="mean" in embeddings and config.pool == "cls",
         )
 
     @property
     def beside(self) -> tuple[str, ...]:
         """Return the names of the outputs that every pass gives, and that come to the host only if they are wanted."""
-        return ("logits",) if self.logits else ()
+        return (*(("logits",) if self.logits else ()), *self.embeddings)
 
     @property
     def computed(self) -> BatchRequest:
         """Return it without `beside`: what a CUDA graph is captured for."""
-        return replace(self, logits=False)
+        return replace(self, logits=False, embeddings=())
 
     @property
     def of_network(self) -> BatchRequest:
@@ -68,7 +78,11 @@ class BatchRequest:
 
     def covers(self, other: BatchRequest) -> bool:
         """Return whether a network that computes this gives what another request wants of it."""
-        return other.layers in ((), self.layers) and other.relevance <= self.relevance
+        return (
+            other.layers in ((), self.layers)
+            and other.relevance <= self.relevance
+            and other.all_tokens <= self.all_tokens
+        )
 
 
 class BatchOutputs(NamedTuple):
@@ -78,6 +92,7 @@ class BatchOutputs(NamedTuple):
         logits: [B, num_classes], before the temperature.
         attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
         relevance: `token_relevance` of the best class, float32 [B, N].
+        head, cls, mean: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
         scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
         indices: int64 [B, k], the classes that the scores belong to.
         finite: bool [B], whether all scores of the image are finite.
@@ -88,6 +103,9 @@ class BatchOutputs(NamedTuple):
     logits: Tensor | None = None
     attention: Tensor | None = None
     relevance: Tensor | None = None
+    head: Tensor | None = None
+    cls: Tensor | None = None
+    mean: Tensor | None = None
     scores: Tensor | None = None
     indices: Tensor | None = None
     finite: Tensor | None = None

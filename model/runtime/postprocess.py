@@ -1,6 +1,6 @@
 """The network's pass over normalised pixels, and postprocessing of its logits, the same on every device.
 
-What is made on a device comes to the host in one piece, beside the logits where these are asked for.
+What is made on a device comes to the host in one piece, beside logits and embeddings where these are asked for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def run_network(
     Args:
         folded: see `token_relevance`.
     """
-    output = model(pixels, request.layers, KEPT if request.relevance else 0)
+    output = model(pixels, request.layers, KEPT if request.relevance else 0, request.all_tokens)
     relevance = None
     if request.relevance:
         with one_thread(pixels.device):
             relevance = token_relevance(model, output, weights=folded)
-    return BatchOutputs(output.logits, output.attention, relevance)
+    return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 
 @contextmanager

@@ -22,14 +22,16 @@ from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.attention_map import attention_maps
 from model.explanation.token_maps import Floats, sharpened_maps
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.prediction import (
     CLASS_SPECIFIC,
     AttentionMap,
+    EmbeddingRequest,
     EncodedPicture,
     MapRequest,
     Outputs,
     Picture,
+    Pooling,
     RequestedOutputs,
 )
 from model.runtime.backend import Backend, Images, first_line, stacked
@@ -53,6 +55,9 @@ _CALIBRATION_BATCH: Final = 16
 
 _DEFAULT_STREAMS: Final = 2
 """On a GPU, one batch is uploaded, or its answer read, while the other computes."""
+
+_LEAST_NORM: Final = 1e-12
+"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 _DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
 
@@ -274,12 +279,13 @@ class Predictor:
         """
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
-        request = BatchRequest.of(requests)
+        request = BatchRequest.of(requests, self.config)
         with torch.inference_mode():
             outputs = self._backend.predict(images, request)
             tensors = outputs.tensors()
             scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
             logits = tensors["logits"].float().numpy() if request.logits else None
+            embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
             maps = self._maps_of_pass(tensors, request, requests)
         decoded = outputs.decoded or {}
         pictures = [decoded.get(place, image) for place, image in enumerate(images)] if decoded else images
@@ -290,6 +296,7 @@ class Predictor:
                 indices=indices[place, : each.top_k],
                 map=maps.get(place),
                 logits=None if logits is None or not each.logits else logits[place],
+                embedding=None if each.embedding is None else self._embedding(embeddings, each.embedding, place),
                 decoded=decoded.get(place),
                 failure="not decoded" if pictures[place] is None else None if finite[place] else "not finite",
             )
@@ -307,6 +314,15 @@ class Predictor:
             raise ValueError(f"{count - len(pixels)} encoded pictures: there is no decoder")
         if requests != count:
             raise ValueError(f"{requests} requests for {count} images")
+
+    def _embedding(
+        self, embeddings: Mapping[Pooling, NDArray[np.float32]], request: EmbeddingRequest, place: int
+    ) -> NDArray[np.float32]:
+        """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
+        found: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
+        if request.normalize:
+            found /= max(float(np.linalg.norm(found)), _LEAST_NORM)
+        return found
 
     def _maps_of_pass(
         self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]

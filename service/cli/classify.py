@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.errors import ImageError, InputError
+from model.errors import InputError
 from model.prediction import RequestedOutputs
-from service.cli.image_files import find_images, read_pixels
+from service.cli.image_files import find_images
+from service.cli.predictions import predict_files
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.web.documents import ranked_predictions
@@ -70,26 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
     predictor, info, settings = predictor_from(arguments)
-    top_k = _top_k(arguments.top_k, info.config.num_classes)
-
-    def decode(file: Path) -> NDArray[np.uint8] | str:
-        try:
-            return read_pixels(file, info.preprocess, settings)
-        except (ImageError, OSError) as error:
-            return str(error)
-
-    remaining = iter(files)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while chunk := list(islice(remaining, predictor.max_batch)):
-            decoded = list(pool.map(decode, chunk))
-            good = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            results = iter(predictor.predict(np.stack(good), RequestedOutputs(top_k)) if good else ())
-            for file, pixels in zip(chunk, decoded, strict=True):
-                if isinstance(pixels, str):
-                    yield ClassifiedFile(file, [], pixels)
-                else:
-                    outputs = next(results)
-                    yield ClassifiedFile(file, ranked_predictions(info.labels, outputs.indices, outputs.scores))
+    requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
+    for file, outputs in predict_files(files, requested, predictor, info, settings):
+        if isinstance(outputs, str):
+            yield ClassifiedFile(file, [], outputs)
+        else:
+            yield ClassifiedFile(file, ranked_predictions(info.labels, outputs.indices, outputs.scores))
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:

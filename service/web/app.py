@@ -34,6 +34,7 @@ from service.web.routes import (
     attention,
     classify,
     documentation,
+    embed,
     inference_protocol,
     model_repository,
     operations,
@@ -50,6 +51,7 @@ VERSION = importlib.metadata.version("vitserve")
 
 _ROUTERS = (
     classify.router,
+    embed.router,
     attention.router,
     operations.router,
     inference_protocol.router,

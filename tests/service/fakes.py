@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, Outputs, Picture, RequestedOutputs
+from model.prediction import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, Picture, RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
@@ -108,6 +108,11 @@ def expected_logits(red: int) -> NDArray[np.float32]:
     return np.array([(red + i) / 4 for i in range(CLASSES)], np.float32)
 
 
+def expected_embedding(red: int, requested: EmbeddingRequest) -> NDArray[np.float32]:
+    """The embedding that `FakePredictor` answers for `pixels(red)`: which pool it is, whether normalised, and red."""
+    return np.array([POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32)
+
+
 def answer(red: int, top_k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     scores = np.array([0.5 / 2**i for i in range(top_k)], np.float32)
     return scores, np.array(expected_indices(red, top_k), np.int64)
@@ -156,7 +161,9 @@ class FakePredictor:
         if requested.map is not None:
             found = AttentionMap(requested.map, np.full((2, 2), 0.25, np.float32), red / 256)
         logits = expected_logits(red) if requested.logits else None
-        return Outputs(*answer(red, requested.top_k), found, logits, failure="not finite" if red == NAN else None)
+        embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        failure: Literal["not finite"] | None = "not finite" if red == NAN else None
+        return Outputs(*answer(red, requested.top_k), found, logits, embedding, failure=failure)
 
     async def wait_until_busy(self) -> None:
         """Until one more `predict` has begun."""

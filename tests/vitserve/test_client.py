@@ -233,6 +233,23 @@ def test_a_map_is_an_array(call: Call, values: list[Any]) -> None:
     assert str(server.request.url) == f"{URL}/attention?method=gae&format=npy"
 
 
+@pytest.mark.parametrize(("method", "image", "shape"), [("embed", b"p", (4,)), ("embed_batch", [b"p", b"q"], (2, 4))])
+def test_embeddings_are_an_array(call: Call, method: str, image: Any, shape: tuple[int, ...]) -> None:
+    values, buffer = np.random.default_rng(0).random(shape, np.float32), io.BytesIO()
+    np.save(buffer, values)
+    server = Recorder(200, content=buffer.getvalue())
+    np.testing.assert_array_equal(call(server, method, image, pool="cls", normalize=True), values)
+    path = "/embed" if len(shape) == 1 else "/embed/batch"
+    assert str(server.request.url) == f"{URL}{path}?pool=cls&normalize=true&format=npy"
+    assert b"p" in server.request.content
+
+
+def test_an_embedding_comes_with_a_classification(call: Call) -> None:
+    server = Recorder(200, json=CAT | {"embedding": [0.25, 1.5]})
+    assert call(server, "classify", b"p", embedding=True).embedding == [0.25, 1.5]
+    assert server.request.url.query.endswith(b"&embedding=true")
+
+
 def test_what_is_no_array_is_not_one_of_the_service(call: Call) -> None:
     for content in (b"", b"<html>"):
         with pytest.raises(ForeignAnswer, match="did not answer as"):
@@ -347,7 +364,7 @@ def test_an_error_names_the_address_without_a_password() -> None:
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 def test_help_shows_what_a_method_takes_and_returns(client: type[Client | AsyncClient]) -> None:
     signature = inspect.signature(client.classify)
-    assert list(signature.parameters) == ["self", "image", "top_k", "attention"]
+    assert list(signature.parameters) == ["self", "image", "top_k", "attention", "embedding"]
     assert signature.return_annotation == "Classification"
     assert "Classify one image" in (inspect.getdoc(client.classify) or "")
     assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

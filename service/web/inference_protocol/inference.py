@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.prediction import MapRequest, Outputs, RequestedOutputs
+from model.prediction import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.awaiting import all_of
@@ -57,6 +57,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "attention": Output(
         "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
     ),
+    "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
@@ -141,7 +142,11 @@ class Wanted:
 
     @classmethod
     def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Wanted:
-        """Return what a request wants; raises `InvalidParameter` for what the model has not, and for a long id."""
+        """Return what a request wants.
+
+        Raises:
+            InvalidParameter, InputError: the model has not what is asked for, or the id is too long.
+        """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
@@ -160,12 +165,16 @@ class Wanted:
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        embedding = parse_embedding(
+            info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
+        )
         return cls(
             outputs,
             RequestedOutputs(
                 max(asked, default=min(_DEFAULT_TOP_K, classes)),
                 map=_MAPS[method](info) if "attention" in names else None,
                 logits="logits" in names,
+                embedding=embedding if "embedding" in names else None,
             ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
@@ -237,15 +246,20 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:
                 raise
-            named = copy.copy(error)  # that of a whole batch is raised for each of its pictures
-            named.args = (f"picture {position}: {error}",)
-            raise named from None
+            raise at_position(error, position) from None
 
     results = await all_of(one(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
     for result in results:
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
     return results
+
+
+def at_position(error: ImageError | ServiceError, position: int) -> ImageError | ServiceError:
+    """Return the error of one picture of a request with its position named."""
+    named = copy.copy(error)  # that of a whole batch is raised for each of its pictures
+    named.args = (f"picture {position}: {error}",)
+    return named
 
 
 def _too_many(count: int, limit: int) -> TooManyImages:
@@ -261,7 +275,7 @@ def check_count(inputs: Inputs, limit: int) -> None:
 
 
 def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
-    """Return the outputs that were asked for: [N, K], of logits [N, C] and of attention [N, rows, columns]."""
+    """Return the outputs that were asked for: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N, D]."""
 
     def stacked(name: str, count: int | None = None) -> NDArray[Any]:
         values = (OUTPUTS[name].values(result.outputs, labels) for result in results)

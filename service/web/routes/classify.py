@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.images.region import Region
-from model.prediction import AttentionMap, MapRequest, RequestedOutputs
+from model.prediction import AttentionMap, EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.awaiting import all_of, unless_disconnected
@@ -43,6 +43,7 @@ class ClassifyQuery(BaseModel, frozen=True):
         Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None  # no default is documented: FastAPI would write one that is no string
+    embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
 
 
 @router.post(
@@ -93,7 +94,11 @@ class _Classifier:
         if query.attention:
             row = MapRequest.row(self._info.config.depth - 1)
             found = MapRequest("relevance") if query.attention == "relevance" else row
-        self._requested = RequestedOutputs(query.top_k or min(_DEFAULT_TOP_K, classes), found)
+        self._requested = RequestedOutputs(
+            query.top_k or min(_DEFAULT_TOP_K, classes),
+            found,
+            embedding=EmbeddingRequest() if query.embedding else None,
+        )
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -112,12 +117,13 @@ class _Classifier:
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
         outputs, region = result.outputs, decoded.picture.region
-        return _json(
+        return to_json(
             Classification(
                 id=image_id,
                 model=self._info.name,
                 predictions=ranked_predictions(self._info.labels, outputs.indices, outputs.scores),
                 attention=None if outputs.map is None else self._attention(outputs.map, image_id, region),
+                embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(
                     decode=_milliseconds(decoded.seconds),
                     queue=_milliseconds(result.queue_seconds),
@@ -137,12 +143,18 @@ class _Classifier:
         try:
             return await self.classify(file)
         except (ImageError, ServiceError) as error:
-            problem = problem_of(error)
-            self._pipeline.metrics.rejected.labels(problem.code).inc()
-            return _json(FailedItem(error=problem.document(self._context.request_id)))
+            return failed_item(self._pipeline, self._context.request_id, error)
 
 
-def _json(document: BaseModel) -> bytes:
+def failed_item(pipeline: Pipeline, request_id: str, error: Exception) -> bytes:
+    """Return the error of one picture of a batch as JSON, and count it."""
+    problem = problem_of(error)
+    pipeline.metrics.rejected.labels(problem.code).inc()
+    return to_json(FailedItem(error=problem.document(request_id)))
+
+
+def to_json(document: BaseModel) -> bytes:
+    """Return a document without what it has not."""
     return document.model_dump_json(exclude_none=True, by_alias=True).encode()
 
 

@@ -87,10 +87,11 @@ def test_warm_up_tries_no_further_size_when_its_time_is_over(
 
 def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:
     row, best, of_class = MapRequest.row(3, 1), MapRequest("relevance"), MapRequest("gae", 2)
-    assert BatchRequest.of([RequestedOutputs(2)]) == BatchRequest(2)
+    config = make_checkpoint().config
+    assert BatchRequest.of([RequestedOutputs(2)], config) == BatchRequest(2)
     requests = [RequestedOutputs(1, row), RequestedOutputs(5, of_class), RequestedOutputs(3, MapRequest.row(0))]
-    assert BatchRequest.of(requests) == BatchRequest(5, layers=(0, 3))
-    assert BatchRequest.of([RequestedOutputs(1, row, logits=True), RequestedOutputs(1, best), *requests]) == (
+    assert BatchRequest.of(requests, config) == BatchRequest(5, layers=(0, 3))
+    assert BatchRequest.of([RequestedOutputs(1, row, logits=True), RequestedOutputs(1, best), *requests], config) == (
         BatchRequest(5, logits=True, layers=(0, 3), relevance=True)
     )
     assert BatchRequest(5, logits=True, layers=(3,)).of_network == BatchRequest(layers=(3,))

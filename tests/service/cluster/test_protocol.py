@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import FUSIONS, METHODS, AttentionMap, Head, MapRequest, Outputs, RequestedOutputs
+from model.prediction import (
+    FUSIONS,
+    METHODS,
+    POOLINGS,
+    AttentionMap,
+    EmbeddingRequest,
+    Head,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+)
 from service.cluster.protocol import (
     FAILURES,
     REPLY_LIMIT,
@@ -49,6 +59,7 @@ MAPS = st.builds(
     st.none() | st.sampled_from(FUSIONS),
     st.none() | st.floats(0, 1),
 )
+EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
 ENCODED = st.tuples(SMALL, SMALL, SMALL, st.integers(1, 8))
 
 
@@ -64,8 +75,9 @@ def results(draw: st.DrawFn) -> InferenceResult:
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
         found = AttentionMap(draw(MAPS), draw(floats(grid)), draw(st.floats(0, 1)))
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
-    times, logits = (draw(SECONDS), draw(SECONDS)), draw(st.none() | floats(20))
-    outputs = Outputs(draw(floats(top_k)), indices, found, logits)
+    times = draw(SECONDS), draw(SECONDS)
+    logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding)
     return InferenceResult(outputs, draw(SMALL), *times, draw(TRACEPARENTS))
 
 
@@ -76,7 +88,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         IDS,
         SMALL,
         SECONDS,
-        st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans()),
+        st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS),
         TRACEPARENTS,
         st.none() | ENCODED,
     ),

@@ -11,11 +11,22 @@ from itertools import count
 import numpy as np
 import pytest
 
+from model.prediction import EmbeddingRequest
 from service.engine.batching import Entry
 from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import EngineUnavailable, InferenceFailed
-from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, expected_logits, request_for
+from tests.service.engine.conftest import Running
+from tests.service.fakes import (
+    BAD,
+    NAN,
+    FakePredictor,
+    expected_embedding,
+    expected_indices,
+    expected_logits,
+    on_a_loop,
+    request_for,
+)
 
 
 def entries(*reds: int) -> list[Entry[InferenceRequest]]:
@@ -96,3 +107,21 @@ def test_logits_are_those_of_the_images_that_want_them() -> None:
     assert predictor.launched == [[1, 2, 3]]
     assert (found[0], found[2]) == (None, None)
     np.testing.assert_array_equal(found[1], expected_logits(2))
+
+
+@on_a_loop
+async def test_embeddings_are_those_of_the_images_that_want_them(running: Running) -> None:
+    requests = [None, EmbeddingRequest("cls", True), EmbeddingRequest("mean")]
+    async with running() as rig:
+        busy = await rig.keep_busy()
+        tasks = [rig.ask_soon(red, embedding=each) for red, each in enumerate(requests, start=1)]
+        await rig.until_queued(3)
+        rig.predictor.gate.set()
+        found = [(await task).outputs.embedding for task in tasks]
+        await busy
+    assert rig.predictor.launched == [[0], [1, 2, 3]]
+    assert found[0] is None
+    for red, values in enumerate(found[1:], start=2):
+        assert values is not None
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, expected_embedding(red, requests[red - 1] or EmbeddingRequest()))

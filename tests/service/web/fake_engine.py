@@ -11,7 +11,7 @@ import numpy as np
 
 from model.prediction import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from tests.service.fakes import answer, expected_logits, model_info
+from tests.service.fakes import answer, expected_embedding, expected_logits, model_info
 
 
 class FakeEngine:
@@ -66,7 +66,8 @@ class FakeEngine:
             of_class = best if wanted.method in CLASS_SPECIFIC else None
             found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9)
         logits = expected_logits(red) if requested.logits else None
-        return InferenceResult(Outputs(scores, indices, found, logits), 1, 0.001, 0.002)
+        embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        return InferenceResult(Outputs(scores, indices, found, logits, embedding), 1, 0.001, 0.002)
 
     async def close(self) -> None:
         self.state = "closed"

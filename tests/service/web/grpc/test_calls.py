@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from google.protobuf import json_format
 
+from model.prediction import EmbeddingRequest
 from service.errors import DeadlineExceeded, InferenceFailed, SettingsError
 from service.settings import load_settings
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
+from tests.service.fakes import CLASSES, SIZE, answer, expected_embedding, expected_indices, on_a_loop, pixels, png
 from tests.service.web.apps import pipeline_of, settle, until
 from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
 from tests.service.web.test_swap import FakeSwap
@@ -70,6 +71,20 @@ async def test_outputs_are_those_that_are_asked_for() -> None:
         found = arrays(await caller.infer(request))
     assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
     assert found["attention"].shape == (1, 2, 2)
+
+
+@on_a_loop
+async def test_embeddings_come_beside_labels() -> None:
+    request = image(png(8), png(9))
+    request.outputs.append(Output(name="embedding"))
+    request.outputs.append(Output(name="index"))
+    request.parameters["pool"].string_param = "mean"
+    request.parameters["normalize"].bool_param = True
+    async with calling() as caller:
+        found = arrays(await caller.infer(request))
+    expected = np.stack([expected_embedding(red, EmbeddingRequest("mean", True)) for red in (8, 9)])
+    np.testing.assert_array_equal(found["embedding"], expected)
+    assert found["index"].shape == (2, 5)
 
 
 @on_a_loop

@@ -50,7 +50,7 @@ async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None
 
 @on_a_loop
 @pytest.mark.parametrize(
-    "query", ["top_k=0", "top_k=-1", "top_k=11", "top_k=", "top_k=two", "top_k=1.5", "attention=x"]
+    "query", ["top_k=0", "top_k=-1", "top_k=11", "top_k=", "top_k=two", "top_k=1.5", "attention=x", "embedding=2"]
 )
 async def test_a_bad_query_names_its_parameter(query: str) -> None:
     response = await app().classify(query=query)
@@ -82,6 +82,14 @@ async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked() ->
     path, query = attention["url"].split("?")
     again = (await service.get(path, f"{query}&format=json")).json
     assert (again["method"], again["class"]) == ("relevance", best["index"])
+
+
+@on_a_loop
+async def test_an_embedding_comes_with_the_answer_when_asked() -> None:
+    document = (await app().classify(png(8), query="embedding=true&attention=true")).json
+    assert document["embedding"] == [0, 0, 2, 0, 1, 2, 3, 4]
+    assert [p["index"] for p in document["predictions"]] == expected_indices(8, 5)
+    assert "attention" in document
 
 
 @on_a_loop

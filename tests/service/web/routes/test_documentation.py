@@ -23,6 +23,8 @@ async def test_pages_and_documentation_are_there() -> None:
     assert set(document["paths"]) == {
         "/classify",
         "/classify/batch",
+        "/embed",
+        "/embed/batch",
         "/attention",
         "/model",
         "/labels",
@@ -30,7 +32,7 @@ async def test_pages_and_documentation_are_there() -> None:
         "/readyz",
         "/metrics",
     }
-    for path, method in (("/classify", "post"), ("/attention", "post")):
+    for path, method in (("/classify", "post"), ("/embed", "post"), ("/attention", "post")):
         kinds = document["paths"][path][method]["requestBody"]["content"]
         assert set(kinds) == {"multipart/form-data", "application/octet-stream"}
 
@@ -39,12 +41,13 @@ async def test_pages_and_documentation_are_there() -> None:
 async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     document = (await app().get("/openapi.json")).json
     operation = document["paths"]["/classify"]["post"]
-    top_k, attention = operation["parameters"]
+    top_k, attention, embedding = operation["parameters"]
     assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
     assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
     assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
     assert attention["schema"]["enum"] == ["false", "true", "0", "1", "relevance"]
     assert "default" not in attention["schema"]
+    assert (embedding["schema"]["type"], embedding["schema"]["default"]) == ("boolean", False)
     assert operation["description"].startswith("Classify one picture")
     assert operation["tags"] == ["classify"]
     assert operation["requestBody"]["required"] is True
@@ -74,6 +77,8 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
         ("/classify", binary),
         ("/attention", binary),
         ("/classify/batch", {"type": "array", "minItems": 1, "items": binary}),
+        ("/embed", binary),
+        ("/embed/batch", {"type": "array", "minItems": 1, "items": binary}),
     ):
         content = paths[path]["post"]["requestBody"]["content"]
         form = {"type": "object", "required": ["file"], "properties": {"file": file}}
@@ -84,6 +89,10 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
         assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
         assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
+    for path, schema in (("/embed", "Embedding"), ("/embed/batch", "BatchEmbedding")):
+        kinds = paths[path]["post"]["responses"]["200"]["content"]
+        assert kinds["application/x-npy"] == {"schema": binary}
+        assert kinds["application/json"] == {"schema": {"$ref": f"#/components/schemas/{schema}"}}
 
 
 @on_a_loop
@@ -102,6 +111,8 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
     assert set(operations((await app().get("/openapi.json")).json)) == {
         "classify",
         "classify_batch",
+        "embed",
+        "embed_batch",
         "attention",
         "attention_of_kept_picture",
         "model",

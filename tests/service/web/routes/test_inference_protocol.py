@@ -13,10 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.prediction import EmbeddingRequest
 from service.web.inference_protocol import tensors
 from service.web.inference_protocol.tensors import split_body
 from service.web.routes import inference_protocol
-from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, expected_logits, on_a_loop, pixels, png
+from tests.service.fakes import (
+    CLASSES,
+    SIZE,
+    answer,
+    expected_embedding,
+    expected_indices,
+    expected_logits,
+    on_a_loop,
+    pixels,
+    png,
+)
 from tests.service.web.apps import App, app, until
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -138,6 +149,27 @@ async def test_logits_are_those_of_all_classes_and_only_asked_for_when_wanted() 
 
 
 @on_a_loop
+@pytest.mark.parametrize(
+    ("parameters", "embedding"),
+    [({}, EmbeddingRequest()), ({"pool": "cls", "normalize": True}, EmbeddingRequest("cls", True))],
+)
+async def test_embeddings_come_beside_labels(parameters: dict[str, Any], embedding: EmbeddingRequest) -> None:
+    wanted = [{"name": "embedding"}, {"name": "index"}]
+    response = await infer(app(), encoded(1, 2), outputs=wanted, parameters=parameters)
+    found = outputs(response.json)
+    np.testing.assert_array_equal(found["embedding"], np.stack([expected_embedding(red, embedding) for red in (1, 2)]))
+    assert found["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+
+
+@on_a_loop
+@pytest.mark.parametrize("parameters", [{"pool": "max"}, {"pool": 1}, {"normalize": "yes"}])
+async def test_a_bad_embedding_names_its_parameter(parameters: dict[str, Any]) -> None:
+    response = await infer(app(), encoded(1), outputs=[{"name": "embedding"}], parameters=parameters)
+    assert response.status == 422
+    assert response.json["error"].startswith(next(iter(parameters)))
+
+
+@on_a_loop
 async def test_metadata_configuration_and_statistics_describe_the_model() -> None:
     service = app()
     server = (await service.get("/v2")).json
@@ -151,7 +183,8 @@ async def test_metadata_configuration_and_statistics_describe_the_model() -> Non
             ("pixels", [-1, SIZE, SIZE, 3]),
         ]
     configuration = (await service.get("/v2/models/fake/config")).json
-    assert {each["name"] for each in configuration["output"]} == {"label", "index", "score", "logits", "attention"}
+    names = {each["name"] for each in configuration["output"]}
+    assert names == {"label", "index", "score", "logits", "attention", "embedding"}
     await infer(service, encoded(1, 2))
     for path in ("/v2/models/fake/stats", "/v2/models/stats"):
         [statistics] = (await service.get(path)).json["model_stats"]

@@ -1,0 +1,92 @@
+"""Embeddings are those of timm and of transformers, from the same pass as the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.network.vit import embedding_name
+from model.prediction import POOLINGS, Pooling, embedding_width
+from tests.model.checkpoint import test_huggingface, test_timm
+from tests.model.checkpoint.parity import pictures, relative_error
+
+EXACT = 1e-5
+
+
+def embeddings_of(checkpoint: Checkpoint, pixels: Tensor) -> dict[Pooling, Tensor]:
+    """Each embedding that the model has, of a pass that computes all tokens; those of a spared pass are the same."""
+    network, config = checkpoint.build(), checkpoint.config
+    with torch.inference_mode():
+        whole, spared = network(pixels, (), 0, True), network(pixels)
+    for name, values in spared.embeddings.items():
+        assert relative_error(values, whole.embeddings[name]) < EXACT
+    assert relative_error(spared.logits, whole.logits) < EXACT
+    found = {
+        pool: whole.embeddings[embedding_name(config, pool)] for pool in POOLINGS if pool != "cls" or config.class_token
+    }
+    for pool, values in found.items():
+        assert values.shape == (len(pixels), embedding_width(config, pool))
+    return found
+
+
+@pytest.mark.parametrize("case", test_timm.CASES)
+def test_embeddings_are_those_of_timm(case: str, tmp_path: Path) -> None:
+    model = test_timm.make(case, tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    config, pixels = checkpoint.config, pictures(checkpoint)
+    found = embeddings_of(checkpoint, pixels)
+    with torch.inference_mode():
+        tokens = model.forward_features(pixels)
+        expected = {"head": model.forward_head(tokens, pre_logits=True)}
+        # Where timm's final norm stands behind its pooling, ours is behind each of these, too.
+        norm = model.fc_norm if config.norm_after_pool else torch.nn.Identity()
+        expected["mean"] = norm(tokens[:, config.prefix_tokens :].mean(dim=1))
+        if config.class_token:
+            expected["cls"] = norm(tokens[:, 0])
+    assert found.keys() == expected.keys()
+    for pool, values in found.items():
+        assert relative_error(values, expected[pool]) < EXACT, pool
+
+
+@pytest.mark.parametrize("case", test_huggingface.CASES)
+def test_the_heads_embedding_is_what_the_classifier_of_transformers_reads(case: str, tmp_path: Path) -> None:
+    model = test_huggingface.make(case, tmp_path)
+    read: list[Tensor] = []
+
+    def note(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        read.append(inputs[0])
+
+    heads = [module for name, module in model.named_modules() if name.endswith("classifier")]
+    for head in heads:
+        head.register_forward_pre_hook(note)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        model(pixels)
+    assert len(read) == (2 if case == "deit-teacher" else 1)
+    # Of two heads it is the mean of what they read, as in timm.
+    assert relative_error(embeddings_of(checkpoint, pixels)["head"], torch.stack(read).mean(dim=0)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [("vit", "vit"), ("deit", "deit"), ("dinov2", "dinov2"), ("dinov2-registers", "dinov2_with_registers")],
+)
+def test_tokens_are_those_of_transformers(case: str, part: str, tmp_path: Path) -> None:
+    model = test_huggingface.make(case, tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    found = embeddings_of(checkpoint, pixels)
+    with torch.inference_mode():
+        output = getattr(model, part)(pixels)
+    tokens = output.last_hidden_state
+    assert relative_error(found["cls"], tokens[:, 0]) < EXACT
+    assert relative_error(found["mean"], tokens[:, checkpoint.config.prefix_tokens :].mean(dim=1)) < EXACT
+    if part.startswith("dino"):  # ViT's own pooler has a layer that no classifier reads
+        assert relative_error(found["cls"], output.pooler_output) < EXACT
+        assert relative_error(found["head"], torch.cat((found["cls"], found["mean"]), dim=1)) < EXACT

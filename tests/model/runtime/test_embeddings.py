@@ -1,0 +1,156 @@
+"""Embeddings beside labels in one batch, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint
+from model.config import ViTConfig
+from model.errors import InputError
+from model.network.vit import VisionTransformer, embedding_name
+from model.prediction import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
+from model.runtime.backend import Images
+from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import Normalise
+from model.runtime.torch_cpu import TorchCpu
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.test_predictor import make_checkpoint, make_images
+
+BACKENDS = (
+    "torch",
+    "stand-in",
+    pytest.param(
+        "openvino",
+        marks=pytest.mark.skipif(
+            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="openvino does not run here"
+        ),
+    ),
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "cls": {},
+    "mean": {"pool": "mean", "class_token": False},
+    "both": {"pool": "cls_mean", "registers": 2},
+    "distilled": {"distillation_token": True, "distillation_head": True},
+    "attention": {"pool": "attention", "class_token": False},
+}
+
+
+def checkpoint_of(kind: str) -> Checkpoint:
+    config = ViTConfig.model_validate(make_checkpoint().config.model_dump() | KINDS[kind])
+    torch.manual_seed(1)
+    model = VisionTransformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return make_checkpoint(
+        config=config, tensors={name: tensor.detach() for name, tensor in model.state_dict().items()}
+    )
+
+
+def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
+    if backend == "stand-in":
+        made = Predictor(checkpoint, device="cpu", dtype="float32", backend="torch", max_batch=8, ops=StandInOps())
+        made.warm_up()  # batches go through captured graphs
+        return made
+    return Predictor(checkpoint, device="cpu", dtype="float32", backend=backend, threads=2)  # type: ignore[arg-type]
+
+
+def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.ndarray]:
+    """Each embedding of each image, of the plain network."""
+    with torch.inference_mode():
+        pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
+        output = checkpoint.build()(pixels, (), 0, True)
+    pools = [pool for pool in POOLINGS if pool != "cls" or checkpoint.config.class_token]
+    return {pool: output.embeddings[embedding_name(checkpoint.config, pool)].numpy() for pool in pools}
+
+
+def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
+    assert found is not None
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    # OpenVINO's own kernels, in float32, too.
+    return bool(np.abs(found - expected).max() <= (1e-4 if backend == "openvino" else 1e-5) * np.abs(expected).max())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: str, backend: str) -> None:
+    checkpoint, images = checkpoint_of(kind), make_images(6)
+    predictor, expected = predictor_of(backend, checkpoint), reference(checkpoint, make_images(6))
+    few: list[Pooling | None] = ["head", None]
+    for asked in ([*expected, None], few):  # with the patches of the last block, and without
+        requests = [
+            RequestedOutputs(
+                2,
+                MapRequest.row(1) if place == 4 else None,
+                logits=place == 5,
+                embedding=None if (pool := asked[place % len(asked)]) is None else EmbeddingRequest(pool, place > 2),
+            )
+            for place in range(6)
+        ]
+        plain = predictor.predict(images, RequestedOutputs(2))
+        for place, outputs in enumerate(predictor.predict(images, requests)):
+            request = requests[place].embedding
+            np.testing.assert_allclose(outputs.scores, plain[place].scores, atol=1e-5)
+            assert (outputs.map is not None, outputs.logits is not None) == (place == 4, place == 5)
+            if request is None:
+                assert outputs.embedding is None
+                continue
+            row = expected[request.pool][place]
+            assert close(outputs.embedding, row / np.linalg.norm(row) if request.normalize else row, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = predictor_of(backend, checkpoint_of("cls"))
+    passes: list[BatchRequest] = []
+    inner = predictor._backend.predict
+
+    def counted(images: Images, request: BatchRequest) -> BatchOutputs:
+        passes.append(request)
+        return inner(images, request)
+
+    monkeypatch.setattr(predictor._backend, "predict", counted)
+    if backend == "openvino":
+        monkeypatch.setattr(TorchCpu, "predict", lambda *_: pytest.fail("torch computes it"))
+    [head], [cls] = (
+        predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest(pool)))
+        for pool in ("head", "cls")
+    )
+    assert passes == [BatchRequest(embeddings=("head",))] * 2
+    assert passes[0].of_network == BatchRequest()
+    assert head.embedding is not None
+    np.testing.assert_array_equal(head.embedding, cls.embedding)
+
+
+def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
+    plain = make_checkpoint()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.tensors.items()}
+    predictor = Predictor(make_checkpoint(tensors=zeros), device="cpu", dtype="float32", backend="torch")
+    [outputs] = predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest("head", True)))
+    assert outputs.embedding is not None
+    assert outputs.embedding.tolist() == [0.0] * 32
+
+
+def test_an_embedding_keeps_nothing_of_its_batch() -> None:
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", backend="torch")
+    outputs = predictor.predict(make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean")))
+    assert all(each.embedding is not None and each.embedding.base is None for each in outputs)
+
+
+def test_a_pool_that_the_model_has_not_is_refused() -> None:
+    config = checkpoint_of("mean").config
+    assert parse_embedding(config) == EmbeddingRequest("head", False)
+    assert parse_embedding(config, "mean", True) == EmbeddingRequest("mean", True)
+    with pytest.raises(InputError, match="the model has no CLS token; expected head or mean"):
+        parse_embedding(config, "cls")
+    with pytest.raises(InputError, match="pool 'max': expected one of head, cls, mean"):
+        parse_embedding(config, "max")
+    with pytest.raises(InputError, match="normalize 'yes': expected true or false"):
+        parse_embedding(config, "head", "yes")

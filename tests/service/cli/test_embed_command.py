@@ -1,0 +1,113 @@
+"""`vitserve embed`, run as a user runs it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from model.checkpoint import load_checkpoint
+from model.prediction import EmbeddingRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
+from service.cli import embed
+from service.cli.image_files import read_pixels
+from service.settings import load_settings
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+from vitserve.client import Client
+
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ("cat", "dog"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = write_pictures(tmp_path / "pictures", "b.png", "a.jpg", "deep/c.webp")
+    (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:60])
+    return folder
+
+
+def names(file: Path) -> list[tuple[str, str]]:
+    with file.open(newline="") as opened:
+        return [(row["row"], Path(row["file"]).name) for row in csv.DictReader(opened)]
+
+
+def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, options = tmp_path / "features.npy", ("--pool", "mean", "--normalize", "--dtype", "float32")
+    code, out, err = run(capsys, "embed", pictures, "-o", output, "--checkpoint", checkpoint, *options)
+    assert (code, out) == (1, "")
+    assert f"vitserve: {pictures / 'aa.png'}: " in err
+    assert err.endswith("vitserve: 1 of 4 files have no embedding\n")
+    assert names(output.with_suffix(".csv")) == [("0", "a.jpg"), ("1", "b.png"), ("2", "c.webp")]
+    found = np.load(output)
+    assert (found.shape, found.dtype) == ((3, 16), np.float32)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+    loaded, settings = load_checkpoint(str(checkpoint)), load_settings({})
+    predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
+    for row, file in zip(found, ("a.jpg", "b.png", "deep/c.webp"), strict=True):
+        pixels = read_pixels(pictures / file, loaded.preprocess, settings)
+        asked = RequestedOutputs(1, embedding=EmbeddingRequest("mean", True))
+        [expected] = predictor.predict(pixels[np.newaxis], asked)
+        assert expected.embedding is not None
+        np.testing.assert_allclose(row, expected.embedding, atol=1e-4)
+
+
+def test_nothing_is_written_where_no_file_has_an_embedding(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "features.npy"
+    code, _, err = run(capsys, "embed", pictures / "aa.png", "-o", output, "--checkpoint", checkpoint)
+    assert code == 1
+    assert "1 of 1 files have no embedding" in err
+    assert not output.exists()
+
+
+def test_a_server_is_asked_for_the_same(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Answering(Client):
+        def model(self) -> None:  # type: ignore[override]
+            """There is one."""
+
+        def embed(self, image: object, **options: object) -> np.ndarray:
+            asked.append(f"{Path(str(image)).name} {options['pool']} {options['normalize']}")
+            return np.full(2, len(asked), np.float32)
+
+    def connect(url: str, **options: object) -> Answering:
+        return Answering(url, transport=httpx.MockTransport(lambda _: httpx.Response(500)))
+
+    monkeypatch.setattr(embed, "Client", connect)
+    output = tmp_path / "features.npy"
+    code, *_ = run(capsys, "embed", pictures, "-o", output, "--url", "http://127.0.0.1:1", "--pool", "cls")
+    assert code == 0
+    assert sorted(asked) == ["a.jpg cls False", "aa.png cls False", "b.png cls False", "c.webp cls False"]
+    assert np.load(output).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
+        (["README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: expected a name"),
+        (["absent.jpg", "-o", "x.npy"], "absent.jpg: no such file"),
+        (["examples/dog.jpg", "-o", "x.npy", "--url", "http://127.0.0.1:1"], "is the server running"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VIT_API_KEYS", raising=False)
+    code, _, err = run(capsys, "embed", *arguments)
+    assert code == 1
+    assert message in err
+    assert err.count("\n") == 1

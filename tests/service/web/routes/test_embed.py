@@ -1,0 +1,132 @@
+"""POST /embed and POST /embed/batch."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.prediction import EmbeddingRequest
+from service.errors import DeadlineExceeded
+from tests.service.fakes import SIZE, expected_embedding, model_info, on_a_loop, png
+from tests.service.web.apps import App, app, form, pipeline_of
+from tests.service.web.http_communicator import HttpCommunicator
+
+HEAD = EmbeddingRequest()
+
+
+async def embed(service: App, query: str = "", red: int = 9) -> HttpCommunicator:
+    return await service.classify(png(red), query, "/embed")
+
+
+async def embed_batch(service: App, *files: bytes, query: str = "") -> HttpCommunicator:
+    return await service.request("POST", "/embed/batch", query=query, **form(*files))
+
+
+def array(response: HttpCommunicator) -> np.ndarray:
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/x-npy"
+    found: np.ndarray = np.load(io.BytesIO(response.content), allow_pickle=False)
+    assert found.dtype == np.dtype("<f4")
+    return found
+
+
+@on_a_loop
+async def test_a_picture_gets_its_embedding_in_both_forms() -> None:
+    service = app()
+    for response in (await embed(service), await service.request("POST", "/embed", **form(png(9)))):
+        assert response.headers["content-type"] == "application/json"
+        document = response.json
+        assert set(document) == {"id", "model", "pool", "embedding"}
+        assert (document["model"], document["pool"]) == ("fake", "head")
+        np.testing.assert_array_equal(document["embedding"], expected_embedding(9, HEAD))
+        assert (await service.get("/attention", f"id={document['id']}&format=json")).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "requested"),
+    [
+        ("pool=cls", EmbeddingRequest("cls")),
+        ("pool=mean&normalize=true", EmbeddingRequest("mean", True)),
+        ("normalize=1", EmbeddingRequest("head", True)),
+    ],
+)
+async def test_every_format_has_what_was_asked_for(query: str, requested: EmbeddingRequest) -> None:
+    service, expected = app(), expected_embedding(9, requested)
+    document = (await embed(service, query)).json
+    assert document["pool"] == requested.pool
+    np.testing.assert_array_equal(document["embedding"], expected)
+    np.testing.assert_array_equal(array(await embed(service, f"{query}&format=npy")), expected)
+    text = (await embed(service, f"{query}&format=base64")).json["embedding"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text, validate=True), "<f4"), expected)
+
+
+@on_a_loop
+async def test_a_batch_has_an_answer_or_an_error_for_each_picture() -> None:
+    service = app()
+    results = (await embed_batch(service, png(1), b"no picture", png(3))).json["results"]
+    assert results[1]["error"]["code"] == "unsupported_media_type"
+    for place, red in ((0, 1), (2, 3)):
+        np.testing.assert_array_equal(results[place]["embedding"], expected_embedding(red, HEAD))
+    assert service.metric("vit_images_total") == 2
+    assert service.metric("vit_rejected_total", reason="unsupported_media_type") == 1
+
+
+@on_a_loop
+async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all() -> None:
+    service = app()
+    expected = np.stack([expected_embedding(red, HEAD) for red in (1, 2, 3)])
+    np.testing.assert_array_equal(
+        array(await embed_batch(service, png(1), png(2), png(3), query="format=npy")), expected
+    )
+    refused = await embed_batch(service, png(1), b"no picture", png(3), query="format=npy")
+    assert (refused.status, refused.code) == (415, "unsupported_media_type")
+    assert refused.json["detail"].startswith("picture 1: not a picture")
+    large = await embed_batch(app(max_upload_bytes=len(png(1))), png(1), png(1) + b"0", query="format=npy")
+    assert (large.status, large.json["detail"][:11]) == (413, "picture 1: ")
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/embed", "/embed/batch"])
+@pytest.mark.parametrize("query", ["pool=max", "normalize=2", "format=png", "top_k=1"])
+async def test_a_bad_query_names_its_parameter(path: str, query: str) -> None:
+    response = await app().classify(png(1), query, path)
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert response.json["detail"].startswith(query.partition("=")[0])
+
+
+@on_a_loop
+async def test_a_model_without_a_cls_token_has_no_embedding_of_it() -> None:
+    service = app()
+    changes: dict[str, Any] = {"class_token": False, "pool": "mean"}
+    service.engine.info = model_info(config=model_info().config.model_copy(update=changes))
+    response = await embed(service, "pool=cls")
+    assert (response.status, response.code) == (422, "invalid_parameter")
+    assert response.json["detail"] == "pool 'cls': the model has no CLS token; expected head or mean"
+    assert (await embed(service, "pool=mean")).status == 200
+
+
+@on_a_loop
+async def test_an_embedding_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
+    service = app(queue_size=1)
+    with pipeline_of(service).limiter.permit():
+        full = await embed(service)
+    assert (full.status, full.code) == (503, "queue_full")
+    service.engine.error = DeadlineExceeded("late")
+    late = await embed(service, "format=npy")
+    assert (late.status, late.code) == (504, "deadline_exceeded")
+    assert pipeline_of(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_an_embedding_alone_is_no_classification() -> None:
+    service = app()
+    await embed(service)
+    assert service.metric("vit_images_total") == 1
+    assert service.metric("vit_top1_score_count") == 0
+    await service.classify(png(1, (SIZE, SIZE)))
+    assert service.metric("vit_top1_score_count") == 1
