@@ -50,6 +50,9 @@ JOB: Final = struct.Struct("<II")
 ANSWER: Final = struct.Struct("<BII")
 """Status, bytes of the JSON and of the pixels."""
 
+HELLO: Final = b"\1"
+"""What a decoder says first: one that is frozen does not."""
+
 DONE: Final = 0
 TOO_MUCH: Final = 1
 """The picture needs more memory than a quick job may take."""
@@ -70,11 +73,16 @@ _SLOW_NICENESS: Final = 10
 
 # open openat openat2 creat truncate unlink unlinkat rename renameat renameat2 mkdirat mknodat open_by_handle_at socket
 # connect bind execve execveat ptrace process_vm_readv process_vm_writev kill tkill pidfd_open pidfd_getfd
-# pidfd_send_signal io_uring_setup bpf keyctl userfaultfd
+# pidfd_send_signal io_uring_setup bpf keyctl userfaultfd tgkill rt_sigqueueinfo rt_tgsigqueueinfo mkdir mknod symlink
+# symlinkat link linkat rmdir chmod fchmodat chown lchown fchownat shmget msgget semget
 _DENIED_X86 = (
-    "2 257 437 85 76 87 263 82 264 316 258 259 304 41 42 49 59 322 101 310 311 62 200 434 438 424 425 321 250 323"
+    "2 257 437 85 76 87 263 82 264 316 258 259 304 41 42 49 59 322 101 310 311 62 200 434 438 424 425 321 250 323 "
+    "234 129 297 83 133 88 266 86 265 84 90 268 92 94 260 29 68 64"
 )
-_DENIED_ARM = "56 437 45 35 38 276 34 33 265 198 203 200 221 281 117 270 271 129 130 434 438 424 425 280 219 282"
+_DENIED_ARM = (
+    "56 437 45 35 38 276 34 33 265 198 203 200 221 281 117 270 271 129 130 434 438 424 425 280 219 282 "
+    "131 138 240 36 37 53 54 194 186 190"
+)
 _FILTERS: Final = {"x86_64": (0xC000_003E, _DENIED_X86), "aarch64": (0xC000_00B7, _DENIED_ARM)}
 """By machine: its number for the kernel's audit, and the system calls that a decoder has no use for."""
 
@@ -109,6 +117,7 @@ def main() -> None:
 def _serve(service: socket.socket, address_space: int) -> None:
     """Be a decoder: answer one job after another, until the socket is closed or a slow job is done."""
     fcntl.fcntl(service, fcntl.F_SETOWN, os.getpid())
+    service.sendall(HELLO)
     while head := service.recv(JOB.size, socket.MSG_WAITALL):
         header_bytes, file_bytes = JOB.unpack(head)
         job: dict[str, Any] = json.loads(_receive(service, header_bytes))
@@ -120,6 +129,8 @@ def _serve(service: socket.socket, address_space: int) -> None:
             os.nice(max(0, _SLOW_NICENESS - os.nice(0)))
         flags = fcntl.fcntl(service, fcntl.F_GETFL)
         fcntl.fcntl(service, fcntl.F_SETFL, flags | os.O_ASYNC)
+        if _is_closed(service):  # before the signal was asked for
+            return
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         status, text, pixels = _answer(job, data, limit)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -169,6 +180,14 @@ class _TooMuch(Exception):
     """The picture declares more pixels than a quick job may have."""
 
 
+def _is_closed(service: socket.socket) -> bool:
+    """Return whether the service has given the job up."""
+    try:
+        return not service.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
 def _receive(service: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view, received = memoryview(data), 0
@@ -191,7 +210,9 @@ def _address_space() -> int:
 def _limit_memory(base: int, more: int) -> None:
     """Let the process have `base` + `more` bytes of address space."""
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (base + more, resource.RLIM_INFINITY))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = base + more if hard == resource.RLIM_INFINITY else min(base + more, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _isolate() -> bool:
@@ -216,5 +237,6 @@ def _isolate() -> bool:
     packed = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(instructions)))
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    prctl(1, signal.SIGKILL, 0, 0, 0)  # with the service, even while it is stopped
     no_new_privileges, set_filter = (38, 1, 0, 0, 0), (22, 2, ctypes.addressof(packed), 0, 0)
     return bool(prctl(*no_new_privileges) == 0 and prctl(*set_filter) == 0)

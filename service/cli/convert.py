@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from model.errors import InputError
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
     except OSError as error:
         raise InputError("output", f"{arguments.output}: {error.strerror or error}") from None
-    command = shlex.join(["vitserve", "serve", "--checkpoint", str(arguments.output)])
+    program = sys.argv[0] if Path(sys.argv[0]).name == "vitserve" else "vitserve"
+    command = shlex.join([program, "serve", "--checkpoint", str(arguments.output)])
     print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
     return 0

@@ -28,7 +28,7 @@ import numpy as np
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, InvalidImage
-from model.images.decoder_process import ANSWER, DONE, ERRORS, JOB, TOO_MUCH
+from model.images.decoder_process import ANSWER, DONE, ERRORS, HELLO, JOB, TOO_MUCH
 from model.images.heatmap import MAX_SIZE
 from model.images.preprocess import ModelInput
 from model.images.region import Region
@@ -40,6 +40,10 @@ logger = logging.getLogger("vitserve")
 
 _QUICK_SECONDS: Final = 0.15
 _MAX_TEXT: Final = 4096
+_HELLO_SECONDS: Final = 3.0
+"""Time in which a new decoder says that it lives."""
+_LEAST_SECONDS: Final = 0.5
+"""Processor time of a photo whose picture took all of it."""
 
 _PIXEL_BYTES: Final = 6.5
 """Address space of a decoder at most, for each pixel that is allowed: 416 MB for 64 million."""
@@ -100,24 +104,36 @@ class Decoders:
         shape = (*config.size, len(config.mean))
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)
 
-    async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> Decoded:
+    async def photo(
+        self, data: bytearray, region: Region, size: int | None, deadline: Deadline, *, spent: float = 0.0
+    ) -> Decoded:
         """Return the whole photo in a file, and where in it the region lies; see `model.images.photo.upright_photo`.
+
+        Args:
+            spent: seconds that decoding the file took before, which are a part of its time.
 
         Raises:
             ImageError, DeadlineExceeded, EngineUnavailable: as `model_input`.
         """
         job = {"region": region, "size": size}
         return await self._run(
-            job, data, deadline, lambda got: len(got) == 3 and got[2] == 3 and 0 < min(got) <= max(got) <= MAX_SIZE
+            job,
+            data,
+            deadline,
+            lambda got: len(got) == 3 and got[2] == 3 and 0 < min(got) <= max(got) <= MAX_SIZE,
+            spent=spent,
         )
 
-    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> Decoded:
+    async def _run(
+        self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape, *, spent: float = 0.0
+    ) -> Decoded:
         began = math.inf
+        seconds = max(min(_LEAST_SECONDS, self._seconds), self._seconds - spent)
         try:
             async with asyncio.timeout(deadline.remaining()):
                 async with self._quick:
                     decoder = self._idle.pop() if self._idle else await self._start()
-                    quick = {**job, **self._bounds, "quick": True, "seconds": min(_QUICK_SECONDS, self._seconds)}
+                    quick = {**job, **self._bounds, "quick": True, "seconds": min(_QUICK_SECONDS, seconds)}
                     # What dies here, by whatever, may do better with more time and in a new process.
                     with contextlib.suppress(_Died):
                         answer = await self._attempt(decoder, quick, data, is_shape)
@@ -127,7 +143,7 @@ class Decoders:
                 async with self._slow:
                     decoder = await self._start()
                     began = time.monotonic()
-                    slow = {**job, **self._bounds, "quick": False, "seconds": self._seconds}
+                    slow = {**job, **self._bounds, "quick": False, "seconds": seconds}
                     with decoder:
                         answer = await self._attempt(decoder, slow, data, is_shape)
                     assert answer is not None, "a slow job is done, or fails"
@@ -135,7 +151,7 @@ class Decoders:
         except TimeoutError:
             raise DeadlineExceeded("the time was up before the picture was decoded") from None
         except _Died:
-            if time.monotonic() - began < self._seconds / 2:  # a codec may use two threads
+            if time.monotonic() - began < seconds / 2:  # a codec may use two threads
                 raise InvalidImage("the picture does not decode: its decoder crashed") from None
             raise ImageTooCostly(f"decoding the picture takes more than {self._seconds:g} s of a processor") from None
 
@@ -168,20 +184,27 @@ class Decoders:
 
     async def _start(self) -> socket.socket:
         """Return the socket of a new decoder process; raises `EngineUnavailable` if there can be none."""
-        for _ in range(2):  # the template may have been killed, as any process
+        for _ in range(3):  # the template may have been killed, as any process
             if self._control is None or (self._template is not None and self._template.poll() is not None):
                 self.close()
                 self._control = asyncio.create_task(self._start_template())
+            template = self._control
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             try:
                 # Whoever waits first may leave, and others wait too.
-                control = await asyncio.shield(self._control)
+                control = await asyncio.shield(template)
                 socket.send_fds(control, [b"f"], [theirs.fileno()])
+                async with asyncio.timeout(_HELLO_SECONDS):
+                    await _receive(ours, len(HELLO))
                 return ours
-            except OSError:
+            except (OSError, asyncio.CancelledError) as error:  # a template that is frozen is killed, too
                 ours.close()
-                self.close()
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise
+                if self._control is template:
+                    self.close()
             finally:
                 theirs.close()
         raise EngineUnavailable("no process that decodes pictures can be started")

@@ -54,6 +54,9 @@ class Png(EncodedImage):
             body, end = position + 8, position + 12 + length
             pixels_ended = pixels_ended or (previous == b"IDAT" and kind != b"IDAT")
             previous = kind
+            if kind == b"IHDR" and position > 8:
+                # Pillow takes the last one, whatever the first one says of the work.
+                raise InvalidImage("the PNG picture does not decode: its header is not its first chunk")
             if kind == b"IDAT" and end <= len(data) and zlib.crc32(view[body - 4 : end - 4]) != _checksum(view, end):
                 raise InvalidImage("the PNG picture does not decode: the checksum of its pixels is wrong")
             if (kind not in _PICTURE_CHUNKS and len(kind) == 4) or (kind == b"IDAT" and pixels_ended):
@@ -74,6 +77,7 @@ class Png(EncodedImage):
         width, height = int.from_bytes(picture[16:20], "big"), int.from_bytes(picture[20:24], "big")
         bounded = (
             bounded
+            and picture[12:16] == b"IHDR"
             and len(picture) <= _MAX_BOUNDED_FILE
             and width * height * max(1, _pixel_bytes(picture)) <= _MAX_BOUNDED_PIXELS
         )

@@ -146,7 +146,8 @@ async def _decode_and_answer(
     pipeline: Pipeline, query: AttentionQuery, map_requests: list[MapRequest], file: bytearray, deadline: Deadline
 ) -> Response:
     decoded = await pipeline.decode(file, deadline)
-    return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file)
+    spent = decoded.seconds
+    return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file, spent=spent)
 
 
 async def _answer(
@@ -158,10 +159,11 @@ async def _answer(
     *,
     image_id: str | None = None,
     file: bytearray | None = None,
+    spent: float = 0.0,
 ) -> Response:
     """Compute the maps and return them in the asked-for format; keep the picture unless `image_id` is given.
 
-    `file` is the upload that the picture comes from.
+    `file` is the upload that the picture comes from, and `spent` the seconds that decoding it took.
     """
     results = await all_of(
         pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
@@ -186,7 +188,7 @@ async def _answer(
     shown, covered = (None if query.overlay is False else picture.pixels), None
     if query.view == "photo" and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
-        photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline)
+        photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline, spent=spent)
         shown, covered = photo.picture.pixels, photo.picture.region
     png = await pipeline.lanes.drawing.run(partial(_png, found, shown, covered, query), deadline)
     return Response(png, media_type="image/png", headers=headers)

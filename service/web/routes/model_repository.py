@@ -84,8 +84,10 @@ def _require_admin(request: Request, settings: Settings) -> None:
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
     expected = settings.admin_key.get_secret_value().encode()
-    if not hmac.compare_digest(bearer_token(request.headers.get("authorization", "")) or b"", expected):
-        raise Unauthorized("the admin key is needed: Authorization: Bearer KEY")
+    given = bearer_token(request.headers.get("authorization", "")) or b""
+    if not hmac.compare_digest(given, expected):
+        wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
+        raise Unauthorized(wrong)
 
 
 def _require_name(request: Request, pipeline: Pipeline) -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.decoder_process import ANSWER, ERRORS, _isolate
+from model.images.decoder_process import ANSWER, ERRORS, _is_closed, _isolate
 from model.images.formats import UnboundedWork, unpack_bounded
 from model.images.photo import upright_photo
 from model.images.preprocess import model_input
@@ -323,3 +323,61 @@ async def test_a_costly_picture_is_422_and_counted() -> None:
     assert answer.json["timings_ms"]["decode"] > 0
     photo = await service.request("POST", "/attention", query="view=photo&size=300", **form(webp.getvalue()))
     assert (photo.status, Image.open(io.BytesIO(photo.content)).size) == (200, (300, 225))
+
+
+@on_a_loop
+async def test_waiters_of_a_template_that_dies_at_its_start_are_answered_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    picture = encode(scene(40, 30), "WEBP")
+    async with pool() as decoders:
+        start, starts = decoders._start_template, list[int]()
+
+        async def dies_first() -> socket.socket:
+            starts.append(1)
+            if len(starts) == 1:
+                await asyncio.sleep(0)
+                raise OSError("the process ended at its start")
+            return await start()
+
+        monkeypatch.setattr(decoders, "_start_template", dies_first)
+        answers = await asyncio.gather(*(decoders.decode(picture) for _ in range(4)))
+    assert len(answers) == 4
+    assert len(starts) == 2
+
+
+@on_a_loop
+async def test_a_frozen_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HELLO_SECONDS", 0.2)
+    async with pool() as decoders:
+        await decoders.decode(encode(scene(40, 30), "WEBP"))
+        for decoder in decoders._idle:
+            decoder.close()
+        decoders._idle.clear()
+        frozen = decoders._template
+        assert frozen is not None
+        os.kill(frozen.pid, signal.SIGSTOP)
+        monkeypatch.setattr(module, "_HELLO_SECONDS", 3.0 if frozen.poll() is not None else 0.5)
+        assert (await decoders.decode(encode(scene(40, 30), "WEBP"))).shape[2] == 3
+        assert decoders._template is not frozen
+
+
+def test_a_service_that_gave_a_job_up_before_the_signal_was_asked_for_is_noticed() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        assert not _is_closed(ours)
+        theirs.sendall(b"more")
+        assert not _is_closed(ours)
+        ours.recv(4)
+        theirs.close()
+        assert _is_closed(ours)
+
+
+def test_a_png_with_a_second_header_is_refused_and_one_with_a_late_header_is_not_bounded() -> None:
+    small, large = black_png(1, 1), black_png(400, 400)
+    header = slice(8, 33)
+    with pytest.raises(InvalidImage, match="its header is not its first chunk"):
+        unpack_bounded(small[:33] + large[header] + large[33:])
+    late = png_chunk(b"PLTE", bytes(3))
+    with pytest.raises((InvalidImage, UnboundedWork)):
+        unpack_bounded(small[:8] + late + small[8:])
