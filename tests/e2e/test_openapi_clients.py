@@ -86,4 +86,4 @@ def test_schemathesis_finds_nothing(server: Served, tmp_path: Path) -> None:
     assert found, done.stdout
     assert found[1] == found[2]
     assert int(found[1]) > 100
-    assert "9 selected / 9 total" in done.stdout
+    assert re.search(r"(\d+) selected / \1 total", done.stdout)  # none is left out
