@@ -6,6 +6,9 @@ is refused when the limit is passed, not when its end is reached.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -34,6 +37,16 @@ _MAX_OTHER_PARTS = 1000
 # The beginnings of a JPEG, and of a PNG without its line breaks.
 _STRIPPED = (b"\xff\xd8\xff", b"\x89PNG\x1a")
 
+_RIGHT_JSON = 'JSON is {"image": "BASE64"}, and nothing beside it'
+_JSON_HEAD = re.compile(rb'\s{0,99}\{\s{0,99}"image"\s{0,99}:\s{0,99}"(?:data:[^,"]{0,200};base64,)?')
+_JSON_TAIL = re.compile(rb"\s*\}\s*")
+_MAX_JSON_FRAME = 1024
+
+# What some encoders write for a plus and a slash, and the line breaks of MIME's base64.
+_ESCAPE = re.compile(rb"\\(?:/|[nr]|u002[bBfF]|u000[aAdD])")
+_UNESCAPED = {b"/": b"/", b"n": b"", b"r": b"", b"u002b": b"+", b"u002f": b"/", b"u000a": b"", b"u000d": b""}
+_LONGEST_ESCAPE = 6
+
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
 
@@ -50,7 +63,7 @@ class UploadLimits:
 async def read_files(
     headers: Headers, receive: Receive, limits: UploadLimits, on_further_file: Callable[[], None]
 ) -> list[UploadedFile]:
-    """Read the body: one raw picture, or the parts named `file` of a multipart form.
+    """Read the body: one raw picture, one in JSON, or the parts named `file` of a multipart form.
 
     Args:
         on_further_file: called before the second and each later file is read; may refuse it.
@@ -61,22 +74,27 @@ async def read_files(
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
         MissingImage: the body is empty, or no part is named `file`.
-        UnsupportedMediaType: the body is declared as JSON, as another kind of multipart, or as compressed; or it is
-            what `curl -d` leaves of a picture.
-        MalformedRequest: the multipart form is broken.
+        UnsupportedMediaType: the body is other JSON, is declared as another kind of multipart, or as compressed; or it
+            is what `curl -d` leaves of a picture.
+        MalformedRequest: the multipart form or the base64 is broken.
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
     """
     kind, options = parse_options_header(headers.get("content-type", ""))
     multipart = kind == b"multipart/form-data"
-    limit = limits.body_bytes if multipart else min(limits.file_bytes, limits.body_bytes)
+    json = kind.endswith((b"/json", b"+json"))
+    limit = limits.body_bytes if multipart or json else min(limits.file_bytes, limits.body_bytes)
     declared = _content_length(headers)
     if declared > limit:
         raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
     refusal = _refusal(headers, kind, options.get(b"boundary"))
     if refusal is not None and declared:
         raise refusal
-    reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
+    reader: _FormBody | _JsonBody | _RawBody
+    if multipart and refusal is None:
+        reader = _FormBody(options[b"boundary"], limits, on_further_file)
+    else:
+        reader = _JsonBody(limits.file_bytes) if json else _RawBody()
     total = 0
     try:
         async for chunk in _bounded(receive, limit):
@@ -84,7 +102,7 @@ async def read_files(
             if refusal is None:
                 try:
                     reader.feed(chunk)
-                except MalformedRequest as error:
+                except (MalformedRequest, UnsupportedMediaType) as error:
                     refusal = error
             if refusal is not None and declared:
                 raise refusal
@@ -136,7 +154,7 @@ def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceEr
     if kind == b"multipart/form-data":
         return None if boundary else MalformedRequest("multipart/form-data without a boundary")
     # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's content decides.
-    if kind.endswith((b"/json", b"+json")) or kind.startswith(b"multipart/"):
+    if kind.startswith(b"multipart/"):
         name = kind.decode("latin-1")[:100]
         return UnsupportedMediaType(f"Content-Type {name!r}: send the picture itself: {RIGHT_CALL}")
     return None
@@ -194,6 +212,79 @@ class _RawBody:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class _JsonBody:
+    """A body `{"image": "<base64 or data: URI>"}`, decoded as it arrives: its text is never held whole.
+
+    Args:
+        file_bytes: most bytes of the picture.
+    """
+
+    def __init__(self, file_bytes: int) -> None:
+        self._file = bytearray()
+        self._file_bytes = file_bytes
+        self._text = bytearray()
+        self._feed: Callable[[], None] = self._head
+
+    def feed(self, chunk: bytes) -> None:
+        self._text += chunk
+        self._feed()
+
+    def finish(self) -> list[UploadedFile]:
+        if self._feed != self._tail or not _JSON_TAIL.fullmatch(self._text):
+            raise self._other_json()
+        return [self._file]
+
+    def clear(self) -> None:
+        self._file.clear()
+        self._text.clear()
+
+    def close(self) -> None:
+        """Let go of the method, which holds this object in a circle."""
+        del self._feed
+
+    def _head(self) -> None:
+        match = _JSON_HEAD.match(self._text)
+        # A data: URI may be cut anywhere before its comma.
+        if match is not None and (b'"' in self._text[match.end() :] or len(self._text) > _MAX_JSON_FRAME):
+            del self._text[: match.end()]
+            self._feed = self._data
+            self._data()
+        elif len(self._text) > _MAX_JSON_FRAME:
+            raise self._other_json()
+
+    def _data(self) -> None:
+        end = self._text.find(b'"')
+        text, rest = self._text, bytearray()
+        if end >= 0:
+            text, rest = self._text[:end], self._text[end + 1 :]
+            self._feed = self._tail
+        elif (escape := text.rfind(b"\\", -_LONGEST_ESCAPE)) >= 0:
+            text, rest = text[:escape], text[escape:]
+        if b"\\" in text:
+            text = bytearray(_ESCAPE.sub(lambda match: _UNESCAPED[match[0][1:].lower()], text))
+        whole = len(text) if end >= 0 else len(text) // 4 * 4
+        if end < 0 and (padding := text.find(b"=")) >= 0:
+            whole = padding // 4 * 4
+            if len(text) - whole > _MAX_JSON_FRAME:
+                raise MalformedRequest("image: base64 goes on behind its padding")
+        try:
+            self._file += base64.b64decode(text[:whole], validate=True)
+        except binascii.Error:
+            raise MalformedRequest("image: not base64") from None
+        self._text = text[whole:] + rest
+        if len(self._file) > self._file_bytes:
+            raise UploadTooLarge(f"more than {self._file_bytes} bytes in one file")
+        if end >= 0:
+            self._tail()
+
+    def _tail(self) -> None:
+        if len(self._text) > _MAX_JSON_FRAME:
+            raise self._other_json()
+
+    def _other_json(self) -> UnsupportedMediaType:
+        return UnsupportedMediaType(f"{_RIGHT_JSON}; or send the picture itself: {RIGHT_CALL}")
 
 
 class _FormBody:
