@@ -17,7 +17,7 @@ from model.checkpoint import Checkpoint
 from model.errors import DatasetError
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
-from model.explanation.attention_map import cls_map
+from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest, Method

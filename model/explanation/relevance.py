@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.explanation.explicit_forward import blocks_of, over_all_tokens, tokens_read
+from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, tokens_read, weigh_pool
 from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
@@ -151,16 +151,13 @@ def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> 
 
 def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, leads: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
-    width, normed = x.shape[2], model.norm(x)[:, pool.skipped :]
-    q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
-    k, v = (_by_head(part, pool.head_dim) for part in pool.kv(normed).split(width, dim=2))
-    weights = ((q * pool.head_dim**-0.5) @ k.transpose(-2, -1)).float().softmax(dim=-1)
-    pooled = pool.proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+    weighed = weigh_pool(pool, model.norm(x))
+    pooled = pool.proj(mix(weighed))
     to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), leads)
     gradient = leads + through_norm(pool.norm, pooled, to_mlp)
     to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
     to_values = through_linear(
-        pool.kv, (weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(width, None)
+        pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
     )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return _start(x, through_norm(model.norm, x, to_tokens))

@@ -169,19 +169,10 @@ class VisionTransformer(nn.Module):
             self._embeddings(normed, pooled, with_patches=not spared),
         )
 
-    def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Map the last block's output to logits, and to the attention of the pooling query, if the model has it.
-
-        Args:
-            x: [B, N, D], or only the tokens that the head reads, [B, read, D].
-            return_attention: whether to return the attention row, too.
-
-        Returns:
-            [B, num_classes], and [B, heads, N] float32 or None.
-        """
+    def read(self, x: Tensor) -> Tensor:
+        """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits [B, num_classes]."""
         x = self.norm(x)
-        pooled, row = self._pool(x, return_attention)
-        return self._classify(x, pooled), row
+        return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to (what the head reads [B, D] or [B, 2 D], the pooling query's [B, heads, N] or None)."""

@@ -1,25 +1,75 @@
-"""Conversion of what each token mattered to maps over the patch grid, in NumPy: the arrays are small.
-
-On so few numbers they take about half of the time of torch's operations.
-"""
+"""Maps over the patch grid, made of rows of attention or of what each token mattered."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.config import ViTConfig
+from model.prediction import AttentionMap, Head, MapRequest
 
 Floats = NDArray[np.float32]
 
 _TINY: Final = float(np.finfo(np.float64).tiny)
 
 
+def attention_maps(
+    attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
+) -> dict[int, AttentionMap]:
+    """Return the maps of the requests that are of a row of attention, by their places.
+
+    Requests of the same layer and head, however mixed the batch, are computed in one operation.
+
+    Args:
+        attention: rows of these layers, float32 [B, len(layers), heads, N] on the CPU.
+    """
+    groups: dict[tuple[int, Head], dict[int, MapRequest]] = {}
+    for index, request in enumerate(requests):
+        if request is not None and request.layer is not None and request.head is not None:
+            groups.setdefault((request.layer, request.head), {})[index] = request
+    found: dict[int, AttentionMap] = {}
+    for (layer, head), members in groups.items():
+        rows = attention[list(members), layers.index(layer)]
+        maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
+        for (member, request), values, kept in zip(members.items(), maps.numpy(), kept_mass.tolist(), strict=True):
+            found[member] = AttentionMap(request, values, kept)
+    return found
+
+
+def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
+
+    Args:
+        rows: [B, heads, N] float32, each a softmax over N = prefix_tokens + rows*columns tokens.
+        prefix_tokens: number of tokens before the patches (CLS, distillation, registers).
+        grid: (rows, columns) of patches; need not be square.
+
+    Returns:
+        float32 [B, rows, columns], each map summing to 1; float32 [B], the sum of each before the division.
+    """
+    if head == "mean":
+        row = rows.mean(dim=1)
+    elif head == "max":
+        row = rows.amax(dim=1)
+    else:
+        row = rows[:, head]
+    patches = row[:, prefix_tokens:]
+    kept = patches.sum(dim=-1)
+    # A head may give the patches nothing at all; the smallest float keeps its map finite.
+    values = patches / kept.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return values.reshape(-1, *grid), kept
+
+
 def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
-    """Drop the prefix tokens and divide the rest by its sum.
+    """Drop the prefix tokens and divide the rest by its sum, in NumPy.
+
+    On so few numbers it takes about half of the time of torch's operations.
 
     Args:
         tokens: [B, N], not negative.
