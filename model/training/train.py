@@ -31,13 +31,12 @@ from model.training.export import (
     measure_calibrated,
     round_and_calibrate,
 )
-from model.training.loop import STATE_FILE, Trainer
+from model.training.loop import Trainer
 from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
-from model.training.state import EpochMetrics
 from model.training.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ def run(
         if start.weights is None:
             start = _with_statistics(start, train)
         trainer = _make_trainer(recipe, start, train, validation, out, training_device)
-        if resume and (out / STATE_FILE).exists():
+        if resume and (out / run_folder.STATE_FILE).exists():
             trainer.load()
             run_folder.write_text(out / run_folder.RECIPE_FILE, to_toml(recipe))
         trainer.run(_log_epoch, progress=progress)
@@ -218,7 +217,7 @@ def _write_results(out: Path, record: RunRecord, trainer: Trainer, last: Checkpo
     native.write(out, kept, dtype=STORED_DTYPE, training=record.record())
 
 
-def _log_epoch(metrics: EpochMetrics) -> None:
+def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
     accuracy = metrics.validation_accuracy
     validation = "" if accuracy is None else f", validation accuracy {accuracy:.2%}"
     trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.training.augment.boxes import random_boxes
+from model.training.augment.boxes import random_boxes, random_resized_crop
 from model.training.augment.image_operations import rand_augment, trivial_augment
-from model.training.augment.resized_crop import random_resized_crop
 from model.training.recipe import Augmentation
 
 ENLARGED: Final = 4

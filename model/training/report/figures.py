@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.evaluation.calibration import ConfidenceBin
 from model.evaluation.evaluate import Evaluation
 from model.insight.figures import available, canvas, save
-from model.training.state import EpochMetrics
+from model.training.run_folder import EpochMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from model.config import ViTConfig
 from model.network.vit import VisionTransformer
-from model.training.initialise import (
+from model.training.start import (
     start_patches,
     start_positions,
     whitening_filters,
