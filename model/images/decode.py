@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
 from model.images.exif import read_orientation
-from model.images.formats import MinSize, unpack, unpack_bounded
+from model.images.formats import MinSize, unpack
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -76,7 +76,7 @@ def decode(
 ) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
 
-    How long that takes and how much memory is bounded for files that `unpack_bounded` returns; for others, by the
+    How long that takes and how much memory is bounded for files that are `bounded`; for others, by the
     limits of the process (`model.images.decoder_process`).
 
     Args:
@@ -93,7 +93,7 @@ def decode(
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = (unpack_bounded if bounded else unpack)(data)
+    encoded = unpack(data, bounded=bounded)
     try:
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)

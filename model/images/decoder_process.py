@@ -36,8 +36,7 @@ from PIL import AvifImagePlugin, ImageCms, ImageColor, ImageFilter, ImagePalette
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.photo import upright_photo
-from model.images.preprocess import model_input
+from model.images.preprocess import model_input, upright_photo
 from model.images.region import Region
 
 if sys.platform != "win32":  # where the service imports this module and starts no process

@@ -107,7 +107,7 @@ class Decoders:
     async def photo(
         self, data: bytearray, region: Region, size: int | None, deadline: Deadline, *, spent: float = 0.0
     ) -> Decoded:
-        """Return the whole photo in a file, and where in it the region lies; see `model.images.photo.upright_photo`.
+        """Return the photo in a file and where the region lies in it; see `model.images.preprocess.upright_photo`.
 
         Args:
             spent: seconds that decoding the file took before, which are a part of its time.

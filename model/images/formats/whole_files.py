@@ -1,4 +1,4 @@
-"""WebP (RFC 9649)."""
+"""Formats whose files go to the decoder as they are: BMP, and WebP (RFC 9649)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ import re
 from typing import Self
 
 from PIL import features
+from PIL.BmpImagePlugin import BmpImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import InvalidImage
+from model.images.exif import UPRIGHT
 from model.images.formats.base import EncodedImage
+
+
+class Bmp(EncodedImage):
+    """A Windows bitmap."""
+
+    name = "BMP"
+    magic = re.compile(rb"BM")
+    reader = BmpImageFile
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Self:
+        """Return the file as it is."""
+        return cls(bytes(data), orientation=UPRIGHT)
 
 
 class WebP(EncodedImage):
