@@ -198,7 +198,7 @@ def _measure_picture(
     for method, maps in methods.items():
         relevance = maps(picture.unsqueeze(0), best.unsqueeze(0))[0].detach()
         lowered = deletion(score, picture, relevance, index, steps=steps)
-        raised = insertion(score, picture, relevance, index, steps=steps, blurred=blurred)
+        raised = insertion(score, picture, blurred, relevance, index, steps=steps)
         results.append(PictureResult(number, method, index, lowered, raised))
     return results, scores[:, index].tolist()
 

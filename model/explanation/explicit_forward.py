@@ -16,8 +16,7 @@ from torch import Tensor
 from model.config import ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block
-from model.network.layers.pooling import AttentionPool
-from model.network.vit import VisionTransformer
+from model.network.vit import AttentionPool, VisionTransformer
 
 
 class Weighed(NamedTuple):

@@ -34,8 +34,7 @@ from model.explanation.frozen_gradients import (
 )
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept
-from model.network.layers.pooling import AttentionPool
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
 
 KEPT: Final = HOPS + 1
 """How many of the last blocks a forward pass must keep for `token_relevance`."""

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from model.config import ViTConfig
 from model.errors import TrainingError
-from model.network.layers.attention import Attention
-from model.network.layers.attention_kernels import plain_attention
+from model.network.layers.attention import Attention, plain_attention
 from model.runtime.device import choose_dtype
 from model.training.optimisers import MixedPrecisionOptimiser, Schedule
 from model.training.recipe import Recipe
