@@ -49,7 +49,7 @@ class NotFinite(DeviceError):
 
 
 class NewProcessNeeded(DeviceError):
-    """This process can no longer use the device as it is asked to; a new one, with one option changed, can.
+    """This process can no longer use the device as configured; a new process can, with another value of an option.
 
     Attributes:
         option: name of the option, which is a setting's.

@@ -33,13 +33,13 @@ def attention_maps(
     for index, request in enumerate(requests):
         if request is not None and request.layer is not None and request.head is not None:
             groups.setdefault((request.layer, request.head), {})[index] = request
-    found: dict[int, AttentionMap] = {}
+    placed: dict[int, AttentionMap] = {}
     for (layer, head), members in groups.items():
         rows = attention[list(members), layers.index(layer)]
         maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
         for (member, request), values, kept in zip(members.items(), maps.numpy(), kept_mass.tolist(), strict=True):
-            found[member] = AttentionMap(request, values, kept)
-    return found
+            placed[member] = AttentionMap(request, values, kept)
+    return placed
 
 
 def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

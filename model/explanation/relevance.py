@@ -1,4 +1,4 @@
-"""Relevance: what each patch brought to a class's lead over its rivals, at little more than a forward pass's cost.
+"""Relevance: what each patch brought to a class's margin over its rivals, at little more than a forward pass's cost.
 
 Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 
@@ -23,8 +23,8 @@ from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
-    through_lead,
     through_linear,
+    through_margin,
     through_mlp,
     through_norm,
     through_norm_of_one,
@@ -53,7 +53,7 @@ def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tens
 
 
 class _Start(NamedTuple):
-    """The relevance of all tokens and what is known of the strongest ones.
+    """The relevance of all tokens, and the strongest of them with their gradients.
 
     Attributes:
         relevance: [B, N].
@@ -71,7 +71,7 @@ class _Start(NamedTuple):
 def token_relevance(
     model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None, weights: FoldedWeights | None = None
 ) -> Tensor:
-    """Return what each token brought to the class's lead, negative where it spoke against: float32 [B, N].
+    """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
 
     The scale of an image's relevance does not matter.
 
@@ -82,17 +82,17 @@ def token_relevance(
     """
     assert output.kept is not None
     weights = weights or fold(model)
-    leads = _leads(model, weights, with_rivals(output.logits, classes, len(weights.lead)))
+    margins = _margins(model, weights, with_rivals(output.logits, classes, len(weights.margin)))
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
-        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, leads)
+        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, margins)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
         assert weights.last is not None
-        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, leads)
+        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
-        start = _start_at_tokens(model, tokens, leads)
+        start = _start_at_tokens(model, tokens, margins)
     hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
     if not hops:
         return start.relevance
@@ -101,21 +101,21 @@ def token_relevance(
 
 
 def _start_at_block(
-    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, left: Tensor, leads: Tensor
+    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, output: Tensor, margins: Tensor
 ) -> _Start:
     """Go back from the tokens that the head reads through the last block, whose input has the relevance.
 
     Args:
-        left: the last block's output of these tokens, perhaps of more, [B, read or more, D].
-        leads: see `_leads`.
+        output: the last block's output of these tokens, perhaps of more, [B, read or more, D].
+        margins: see `_margins`.
     """
     assert weights.last is not None
     assert weights.values is not None
     attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
     # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
-    gradient = leads  # [B, read, D]
+    gradient = margins  # [B, read, D]
     if read > 1 and isinstance(model.norm, nn.LayerNorm):
-        gradient = gradient * inverse_deviation(model.norm, left[:, :read])
+        gradient = gradient * inverse_deviation(model.norm, output[:, :read])
     attended, hidden = kept.attended[:, :read], kept.hidden
     hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
@@ -137,23 +137,23 @@ def _start_at_block(
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
-    """Return the gradient of the lead with respect to what each head reads, [B, heads of the model, D or 2 D].
+def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
+    """Return the gradient of the margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
     What it reads is what enters the norm before it, but for the scale of each token.
     """
-    leads = [through_lead(head, weights.lead, ranked) for head in heads_of(model)]
-    joined = torch.stack(leads, dim=1) if len(leads) > 1 else leads[0].unsqueeze(1)
+    margins = [through_margin(head, weights.margin, ranked) for head in heads_of(model)]
+    joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
     joined = through_norm_of_one(model.fc_norm, joined)
     return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, leads: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     weighed = weigh_pool(pool, model.norm(x))
     pooled = pool.proj(mix(weighed))
-    to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), leads)
-    gradient = leads + through_norm(pool.norm, pooled, to_mlp)
+    to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), margins)
+    gradient = margins + through_norm(pool.norm, pooled, to_mlp)
     to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
     to_values = through_linear(
         pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
@@ -162,9 +162,9 @@ def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool
     return _start(x, through_norm(model.norm, x, to_tokens))
 
 
-def _start_at_tokens(model: VisionTransformer, x: Tensor, leads: Tensor) -> _Start:
+def _start_at_tokens(model: VisionTransformer, x: Tensor, margins: Tensor) -> _Start:
     """Go back from the pooled vector to the tokens that are pooled by a rule."""
-    return _start(x, through_norm(model.norm, x, through_pooling(model.norm(x), leads, model.config)))
+    return _start(x, through_norm(model.norm, x, through_pooling(model.norm(x), margins, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:

@@ -3,7 +3,7 @@
     bytes -> unpacked (what the decoder has to see) -> opened, checked -> decoded
 
 The reader of the detected format is called by itself: `PIL.Image.open` would try others too. Pillow's own pixel
-limit is left alone: it is one for the whole process, too late for some formats and too low for an operator who allows
+limit is left alone: it holds for the whole process, too late for some formats and too low for an operator who allows
 more. Ours is checked for every picture, before its pixels are allocated.
 """
 
@@ -88,7 +88,7 @@ def decode(
 
     Raises:
         UnboundedWork: `bounded`, and the file is not; nothing of it is decoded.
-        UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
+        UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
         ImageTooLarge: too many pixels; raised before they are allocated.
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.

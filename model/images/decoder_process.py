@@ -3,7 +3,7 @@
     service --"here is a socket"--> template --fork--> decoder <==job, answer==> service
 
 The template is a fresh interpreter that has imported Pillow and this package, and reads no picture. It makes a decoder
-in 3 ms where a start takes 0.3 s, so that killing one is cheap, and all share its memory. A decoder has
+in 3 ms where a start takes 0.3 s, so that killing a decoder is cheap, and all share its memory. A decoder has
 
 * no keys and no model: the environment of the template is empty, and nothing of the service was ever in its memory;
 * no network, no files, no other programs and no signals to others (a seccomp filter on Linux);
@@ -50,7 +50,7 @@ ANSWER: Final = struct.Struct("<BII")
 """Status, bytes of the JSON and of the pixels."""
 
 HELLO: Final = b"\1"
-"""What a decoder says first: one that is frozen does not."""
+"""The first byte that a decoder sends; a frozen decoder does not."""
 
 DONE: Final = 0
 TOO_MUCH: Final = 1

@@ -33,7 +33,7 @@ MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
 
 _MIN_DEFAULT_SIZE = 384
-"""Longer side in pixels, at least, where no size is asked for: patches stay visible on small pictures."""
+"""Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
 
 _MIN_FULL_SCALE = 4.0
 """Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
@@ -157,7 +157,7 @@ def monotone_cubic(values: Array, at: Array) -> Array:
     """Return a smooth curve through the middles of the cells, at each position.
 
     The curve is that of Fritsch and Butland (1984), known as PCHIP: between two neighbours it lies between their
-    values, so that it never overshoots, as a bicubic one does beside a steep edge.
+    values, so that it never overshoots, as a bicubic curve does beside a steep edge.
 
     Arguments and result are those of `nearest`; beyond the first and the last middle the curve is level.
     """

@@ -32,14 +32,14 @@ _MAX_WHOLE_SIDE = 4096
 """Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
 _MAX_SURPLUS = 1.1
-"""How many times the target's pixels are made, along an axis, for the sake of exact positions. 1.5 would leave one
-value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
+"""How many times the target's pixels are made, along an axis, for the sake of exact positions. With 1.5 in its place,
+1 of 50,000 values would be a level off instead of 1 of 5,000 (500 x 375 to 224), for a quarter more time."""
 
 _MIN_DECODED_FACTOR = 2
 """How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
 
 _MAX_PHOTO_SIZE = 1024
-"""Longer side of a photo in pixels, at most, where no size is asked for."""
+"""Longer side of a photo in pixels, at most, where no size is given."""
 
 TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -73,10 +73,7 @@ def preprocess(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> NDArray[np.uint8]:
-    """Return the pixels of `model_input`, which says the rest.
-
-    It is the shorter way for those who draw no maps.
-    """
+    """Return the pixels of `model_input`, for callers who draw no maps."""
     return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode).pixels
 
 

@@ -241,12 +241,12 @@ class VisionTransformer(nn.Module):
         """Return `ViTOutput.embeddings` of the normed tokens, of which the patches may be missing."""
         config = self.config
         # Two heads read two tokens: their mean, as in timm.
-        found: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
+        embeddings: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
         if config.class_token and embedding_name(config, "cls") == "cls":
-            found["cls"] = self.fc_norm(x[:, 0])
+            embeddings["cls"] = self.fc_norm(x[:, 0])
         if with_patches and embedding_name(config, "mean") == "mean":
-            found["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
-        return found
+            embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
+        return embeddings
 
 
 def embedding_name(config: ViTConfig, pool: Pooling) -> Pooling:

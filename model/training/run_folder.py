@@ -126,7 +126,7 @@ def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by one with this text."""
+    """Write the whole text of a file."""
     with _replaced(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -40,7 +40,7 @@ def unpack(data: bytes | bytearray, *, bounded: bool = False) -> EncodedImage:
             nothing but the magic is looked at.
 
     Raises:
-        UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
+        UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
         InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
         UnboundedWork: `bounded`, and the file is not.
     """

@@ -36,7 +36,7 @@ _MAX_BOUNDED_COEFFICIENTS = 40_000_000
 """Of a picture that is decoded as a whole: 80 MB, the photo of 24 megapixels with half of the chroma in each way."""
 
 _MAX_BOUNDED_PASSES = 400_000_000
-"""Coefficients times scans: a scan that says nothing new takes 0.7 ns for each."""
+"""Coefficients times scans: a scan without new data takes 0.7 ns for each."""
 
 _SCAN_COEFFICIENTS = 400_000
 """What a scan counts beside its coefficients, so that there are at most a thousand."""
@@ -213,7 +213,7 @@ def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
 
 
 def _not_subsampled(image: ImageFile.ImageFile) -> set[int]:
-    """Return the identifiers of the components that have as many samples as the most finely sampled one."""
+    """Return the identifiers of the components that are sampled most finely."""
     assert isinstance(image, JpegImageFile)
     layers = image.layer  # of each the identifier, horizontal and vertical sampling factor, quantisation table
     finest = max(columns for _, columns, _, _ in layers), max(rows for _, _, rows, _ in layers)
