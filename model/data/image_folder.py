@@ -210,7 +210,9 @@ class Decoder:
     ) -> None:
         def work(index: int, path: Path) -> None:
             try:
-                data = _read_file(path)
+                if not S_ISREG(path.stat().st_mode):  # a pipe or a device would block, or never end
+                    raise OSError(0, "not a regular file")
+                data = path.read_bytes()
                 keep(index, preprocess(data, config))
             except (ImageError, OSError) as error:
                 self.bad.append((path, (error.strerror if isinstance(error, OSError) else None) or str(error)))
@@ -225,10 +227,3 @@ class Decoder:
                 future.result()
         finally:
             pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
-
-
-def _read_file(path: Path) -> bytes:
-    # A pipe or a device would block, or never end.
-    if not S_ISREG(path.stat().st_mode):
-        raise OSError(0, "not a regular file")
-    return path.read_bytes()

@@ -87,19 +87,6 @@ def with_rivals(logits: Tensor, classes: Tensor | None, count: int) -> Tensor:
     return logits.topk(count, dim=1).indices
 
 
-def through_margin(head: nn.Linear, margin: Tensor, ranked: Tensor) -> Tensor:
-    """Return the gradient, float32 [B, in], of a class's margin in a head: its logit less the mean of its rivals'.
-
-    The logit alone also rises with what all likely classes have in common, an animal or a vehicle of any kind; against
-    the mean of the strongest rivals this cancels out.
-
-    Args:
-        margin: see `model.explanation.folded_weights.FoldedWeights`.
-        ranked: see `with_rivals`.
-    """
-    return (nn.functional.embedding(ranked, head.weight) * margin).sum(dim=1)
-
-
 def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:
     """Return the gradient with respect to the tokens x, [B, N, D], of those that are pooled by a rule but `cls`.
 

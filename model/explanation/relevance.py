@@ -24,7 +24,6 @@ from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
     through_linear,
-    through_margin,
     through_mlp,
     through_norm,
     through_norm_of_one,
@@ -92,7 +91,8 @@ def token_relevance(
         assert weights.last is not None
         start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
-        start = _start_at_tokens(model, tokens, margins)
+        to_tokens = through_pooling(model.norm(tokens), margins, model.config)
+        start = _start(tokens, through_norm(model.norm, tokens, to_tokens))
     hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
     if not hops:
         return start.relevance
@@ -138,11 +138,16 @@ def _start_at_block(
 
 
 def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
-    """Return the gradient of the margin with respect to what each head reads, [B, heads of the model, D or 2 D].
+    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
-    What it reads is what enters the norm before it, but for the scale of each token.
+    The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
+    classes have in common, an animal or a vehicle of any kind; against the mean of the strongest rivals this cancels
+    out. What a head reads is what enters the norm before it, but for the scale of each token.
+
+    Args:
+        ranked: see `with_rivals`.
     """
-    margins = [through_margin(head, weights.margin, ranked) for head in heads_of(model)]
+    margins = [(nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1) for head in heads_of(model)]
     joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
     joined = through_norm_of_one(model.fc_norm, joined)
     return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
@@ -160,11 +165,6 @@ def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool
     )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return _start(x, through_norm(model.norm, x, to_tokens))
-
-
-def _start_at_tokens(model: VisionTransformer, x: Tensor, margins: Tensor) -> _Start:
-    """Go back from the pooled vector to the tokens that are pooled by a rule."""
-    return _start(x, through_norm(model.norm, x, through_pooling(model.norm(x), margins, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:

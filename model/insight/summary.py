@@ -61,7 +61,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         f"centre crop {_by(preprocess.size)}",
         "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
         # Quoted, as the names of ImageNet's classes have commas themselves.
-        "labels": f"{len(checkpoint.labels):,}: {', '.join(map(_quoted, checkpoint.labels[:3]))}"
+        "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
         + (", …" if len(checkpoint.labels) > 3 else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f", temperature {checkpoint.temperature:g}",
@@ -134,10 +134,6 @@ def _pooling(config: ViTConfig) -> str:
 
 def _by(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
-
-
-def _quoted(label: str) -> str:
-    return json.dumps(label, ensure_ascii=False)
 
 
 def _list(values: tuple[float, ...]) -> str:

@@ -86,14 +86,16 @@ def run(
     run_folder.prepare_folder(out, dataset, data, resume=resume)
     with run_folder.folder_lock(out):
         start = start_from(recipe, len(dataset.labels), dataset.image_size)
-        _check_batch_size(recipe, dataset)
+        if (count := dataset.train_count) < recipe.batch_size:
+            raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
         sizes = (len(dataset.labels), dataset.train_count, dataset.validation_count)
         logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
         run_folder.record_start(out, recipe, dataset, resume=resume)
         size = _training_size(recipe, start, dataset)
         train, validation = dataset.load(size, start.preprocess, storage, progress=progress)
         if start.weights is None:
-            start = _with_statistics(start, train)
+            mean, std = channel_statistics(train.pixels)
+            start = replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
         trainer = _make_trainer(recipe, start, train, validation, out, training_device)
         if resume and (out / run_folder.STATE_FILE).exists():
             trainer.load()
@@ -109,12 +111,6 @@ def run(
     return record
 
 
-def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
-    count = dataset.train_count
-    if count < recipe.batch_size:
-        raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
-
-
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
     """Return the size of stored training pictures: the model's input size, or larger where random parts are resized.
 
@@ -125,11 +121,6 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
         return preprocess
     rows, columns = dataset.image_size or tuple(round(side * _MARGIN) for side in preprocess.size)
     return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
-
-
-def _with_statistics(start: Start, train: Images) -> Start:
-    mean, std = channel_statistics(train.pixels)
-    return replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
 
 
 def _make_trainer(
