@@ -104,10 +104,7 @@ def model_input(
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
 
     Raises:
-        UnsupportedImageFormat: not the magic of an allowed format.
-        ImageTooLarge: too many pixels; raised before they are allocated.
-        ImageTooCostly: there is not enough memory to decode it.
-        InvalidImage: empty, truncated or corrupt.
+        ImageError: see `model.images.decode.decode`; or its pixels cannot be converted.
         ValueError: `config` has neither 1 nor 3 channels.
     """
     channels = len(config.mean)

@@ -78,15 +78,12 @@ def random_resized_crop(
 
     Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's `RandomResizedCrop`.
 
+    Where no part of an allowed shape was drawn (very long images), it is the largest part of allowed shape in the
+    middle, as in torchvision.
+
     Args:
-        images: uint8 [B, C, H, W].
         size: (rows, columns) of the result.
         least_share: of an image's area that its part covers, above 0 and up to 1.
-        generator: on the images' device.
-
-    Returns:
-        uint8 [B, C, *size], a new tensor. Where no part of an allowed shape was drawn (very long
-        images), it is the largest part of allowed shape in the middle, as in torchvision.
     """
     rows, columns = images.shape[2:]
     drawn = random_boxes(len(images), (rows, columns), (least_share, 1.0), _CROP_RATIO, generator)
@@ -101,14 +98,8 @@ def random_resized_crop(
 def resize_boxes(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     """Cut a box, none empty, out of each image and resize it with PIL's antialiased bilinear filter.
 
-    The filter is separable, so that each axis is one matrix product for the whole batch.
-
-    Args:
-        images: uint8 [B, C, H, W].
-        size: (rows, columns) of the result.
-
-    Returns:
-        uint8 [B, C, *size].
+    The filter is separable, so that each axis is a matrix product for the whole batch. `size` is the (rows, columns) of
+    the result.
     """
     down = _resampling(boxes.top, boxes.height, images.shape[2], size[0])
     across = _resampling(boxes.left, boxes.width, images.shape[3], size[1])
