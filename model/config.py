@@ -20,7 +20,7 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""Of pixels of 0...1; divided by less, they would overflow in the network."""
+"""Standard deviation of pixels of 0...1. Divided by less, pixels would overflow in the network."""
 
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096

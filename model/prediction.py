@@ -28,7 +28,7 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 """All of them, the default first."""
 
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
-"""Those of the methods whose map is of one class."""
+"""Methods whose map is of a class."""
 
 MAX_CLASSES: Final = 8
 """Most classes of which one request may have maps."""

@@ -1,4 +1,4 @@
-"""Weights that relevance multiplies with, put together once for a model whose weights change no more.
+"""Products of weights that relevance needs, computed once for a model whose weights no longer change.
 
 Going back through a block's attention takes its output projection, the scale after it, its values' projection and the
 norm before. Each is linear, and some are as cheap to compute as a few small products; together they are one matrix.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.explanation.explicit_forward import blocks_of
-from model.explanation.frozen_gradients import through_norm_of_one
+from model.explanation.frozen_gradients import through_norm_unscaled
 from model.network.layers.block import Block, LayerScale
 from model.network.vit import VisionTransformer
 
@@ -59,7 +59,7 @@ def fold(model: VisionTransformer) -> FoldedWeights:
         return FoldedWeights(margin, None, None, joined)
     last = blocks[-1]
     weight = last.attn.qkv.weight
-    values = through_norm_of_one(last.norm1, weight[2 * width :].float())
+    values = through_norm_unscaled(last.norm1, weight[2 * width :].float())
     by_head = values.reshape(model.config.heads, -1, width).to(weight.dtype)
     return FoldedWeights(margin, _projection(last), by_head, joined)
 

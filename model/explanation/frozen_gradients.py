@@ -17,7 +17,7 @@ from model.config import ViTConfig
 from model.network.layers.block import LayerScale, Mlp, SwiGLU
 
 _NOT_ZERO: Final = 1e-30
-"""Less than what any other number of a network is rounded to."""
+"""Added to hidden values against a division by zero: less than they are rounded to."""
 
 
 def is_traced() -> bool:
@@ -54,7 +54,7 @@ def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient with respect to the input x [..., D] of a LayerNorm, or of nothing, from its output's."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient
-    return through_norm_of_one(layer, gradient) * inverse_deviation(layer, x)
+    return through_norm_unscaled(layer, gradient) * inverse_deviation(layer, x)
 
 
 def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
     return torch.native_layer_norm(x, (x.shape[-1],), None, None, layer.eps)[2]
 
 
-def through_norm_of_one(layer: nn.Module, gradient: Tensor) -> Tensor:
+def through_norm_unscaled(layer: nn.Module, gradient: Tensor) -> Tensor:
     """Return `through_norm` but for its scale, which does not matter for a token that all relevance goes through."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient

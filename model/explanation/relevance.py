@@ -26,7 +26,7 @@ from model.explanation.frozen_gradients import (
     through_linear,
     through_mlp,
     through_norm,
-    through_norm_of_one,
+    through_norm_unscaled,
     through_pooling,
     through_scale,
     with_rivals,
@@ -149,8 +149,8 @@ def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -
     """
     margins = [(nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1) for head in heads_of(model)]
     joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
-    joined = through_norm_of_one(model.fc_norm, joined)
-    return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
+    joined = through_norm_unscaled(model.fc_norm, joined)
+    return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
 
 def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:

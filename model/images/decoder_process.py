@@ -87,7 +87,7 @@ _FILTERS: Final = {"x86_64": (0xC000_003E, _DENIED_X86), "aarch64": (0xC000_00B7
 
 
 def main() -> None:
-    """Be the template: fork a decoder for every socket that comes on file descriptor 0, until that is closed."""
+    """Run the template: fork a decoder for every socket that comes on file descriptor 0, until that is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they go to whole groups, and the service may still need its decoders
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _serve(service: socket.socket, address_space: int) -> None:
-    """Be a decoder: answer one job after another, until the socket is closed or a slow job is done."""
+    """Run a decoder: answer jobs in turn, until the socket is closed or a slow job is done."""
     fcntl.fcntl(service, fcntl.F_SETOWN, os.getpid())
     service.sendall(HELLO)
     while head := service.recv(JOB.size, socket.MSG_WAITALL):

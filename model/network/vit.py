@@ -44,8 +44,8 @@ class ViTOutput(NamedTuple):
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype, by `embedding_name`: all but a mean of patches that
-            the last block did not compute.
+        embeddings: [B, `embedding_width`], in the model's dtype, by their `embedding_name`. The mean of the patches is
+            missing where the last block did not compute them.
     """
 
     logits: Tensor

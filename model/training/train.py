@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,16 +21,11 @@ from model.config import PreprocessConfig
 from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
-from model.evaluation.evaluate import Evaluation
+from model.evaluation.calibration import fit_temperature
+from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.device import choose_device
+from model.runtime.predictor import Predictor
 from model.training import run_folder
-from model.training.export import (
-    STORED_DTYPE,
-    CalibratedCheckpoint,
-    log_scores,
-    measure_calibrated,
-    round_and_calibrate,
-)
 from model.training.loop import Trainer
 from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
@@ -43,6 +38,29 @@ logger = logging.getLogger(__name__)
 
 _MARGIN: Final = 256 / 224
 """Training pictures that random parts are resized from are kept larger than the model's input by this factor."""
+
+
+STORED_DTYPE: Final = torch.float16
+"""Dtype of the weights on disk."""
+
+MIN_CALIBRATION_IMAGES: Final = 30
+"""The fewest validation images that a temperature is fitted to; from fewer it would be noise."""
+
+
+@dataclass(frozen=True)
+class CalibratedCheckpoint:
+    """A checkpoint as it is stored and served, with its evaluations.
+
+    Attributes:
+        checkpoint: float32, rounded to `STORED_DTYPE`, with its temperature.
+        predictor: runs the same weights without the temperature.
+        validation, validation_uncalibrated: on the validation set, with the temperature and without it.
+    """
+
+    checkpoint: Checkpoint
+    predictor: Predictor
+    validation: Evaluation
+    validation_uncalibrated: Evaluation
 
 
 def default_recipe(data: Path, checkpoint: str | None) -> Path:
@@ -102,7 +120,11 @@ def run(
             run_folder.write_text(out / run_folder.RECIPE_FILE, to_toml(recipe))
         trainer.run(_log_epoch, progress=progress)
         last, kept, kept_epoch = _calibrated(trainer, start, dataset.labels, validation, device, progress)
-        test = _measure_test(kept, dataset, storage, progress) if dataset.has_test else None
+        test = None
+        if dataset.has_test:
+            images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
+            logits = _log_scores(kept.predictor, images, progress=progress)
+            test = _measure_calibrated(logits, images, kept.checkpoint)
         record = _record(trainer, start, dataset, kept, kept_epoch, test)
         _write_results(out, record, trainer, last.checkpoint, kept.checkpoint)
     text = "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s"
@@ -162,13 +184,46 @@ def _calibrated(
     return last, calibrate(trainer.best_weights), trainer.best_epoch
 
 
-def _measure_test(
-    kept: CalibratedCheckpoint, dataset: Dataset, storage: PixelStorage, progress: bool
-) -> tuple[Evaluation, Evaluation]:
-    """Measure the test set with the fitted temperature and without it."""
-    images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
-    logits = log_scores(kept.predictor, images, progress=progress)
-    return measure_calibrated(logits, images, kept.checkpoint)
+def round_and_calibrate(
+    checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool
+) -> CalibratedCheckpoint:
+    """Measure the very numbers that will be served, and fit the temperature to them.
+
+    The temperature is left at 1 where the validation images are fewer than `MIN_CALIBRATION_IMAGES`, or where all are
+    answered right, so that a lower temperature would always look better.
+
+    Args:
+        checkpoint: float32; its temperature is not used.
+        validation: images that were not trained on, in the checkpoint's size.
+        device: see `model.runtime.device.choose_device`.
+
+    Raises:
+        CheckpointError: a weight is not finite, or too large for the stored dtype.
+    """
+    rounded = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
+    stored = replace(checkpoint, tensors=rounded, temperature=1.0)
+    predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
+    logits = _log_scores(predictor, validation, progress=progress)
+    truth = torch.from_numpy(validation.labels)
+    all_right = bool((logits.argmax(dim=1) == truth).all())
+    if not all_right and len(truth) >= MIN_CALIBRATION_IMAGES:
+        stored = replace(stored, temperature=fit_temperature(logits, truth))
+    return CalibratedCheckpoint(stored, predictor, *_measure_calibrated(logits, validation, stored))
+
+
+def _log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
+    """Return the log of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
+    scores = torch.from_numpy(predict_scores(predictor, images.pixels, progress=progress))
+    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
+
+
+def _measure_calibrated(logits: Tensor, images: Images, checkpoint: Checkpoint) -> tuple[Evaluation, Evaluation]:
+    """Evaluate logits [N, K] with the checkpoint's temperature and without it."""
+    calibrated, uncalibrated = (
+        measure((logits / temperature).softmax(dim=1).numpy(), images.labels, checkpoint.labels)
+        for temperature in (checkpoint.temperature, 1.0)
+    )
+    return calibrated, uncalibrated
 
 
 def _record(
