@@ -1,11 +1,13 @@
-"""The limit of a process's connections, the order in which newcomers close them, and the watch on descriptors."""
+"""Limits of a process's connections: how many are open, how much of their answers is unread, and file descriptors."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import heapq
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -30,6 +32,10 @@ _QUIET_SECONDS = 60.0
 
 Rank = tuple[int, int]
 """The order in which connections are closed: by kind, and by the turn at which the last request began."""
+
+
+STALL_SECONDS = 30.0
+"""Time after which a caller who reads nothing of its answer loses the connection."""
 
 
 class Connection(Protocol):
@@ -86,6 +92,52 @@ def connection_limit(configured: int) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
+
+
+class UnreadAnswers:
+    """Aborts connections whose callers read nothing for `STALL_SECONDS`, or whose answers exceed the capacity.
+
+    Belongs to one event loop.
+
+    Args:
+        capacity: bytes that may wait for callers. Beyond it, the connections that have been reading for longest are
+            aborted, but never the connection whose answer came last.
+    """
+
+    def __init__(self, capacity: int = sys.maxsize) -> None:
+        self._capacity = capacity
+        self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+
+    def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch a connection until `remove`."""
+        self._watch(transport, loop)
+        total = sum(each.get_write_buffer_size() for each in self._timers)
+        for each in list(self._timers):
+            if total <= self._capacity or each is transport:
+                return
+            total -= each.get_write_buffer_size()
+            self._abort(each)
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """Forget a connection whose answer is read, or that has ended."""
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _watch(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        before = transport.get_write_buffer_size()
+
+        def check() -> None:
+            if transport.get_write_buffer_size() < before:
+                self._watch(transport, loop)
+            else:
+                self._abort(transport)
+
+        self._timers[transport] = loop.call_later(STALL_SECONDS, check)
+
+    def _abort(self, transport: asyncio.Transport) -> None:
+        self.remove(transport)
+        transport.abort()
 
 
 class DescriptorWatch:

@@ -23,10 +23,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.http.connections import Rank, make_room, rank_of
-from service.http.exchange import Header, HttpExchange, head_bytes
-from service.http.head import check_head, may_discard
-from service.http.unread_answers import UnreadAnswers
+from service.http.connections import Rank, UnreadAnswers, make_room, rank_of
+from service.http.exchange import Header, HttpExchange, check_head, head_bytes, may_discard
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
@@ -160,7 +158,7 @@ class HttpProtocol(asyncio.Protocol):
         """Stop the clocks, and tell the request that is being answered."""
         self._connections.discard(self)
         self._stop_timer()
-        self._unread_answers.remove(self)
+        self._unread_answers.remove(self.transport)
         self.writable.set()
         if self._running is not None:
             self._running.disconnect()
@@ -353,11 +351,11 @@ class HttpProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Start the clock of a caller that does not read its answers."""
         self.writable.clear()
-        self._unread_answers.add(self, self._loop)
+        self._unread_answers.add(self.transport, self._loop)
 
     def resume_writing(self) -> None:
         """Stop the clock of a caller that reads again."""
-        self._unread_answers.remove(self)
+        self._unread_answers.remove(self.transport)
         self.writable.set()
 
     def _pause_reading(self) -> None:

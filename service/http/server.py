@@ -17,11 +17,10 @@ from typing import Any, cast
 
 import uvicorn
 
-from service.http.accepting import Acceptor
-from service.http.connections import DescriptorWatch, connection_limit
+from service.http.connections import DescriptorWatch, UnreadAnswers, connection_limit
 from service.http.lifecycle import Lifecycle, exit_now, stop_signals
+from service.http.listening import Acceptor
 from service.http.protocol import Application, HttpProtocol
-from service.http.unread_answers import UnreadAnswers
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

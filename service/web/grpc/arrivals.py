@@ -1,6 +1,6 @@
 """Turns in which messages arrive: the library holds what has come of each, and nobody counts those bytes.
 
-A message that has arrived is counted with all other bodies, by `service.web.receiving`.
+A message that has arrived is counted with all other bodies, by `service.web.admission`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from service.errors import ReceivingFull, RequestTimeout
 from service.settings import Settings
-from service.web.receiving import GRACE_SECONDS
+from service.web.admission import GRACE_SECONDS
 
 _FEWEST: Final = 8
 _LOOKS: Final = 16

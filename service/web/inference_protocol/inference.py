@@ -15,8 +15,6 @@ from model.errors import ImageError
 from model.prediction import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
-from service.web.awaiting import all_of
-from service.web.classification import classify_upload
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
@@ -25,8 +23,8 @@ from service.web.inference_protocol.tensors import (
     bytes_elements,
     uint8_elements,
 )
-from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload
+from service.web.work import Deadline, all_of
 
 T = TypeVar("T")
 
@@ -223,7 +221,7 @@ async def infer(
         return encode(make_outputs(results, wanted, info.labels))
 
     size = len(inputs) * wanted.size(info)
-    return await pipeline.lanes.documents.run_large(answer, deadline, size=size)
+    return await pipeline.pools.documents.run_large(answer, deadline, size=size)
 
 
 async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
@@ -240,7 +238,7 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
                 limit = pipeline.settings.max_upload_bytes
                 if len(data) > limit:
                     raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
-                return (await classify_upload(pipeline, data, deadline, wanted.of_picture))[1]
+                return (await pipeline.compute(data, deadline, wanted.of_picture))[1]
             assert inputs.pixels is not None
             return await pipeline.infer(inputs.pixels[position], deadline, wanted.of_picture)
         except (ImageError, ServiceError) as error:

@@ -1,4 +1,4 @@
-"""A route that FastAPI describes and that runs without FastAPI's layers.
+"""An application and its routes that FastAPI describes and that run without FastAPI's layers.
 
 Between a route and its function FastAPI enters exit stacks, resolves dependencies and translates errors, which would
 cost a request as much of the event loop's time as all of our code. Here the query is validated by the pydantic model
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
 
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -22,8 +23,26 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
 from service.web.middleware import request_context
+from service.web.routes.openapi import describe_keys, drop_null_parameters
 
 _MAX_PARAMETERS = 64
+
+
+class Application(FastAPI):
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, which names the operations that take a key."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            drop_null_parameters(document)
+            describe_keys(document, self.state.public, required=self.state.keys_required)
+        return super().openapi()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the router answer."""
+        scope["app"] = self
+        await self.router(scope, receive, send)
 
 
 class Endpoint(APIRoute):

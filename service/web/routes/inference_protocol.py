@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
-from service.web.awaiting import unless_disconnected
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -27,9 +26,9 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload, pipeline_of
 from service.web.routes.endpoint import Endpoint
+from service.web.work import Deadline, unless_disconnected
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
@@ -134,7 +133,7 @@ async def _infer(
         header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
     else:
         read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
-        header, inputs = await pipeline.lanes.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
+        header, inputs = await pipeline.pools.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
         binary = False
     encode = partial(encode_answer, info.name, VERSION, header.id)
     return await infer(pipeline, upload, header, inputs, info, deadline, encode, binary=binary)

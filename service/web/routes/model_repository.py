@@ -61,7 +61,7 @@ async def v2_load(request: Request) -> Response:
     _require_admin(request, pipeline.settings)
     _require_name(request, pipeline)
     checkpoint = _checkpoint(await _read(request), pipeline.settings)
-    pipeline.lifecycle.check()
+    pipeline_of(request).check_open()
     await _swappable(request).load(checkpoint)
     return _json(repository_index(pipeline_of(request).model())[0])
 

@@ -12,10 +12,10 @@ from service.engine.swapping import Unswapped
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
+from service.web.admission import ByteBudget
 from service.web.app import create_app
 from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline, Pipelines
-from service.web.receiving import ByteBudget
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator

@@ -20,8 +20,7 @@ import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_store import StoreUsage
-from service.web.problems import shortened
+from service.web.image_stores.memory import StoreUsage
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -125,11 +124,7 @@ class RedisImageStore:
                 rows, columns, channels, *region = _HEADER.unpack_from(data)
                 pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
                 return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
-            except (
-                struct.error,
-                ValueError,
-                OverflowError,
-            ):  # of another version: Redis is well, and is asked again at once
+            except (struct.error, ValueError, OverflowError):  # of another version: Redis itself is well
                 self._failed()
                 return None
 
@@ -155,7 +150,7 @@ class RedisImageStore:
             self._paused_until = self._clock() + _PAUSE_SECONDS
             self._failed()
             # It may quote what was answered, of any length and with line breaks.
-            text = shortened(str(error) or type(error).__name__, _MAX_LOGGED).encode("unicode_escape").decode("ascii")
+            text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
             logger.warning("kept pictures: Redis does not answer: %s", text)
             return None
 

@@ -1,4 +1,4 @@
-"""Accepting callers as fast as they come.
+"""Listening sockets: accepting callers as fast as they come, and the port of gRPC.
 
 libuv, and so uvloop, accepts one connection in each turn of the event loop, which takes milliseconds under load: beside
 32 callers who classified without a pause, 200 who connected for each request waited 1.7 and 3.4 s for their answers
@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+from service.settings import Settings
 
 _MORE_A_TURN = 16
 
@@ -71,3 +73,32 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
         except OSError:  # the caller is gone already
             connection.close()
+
+
+@contextlib.contextmanager
+def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
+    """Return the settings with the port of gRPC, if it is served, which is kept for this service's listeners.
+
+    The library makes its listeners itself, in each worker. So one socket, which takes no callers, holds the port before
+    and between them (SO_REUSEPORT).
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    if settings.grpc_port is None:
+        yield settings
+        return
+    with socket.socket(address_family(settings.host), socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        address = settings.host, settings.grpc_port
+        try:
+            holder.bind(address)  # another service that looks whether the port is free sees that it is not
+        except OSError:  # also where connections of another program's have just ended there
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
+        yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """Return the family of a host's address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
