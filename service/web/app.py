@@ -27,7 +27,7 @@ from service.web.image_stores import KeptPictures
 from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
-from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
+from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (
     attention,
@@ -85,8 +85,6 @@ def create_app(
     tracer: RequestTracer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
-    linger: LingerLimits | None = None,
-    hold_seconds: float = 0.5,
 ) -> RequestContextMiddleware:
     """Return the ASGI application around an engine.
 
@@ -95,13 +93,9 @@ def create_app(
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
-        limiter: one that other processes count in too; by default this application's own.
-        image_store: one that other processes keep pictures in too; by default this application's own.
-        byte_budget: one that other processes take bytes from too; by default this application's own.
-        key_limiter: one that other processes count in too; by default this application's own.
-        tracer: makes the spans of requests; None if nobody asked for them.
+        limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
+        tracer: makes the spans of requests; None without tracing.
         clock: monotonic seconds, for requests' deadlines and durations.
-        hold_seconds: after which a request that finds no engine is refused, see `ProblemMiddleware`.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
@@ -127,8 +121,7 @@ def create_app(
             if settings.grpc_port is not None:
                 from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
 
-                calls = serving(pipelines, guard, outermost.count, port=settings.grpc_port, hold_seconds=hold_seconds)
-                await beside.enter_async_context(calls)
+                await beside.enter_async_context(serving(pipelines, guard, outermost.count, settings.grpc_port))
             yield
         await engine.close()
         pools.close()
@@ -164,7 +157,7 @@ def create_app(
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
     pace = RefusalPace()
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
-    layers = ProblemMiddleware(layers, metrics, pace, hold_seconds=hold_seconds)
+    layers = ProblemMiddleware(layers, metrics, pace)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -174,9 +167,7 @@ def create_app(
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(
-        layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock, linger=linger
-    )
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock)
     return outermost
 
 

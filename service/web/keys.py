@@ -1,11 +1,11 @@
-"""Asks for API keys, and limits the requests that each has in flight."""
+"""API keys: which requests need one, and how many requests each has in flight."""
 
 from __future__ import annotations
 
 import hmac
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -19,8 +19,8 @@ from service.web.middleware import PROBES, request_context
 _ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
 
 
-def asks_admin_key(path: str) -> bool:
-    """Return whether the route of a path asks for the admin key, and so for no other."""
+def needs_admin_key(path: str) -> bool:
+    """Return whether the route of a path takes the admin key, and so no other."""
     return _ADMIN.fullmatch(path) is not None
 
 
@@ -45,21 +45,11 @@ class KeyLimiter:
         """Count one request less."""
         self.in_use[key] -= 1
 
-    @contextmanager
-    def request(self, key: int) -> Iterator[None]:
-        """Count one request while it is handled."""
-        self.acquire(key)
-        try:
-            yield
-        finally:
-            self.release(key)
-
 
 class KeyGuard:
-    """Finds the key of a request, and counts the requests that each key has in flight.
+    """Identifies the key of a request, and counts the requests that each key has in flight.
 
     Args:
-        keys: those that are known.
         limiter: of the same keys, in the same order.
     """
 
@@ -69,10 +59,10 @@ class KeyGuard:
         self._metrics = metrics
 
     def find(self, authorization: str) -> int | None:
-        """Return the number of a request's key, None if none is needed; raises `Unauthorized`.
+        """Return the number of the key in an `Authorization` header, None if the service has no keys.
 
-        Args:
-            authorization: see `bearer_token`.
+        Raises:
+            Unauthorized: the key is missing or wrong.
         """
         if not self._keys:
             return None
@@ -92,12 +82,16 @@ class KeyGuard:
     @contextmanager
     def request(self, key: int) -> Iterator[None]:
         """Count one request of a key while it is handled; raises `TooManyRequests`."""
-        with self._limiter.request(key), self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
-            yield
+        self._limiter.acquire(key)
+        try:
+            with self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
+                yield
+        finally:
+            self._limiter.release(key)
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys."""
+    """Requires `Authorization: Bearer KEY` on every path, except public ones and those that take the admin key."""
 
     def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str]) -> None:
         self._app = app
@@ -111,26 +105,18 @@ class ApiKeyMiddleware:
             Unauthorized: its key is missing or wrong.
             TooManyRequests: its key has as many requests in flight as it may.
         """
-        if scope["type"] != "http" or scope["path"] in self._public or asks_admin_key(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        key = self._guard.find(Headers(scope=scope).get("authorization", ""))
-        if key is None:
-            await self._app(scope, receive, send)
-            return
-        request_context(scope).key_name = self._guard.name(key)
-        if scope["path"] in PROBES:
-            await self._app(scope, receive, send)
-            return
-        with self._guard.request(key):
+        counted: AbstractContextManager[None] = nullcontext()
+        if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
+            key = self._guard.find(Headers(scope=scope).get("authorization", ""))
+            if key is not None:
+                request_context(scope).key_name = self._guard.name(key)
+                if scope["path"] not in PROBES:
+                    counted = self._guard.request(key)
+        with counted:
             await self._app(scope, receive, send)
 
 
 def bearer_token(authorization: str) -> bytes | None:
-    """Return what a header `Authorization: Bearer` offers, its bytes as they were sent, or None.
-
-    Args:
-        authorization: the header's value, latin-1; empty where there is none.
-    """
+    """Return the token of an `Authorization: Bearer` header (latin-1) as the bytes that were sent, or None."""
     scheme, _, given = authorization.partition(" ")
     return given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None

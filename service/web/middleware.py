@@ -15,7 +15,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
@@ -64,24 +64,15 @@ _CONTEXT = "vit.context"
 _UNPARSED = "unparsed"
 """Endpoint under which is counted what never became a request."""
 
+HOLD_SECONDS = 0.5
+"""Time after which `EngineUnavailable` is answered."""
 
-@dataclass(frozen=True, slots=True)
-class LingerLimits:
-    """Limits on the unread body that is read and thrown away after an early refusal.
-
-    Attributes:
-        seconds: of reading altogether.
-        idle_seconds: without a byte.
-        max_bytes: of the body.
-    """
-
-    seconds: float = 10.0
-    idle_seconds: float = 2.0
-    max_bytes: int = 256 << 20
+LINGER_SECONDS, LINGER_IDLE_SECONDS, LINGER_BYTES = 10.0, 2.0, 256 << 20
+"""Limits on the rest of a body that is read and discarded after a refusal: in all, without a byte, and its size."""
 
 
 def request_id_from(given: str) -> str:
-    """Return the caller's id for its request if it is fit for headers and logs, else one of ours, no secret."""
+    """Return the caller's id for its request if it is fit for headers and logs, else a random one, no secret."""
     # The system's generator lets other threads run Python, and under load this one waits milliseconds for its turn.
     return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
@@ -89,6 +80,15 @@ def request_id_from(given: str) -> str:
 def request_context(scope: Scope) -> RequestContext:
     """Return the context of a request that came through `RequestContextMiddleware`."""
     return cast(RequestContext, scope[_CONTEXT])
+
+
+async def hold_back(error: Exception) -> None:
+    """Wait before `EngineUnavailable` is answered; other errors are answered at once.
+
+    Callers that try again at once would take the processors from the engine that is starting.
+    """
+    if isinstance(error, EngineUnavailable):
+        await asyncio.sleep(HOLD_SECONDS)
 
 
 class RequestContext:
@@ -99,13 +99,11 @@ class RequestContext:
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until there is one.
         key_name: of the API key, None without one.
-        refusal: code of the problem that it is refused with for want of room; None if it is not.
+        refusal: code of the problem if it is refused because there is no room, else None.
         trace: its span, None if there is none.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float, linger: LingerLimits
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated one the first counts
         self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
@@ -118,7 +116,6 @@ class RequestContext:
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
-        self._linger_limits = linger
         self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         self._lingers = False
 
@@ -159,14 +156,12 @@ class RequestContext:
         await self._send(message)
 
     async def _linger(self) -> None:
-        left = self._linger_limits.max_bytes
-        try:
-            async with asyncio.timeout(self._linger_limits.seconds):
+        left = LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
                 while self._unread and left > 0:
-                    async with asyncio.timeout(self._linger_limits.idle_seconds):
+                    async with asyncio.timeout(LINGER_IDLE_SECONDS):
                         left -= len((await self._receive_any()).get("body", b""))
-        except TimeoutError:
-            return
 
 
 class RequestContextMiddleware:
@@ -175,12 +170,9 @@ class RequestContextMiddleware:
     Args:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
-        tracer: makes the spans of requests, but of probes; None if nobody asked for them.
-        pace: of the refusals, is told of each answer.
+        tracer: makes the spans of requests, except those of probes; None without tracing.
+        pace: of the refusals; each answer is counted there.
         clock: monotonic seconds.
-
-    Attributes:
-        log: of the requests.
     """
 
     def __init__(
@@ -193,7 +185,6 @@ class RequestContextMiddleware:
         *,
         pace: RefusalPace | None = None,
         clock: Callable[[], float] = time.monotonic,
-        linger: LingerLimits | None = None,
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -205,7 +196,6 @@ class RequestContextMiddleware:
         self._lifecycle = lifecycle
         self._tracer = tracer
         self._clock = clock
-        self._linger = linger or LingerLimits()
         self._pace = pace or RefusalPace()
         self.log = RequestLog()
 
@@ -214,7 +204,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:
@@ -283,15 +273,13 @@ class RequestContextMiddleware:
 class ProblemMiddleware:
     """Answers what its layers raise with a problem document, and counts it.
 
-    A defect of ours is raised again after its answer, so that it is logged. `EngineUnavailable` is answered after
-    `hold_seconds`: callers that try again at once would take the processors from the engine that is starting.
+    A defect of ours is raised again after its answer, so that it is logged.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace, *, hold_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace) -> None:
         self._app = app
         self._metrics = metrics
         self._pace = pace
-        self._hold_seconds = hold_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -302,21 +290,20 @@ class ProblemMiddleware:
         except Exception as error:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
-            problem = problem_of(error)
-            request_context(scope).refusal = refusal_of(problem)
-            if (trace := request_context(scope).trace) is not None:
-                trace.error_type = problem.code
+            problem, context = problem_of(error), request_context(scope)
+            context.refusal = refusal_of(problem)
+            if context.trace is not None:
+                context.trace.error_type = problem.code
             # A probe that is told to wait is no refusal; one without a key is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                if isinstance(error, EngineUnavailable):
-                    await asyncio.sleep(self._hold_seconds)
-                elif isinstance(error, QueueFull):
+                await hold_back(error)
+                if isinstance(error, QueueFull):
                     await self._pace.turn(exchange_of(scope))
             if scope["path"].startswith(INFERENCE_PROTOCOL):
                 content, kind = protocol_body(problem), "application/json"
             else:
-                content, kind = body(problem, request_context(scope).request_id), MEDIA_TYPE
+                content, kind = body(problem, context.request_id), MEDIA_TYPE
             await Response(content, problem.status, problem.headers, kind)(scope, receive, send)
             if problem.code == INTERNAL_ERROR:
                 raise

@@ -12,11 +12,11 @@ from typing import Any, Final
 import grpc
 from starlette.types import Message
 
-from service.errors import EngineUnavailable, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.errors import MalformedRequest, RequestTimeout, UploadTooLarge
 from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
-from service.web.middleware import PROBES, request_id_from
+from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.pipeline import Pipelines
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 from service.web.request_log import Answered
@@ -40,11 +40,9 @@ STATUS_CODES: Final = {
 """The status code of each status that `service.web.problems` gives to an error of a call."""
 
 _MAX_QUESTION_BYTES: Final = 64 << 10
-"""Of a message that asks about the server or a model."""
-
+"""Bytes of a message that asks about the server or a model."""
 
 Count = Callable[..., None]
-"""Counts and logs a call that was answered, see `RequestContextMiddleware.count`."""
 
 
 class Call:
@@ -106,19 +104,18 @@ Method = Callable[[Pipelines, Call], Awaitable[bytes]]
 
 
 class Calls:
-    """Answers calls: gives each its id, asks for its key, counts and logs it, and answers errors by their status codes.
+    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by their status codes.
 
     Args:
-        hold_seconds: see `service.web.middleware.ProblemMiddleware`.
+        count: `RequestContextMiddleware.count`.
     """
 
-    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count, *, hold_seconds: float) -> None:
+    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count) -> None:
         self._pipelines = pipelines
         pipeline = pipelines.current()
         self._clock, self._metrics, self._settings = pipeline.clock, pipeline.metrics, pipeline.settings
         self._guard = guard
         self._count = count
-        self._hold_seconds = hold_seconds
         self._arrivals = Arrivals.of(self._settings)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
@@ -155,8 +152,7 @@ class Calls:
             if problem.code == INTERNAL_ERROR:
                 logger.exception("request %s failed", call.request_id)
             metrics.rejected.labels(problem.code).inc()
-            if isinstance(error, EngineUnavailable):
-                await asyncio.sleep(self._hold_seconds)
+            await hold_back(error)
             status, refusal = problem.status, refusal_of(problem)
             return await self._refuse(context, problem, trailers)
         finally:

@@ -55,22 +55,20 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
 
 
 @asynccontextmanager
-async def serving(
-    pipelines: Pipelines, guard: KeyGuard, count: Count, *, port: int, hold_seconds: float
-) -> AsyncIterator[int]:
+async def serving(pipelines: Pipelines, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[int]:
     """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
 
     Args:
-        guard, count, hold_seconds: see `service.web.grpc.calls.Calls`.
+        guard, count: see `service.web.grpc.calls.Calls`.
 
     Yields:
         The port, which the system chose if it was 0.
 
     Raises:
-        RuntimeError: the port cannot be had.
+        RuntimeError: the port is not available.
     """
     settings = pipelines.current().settings
-    calls = Calls(pipelines, guard, count, hold_seconds=hold_seconds)
+    calls = Calls(pipelines, guard, count)
     handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
     server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
