@@ -32,12 +32,11 @@ from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (
     attention,
     classify,
-    documentation,
     embed,
     inference_protocol,
     model_repository,
     operations,
-    page,
+    pages,
 )
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 
@@ -55,9 +54,9 @@ _ROUTERS = (
     operations.router,
     inference_protocol.router,
     model_repository.router,
-    documentation.router,
+    pages.documentation,
 )
-_PUBLIC = documentation.PUBLIC | page.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}
+_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}
 
 
 def kept_pictures(
@@ -134,7 +133,7 @@ def create_app(
         description="Image classification with a Vision Transformer.",
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # `service.web.routes.documentation` has it
+        openapi_url=None,  # `service.web.routes.pages` has it
     )
 
     def make_pipeline(generation: Generation) -> Pipeline:
@@ -142,7 +141,7 @@ def create_app(
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
-    routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
+    routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
     app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
