@@ -17,10 +17,10 @@ from service.http.exchange import HttpExchange
 logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 128
-"""File descriptors that are reserved for everything but connections."""
+"""File descriptors that are reserved for other files."""
 
 _MOST_AT_ONCE = 32
-"""Connections that are closed together. Otherwise each newcomer would cost a scan of all of them."""
+"""Connections that are closed together, so that not every newcomer costs a scan of all of them."""
 
 _NEWCOMER_SECONDS = 1.0
 """Age at which a connection should have brought a request. A younger connection's first request may be on its way."""
@@ -43,7 +43,7 @@ class Connection(Protocol):
 
     @property
     def rank(self) -> Rank | None:
-        """Return the rank of a connection that may be closed, see `rank_of`."""
+        """Return `rank_of` this connection, or None if it is not to be closed."""
 
     def close(self) -> None:
         """Close it."""
@@ -65,7 +65,7 @@ def rank_of(newest: HttpExchange | None, turn: int, age: float) -> Rank | None:
 def make_room(connections: Iterable[Connection]) -> bool:
     """Close the connections of the lowest ranks, at most an eighth of all that wait; return whether any waited.
 
-    A newcomer is closed only if no other connection waits, and then only a single newcomer.
+    Of newcomers a single one is closed, if no other connection waits.
     """
     waiting = [(rank, connection) for connection in connections if (rank := connection.rank) is not None]
     count = max(1, min(_MOST_AT_ONCE, len(waiting) // 8))
@@ -141,12 +141,9 @@ class UnreadAnswers:
 
 
 class DescriptorWatch:
-    """Logs an error when the process has no file descriptor left, at most once a minute.
+    """Logs an error when the process has no file descriptor left, at most once in `_QUIET_SECONDS`.
 
-    Without descriptors the event loop drops callers in silence.
-
-    Args:
-        clock: monotonic seconds.
+    Without descriptors the event loop drops callers in silence. `clock` gives monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -21,7 +21,7 @@ Header = tuple[bytes, bytes]
 _EXTENSION = "vitserve.exchange"
 """Key of the exchange among a scope's extensions."""
 
-# A name, an IPv4 or bracketed IPv6 address, and a port; a target without a host has an empty one.
+# A name, an IPv4 or bracketed IPv6 address, and a port; it is empty where the target has no host.
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 
 DISCARDED_BYTES = 1 << 20
@@ -46,7 +46,7 @@ class Exchange:
     """The state of a request that the HTTP protocol and the application share.
 
     Attributes:
-        discards_body: the protocol throws away what the answer leaves unread of the body.
+        discards_body: the protocol reads and discards what the answer leaves unread of the body.
         broken_framing: how the body broke its framing; None while it has not.
         arriving: the body while the application reads it, else None.
         status: of the answer; None until it starts.

@@ -25,9 +25,9 @@ class Lifecycle:
 
 
 def freeze_objects() -> None:
-    """Exempt the objects of start-up, or of a model that took over, from garbage collection.
+    """Exempt long-lived objects, those of start-up and of a model that took over, from garbage collection.
 
-    They live long. To traverse them in each collection would cost requests a few hundredths of their time.
+    To traverse them in each collection would cost requests a few hundredths of their time.
     """
     gc.unfreeze()  # objects that were exempt may be no longer in use
     gc.collect()

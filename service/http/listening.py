@@ -59,7 +59,7 @@ class Acceptor:
         """Accept some of the waiting connections; return whether any has yet to get its protocol."""
         self._is_due = False
         for listener in self._listeners:
-            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
+            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv reports that
                 for _ in range(_MORE_A_TURN):
                     connection, _address = listener.accept()
                     connection.setblocking(False)
@@ -77,13 +77,13 @@ class Acceptor:
 
 @contextlib.contextmanager
 def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
-    """Return the settings with the port of gRPC, if it is served, which is kept for this service's listeners.
+    """Return the settings with the port of gRPC, if it is served, and keep the port for this service's workers.
 
-    The library makes its listeners itself, in each worker. So one socket, which takes no callers, holds the port before
-    and between them (SO_REUSEPORT).
+    The library opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
+    between them (SO_REUSEPORT).
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port is not available.
     """
     if settings.grpc_port is None:
         yield settings
@@ -92,8 +92,8 @@ def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         address = settings.host, settings.grpc_port
         try:
-            holder.bind(address)  # another service that looks whether the port is free sees that it is not
-        except OSError:  # also where connections of another program's have just ended there
+            holder.bind(address)
+        except OSError:  # perhaps connections of another program have just ended there
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
         yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})

@@ -2,9 +2,8 @@
 
 Each event loop increments a cell. With one process a thread reads the cell and ends the process, so that whatever
 supervises it starts it again. With several processes the cells lie in shared memory, and the supervisor reads them. A
-busy machine may delay the turn of a healthy event loop by seconds, but it does not keep a whole process from the
-processor. So the supervisor takes a process for frozen after a short silence only if the process used no processor time
-meanwhile; otherwise after a long silence.
+busy machine may delay the turn of a healthy event loop by seconds, but it lets a process use some processor time. So a
+process is frozen after a short silence without processor time, or after a long silence.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BEAT_SECONDS = 0.5
 _FROZEN_SECONDS = 3.0
 _STUCK_SECONDS = 30.0
 _FROZEN_AT_START_SECONDS = 60.0
-"""A starting process may wait for the disk while it holds the interpreter's lock: it maps a gigabyte of libraries."""
+"""A process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock."""
 
 _LOOK_SECONDS = 1.0
 _LONGEST_LOOK = 1.5

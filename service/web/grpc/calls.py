@@ -40,7 +40,7 @@ STATUS_CODES: Final = {
 """The status code of each status that `service.web.problems` gives to an error of a call."""
 
 _MAX_QUESTION_BYTES: Final = 64 << 10
-"""Bytes of a message that asks about the server or a model."""
+"""Bytes of a message with a question about the server or a model."""
 
 Count = Callable[..., None]
 
@@ -50,14 +50,13 @@ class Call:
 
     Attributes:
         started: reading of the pipeline's clock at its start.
-        metadata: its headers.
-        caller: whose it is: the number of its key, or else its connection.
+        metadata: its headers; of repeated ones the first.
+        caller: the number of its key, or else its connection.
     """
 
     def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
         self.started = started
         self._timeout = timeout
-        # Of a repeated one the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
         self.caller: int | str = context.peer()
@@ -83,12 +82,7 @@ class Call:
             yield
 
     async def question(self) -> bytes:
-        """Return the message that asks about the server or a model.
-
-        Raises:
-            RequestTimeout: it did not arrive within the time of a request.
-            UploadTooLarge: it is large.
-        """
+        """Return a message with a question about the server or a model; raises `RequestTimeout`, `UploadTooLarge`."""
         try:
             async with asyncio.timeout(self._timeout), self._arrivals.turn(self.caller):
                 data: bytes = (await self.receive())["body"]
@@ -119,10 +113,10 @@ class Calls:
         self._arrivals = Arrivals.of(self._settings)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
-        """Return what grpcio calls for a method; `public` ones need no key.
+        """Return what grpcio calls for a method, which needs no key if it is `public`.
 
-        On the wire one message is a stream of one. As a stream it is read when the method asks for it, so that a call
-        is refused before its message arrives.
+        On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when
+        the method does, so that a call is refused before its message arrives.
         """
         path = f"/{GRPC_SERVICE}/{name}"
 
@@ -137,7 +131,8 @@ class Calls:
         trailers = [("x-request-id", call.request_id)]
         status, key, refusal = CLIENT_DISCONNECTED, None, None
         counted = path not in PROBES
-        metrics.inflight.inc(counted)
+        if counted:
+            metrics.inflight.inc()
         try:
             if not public:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
@@ -156,7 +151,8 @@ class Calls:
             status, refusal = problem.status, refusal_of(problem)
             return await self._refuse(context, problem, trailers)
         finally:
-            metrics.inflight.dec(counted)
+            if counted:
+                metrics.inflight.dec()
             seconds = clock() - call.started
             name = None if key is None else self._guard.name(key)
             self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)

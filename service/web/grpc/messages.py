@@ -41,7 +41,7 @@ class InferenceMessage:
 
 
 def read_question(data: bytes) -> ModelRequest:
-    """Return the message that asks about a model; raises `MalformedRequest`."""
+    """Return a message with a question about a model; raises `MalformedRequest`."""
     return _parse(ModelRequest, data)
 
 
@@ -58,7 +58,7 @@ def read_inference(data: bytes) -> InferenceMessage:
     """Return the request in a message.
 
     Raises:
-        MalformedRequest: it is no message, or has not one raw tensor for each input if it has any.
+        MalformedRequest: it is no message, or only some of its inputs have raw tensors.
         UploadTooLarge: see `service.web.grpc.wire`.
     """
     rest, raw = split(memoryview(data), _RAW, _DESCRIPTOR)

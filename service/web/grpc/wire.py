@@ -67,10 +67,9 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
 
 
 def split(message: memoryview, number: int, descriptor: Any) -> tuple[bytes, list[memoryview]]:
-    """Return a message without one field of bytes, and the contents of that field, which are not copied.
+    """Return a message without the field of bytes of this number, and the contents of that field, not copied.
 
     Args:
-        number: of the field.
         descriptor: protobuf's, of the message.
 
     Raises:

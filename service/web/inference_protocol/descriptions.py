@@ -21,13 +21,13 @@ _REQUESTS: Final = (
 
 
 def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
-    """Return the metadata of a server that swaps its model on demand, or does not."""
+    """Return the metadata of a server, which can swap its model or not."""
     extensions = [*EXTENSIONS, REPOSITORY_EXTENSION] if swaps else list(EXTENSIONS)
     return {"name": "vitserve", "version": version, "extensions": extensions}
 
 
 def repository_index(info: ModelInfo) -> list[dict[str, str]]:
-    """Return the models of the repository, of which there is one.
+    """Return the list of the repository's models, with the only model.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
     """

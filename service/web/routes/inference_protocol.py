@@ -1,7 +1,6 @@
 """The Open Inference Protocol, version 2, under /v2; `service.web.inference_protocol` has its tensors and documents.
 
-A name of a model may hold slashes, so the routes that say more of it come first; of one function's decorators the
-lowest is the first.
+A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest is the first.
 """
 
 from __future__ import annotations
@@ -50,12 +49,7 @@ def _json(document: Any) -> Response:
 
 
 def _model(request: Request) -> ModelInfo:
-    """Return the model that the path names.
-
-    Raises:
-        NotFound: there is none of this name and version.
-        EngineUnavailable: none is ready.
-    """
+    """Return the model that the path names; raises as `find_model`."""
     parameters = request.path_params
     return find_model(pipeline_of(request), parameters["name"], parameters.get("version", VERSION))
 
@@ -129,8 +123,9 @@ async def _infer(
     pipeline: Pipeline, upload: Upload, body: bytearray, length: int | None, info: ModelInfo, deadline: Deadline
 ) -> tuple[bytes, int | None]:
     """Return the answer to a body whose JSON has `length` bytes; None: all. See `encode_answer`."""
+    inputs: Inputs
     if length == 0:  # the body is one picture and nothing else
-        header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
+        header, inputs, binary = InferenceHeader([]), [body], True
     else:
         read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
         header, inputs = await pipeline.pools.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
@@ -147,7 +142,7 @@ def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> t
     if not binary:
         body.clear()
     inputs = read_inputs(header, binary, info, limit=limit)
-    if inputs.encoded is not None:
+    if isinstance(inputs, list):
         binary.clear()
         body.clear()
     return header, inputs
