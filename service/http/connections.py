@@ -95,13 +95,10 @@ def connection_limit(configured: int) -> int:
 
 
 class UnreadAnswers:
-    """Aborts connections whose callers read nothing for `STALL_SECONDS`, or whose answers exceed the capacity.
+    """Aborts connections whose callers read nothing for `STALL_SECONDS`. Belongs to one event loop.
 
-    Belongs to one event loop.
-
-    Args:
-        capacity: bytes that may wait for callers. Beyond it, the connections that have been reading for longest are
-            aborted, but never the connection whose answer came last.
+    When more than `capacity` bytes wait for callers, the connections that have been reading for longest are aborted,
+    too, but never the connection whose answer came last.
     """
 
     def __init__(self, capacity: int = sys.maxsize) -> None:

@@ -120,7 +120,7 @@ class HttpExchange(Exchange):
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the whole answer is out, and the body is read on only so that the caller sees it."""
+        """Return whether the whole answer is out, and the rest of the body is read so that the caller sees it."""
         return self.status is not None and not self.complete and self._length == 0
 
     def add_body(self, data: bytes) -> int:
@@ -131,12 +131,12 @@ class HttpExchange(Exchange):
         return self._body_bytes
 
     def end_body(self) -> None:
-        """Take note that no more of the body comes."""
+        """Mark the body as ended."""
         self.more_body = False
         self._changed.set()
 
     def disconnect(self) -> None:
-        """Tell the application that the caller is gone."""
+        """End the application's wait for the body, as the caller is gone."""
         self.disconnected = True
         self._changed.set()
 
@@ -168,10 +168,9 @@ class HttpExchange(Exchange):
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer: its head goes out together with the first bytes of its body.
+        """Send a part of the answer, or raise `RuntimeError` if it is out of order or has an invalid header.
 
-        Raises:
-            RuntimeError: the parts are not those of an answer, in order, or a header is none.
+        The head goes out together with the first bytes of the body.
         """
         if not (self._connection.writable.is_set() or self.disconnected):
             await self._connection.writable.wait()
@@ -239,7 +238,7 @@ class HttpExchange(Exchange):
 
 
 def head_bytes(status: int, headers: list[Header]) -> bytes:
-    """Return the head of an answer; raises `RuntimeError` if a name or a value is none that a header may have."""
+    """Return the head of an answer; raises `RuntimeError` if a header is invalid."""
     lines = [_status_line(status)]
     for name, value in headers:
         if _NAME.fullmatch(name) is None or _NO_VALUE.search(value) is not None:
@@ -290,10 +289,9 @@ def check_head(version: str, headers: Iterable[Header]) -> None:
 
 
 def may_discard(version: str, headers: Iterable[Header]) -> bool:
-    """Return whether the connection can go on after a refusal, with the rest of the body read and thrown away.
+    """Return whether the connection can go on after a refusal, with the rest of the body read and discarded.
 
-    Its end must be known and near, and its sender must be certain to send it. A sender that asked first
-    (`Expect: 100-continue`) may send it or not once it is refused.
+    Its end must be known and near, and it must be certain to come: after `Expect: 100-continue` it may not.
     """
     length = b"0"
     for name, value in headers:

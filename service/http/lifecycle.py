@@ -46,13 +46,8 @@ def trim_regularly(
     """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`.
 
     glibc returns freed memory by itself only from the end of a heap. A burst of uploads therefore leaves its peak
-    resident: most of it is free, below one small object that is not. `malloc_trim` returns whole pages from the
-    middle, too. It does not hold the interpreter's lock. A thread that allocates from the same heap waits some
-    milliseconds.
-
-    Args:
-        trim: None for `malloc_trim`; where there is none, no thread is started.
-        wait: waits that many seconds.
+    resident: most of it is free, below a small object that is not. `malloc_trim` returns whole pages from the middle,
+    too, without the interpreter's lock; it delays allocations from the same heap by milliseconds.
     """
     trim = trim or malloc_trim()
     if trim is None:

@@ -22,12 +22,7 @@ _LAST_TURNS = 128
 
 
 class Acceptor:
-    """Accepts further connections in each turn of the event loop that follows an accepted connection.
-
-    Args:
-        listeners: anything with the file descriptors of listening sockets.
-        make_protocol: makes the protocol of a connection.
-    """
+    """Accepts further connections in each turn of the event loop that follows an accepted connection."""
 
     def __init__(self, listeners: Iterable[socket.socket], make_protocol: Callable[[], asyncio.Protocol]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,10 +75,7 @@ def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
     """Return the settings with the port of gRPC, if it is served, and keep the port for this service's workers.
 
     The library opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
-    between them (SO_REUSEPORT).
-
-    Raises:
-        OSError: the port is not available.
+    between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
     """
     if settings.grpc_port is None:
         yield settings

@@ -48,11 +48,7 @@ class Application(Protocol):
         """Serve one ASGI connection."""
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
-        """Return status, headers and body of the answer to bytes that never become a request, which is counted.
-
-        Args:
-            headers: those that came, names in lower case.
-        """
+        """Count bytes that never become a request, of which `headers` came, and return status, headers and body."""
 
 
 class HttpProtocol(asyncio.Protocol):

@@ -56,13 +56,7 @@ class Pulse:
     idle_seconds: float = 0.0
 
     def look(self, now: float, beat: int, cpu_seconds: float = 0.0) -> None:
-        """Look at a process; call it about every second.
-
-        Args:
-            now: monotonic seconds.
-            beat: the count of its event loop.
-            cpu_seconds: processor time that it has used.
-        """
+        """Note the count of a process' event loop and its processor time; call it about every second."""
         # The observer may have been stopped too, perhaps with the whole machine: that time does not count.
         passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
         self.silent_seconds = self.silent_seconds + passed if beat == self.beat else 0.0
@@ -71,11 +65,7 @@ class Pulse:
         self.beat, self.cpu_seconds, self.looked_at = beat, cpu_seconds, now
 
     def is_frozen(self, now: float, beat: int, cpu_seconds: float, *, starting: bool) -> bool:
-        """Look at a process, and return whether it is frozen; see `look`.
-
-        Args:
-            starting: whether it has yet to begin its work, so that long calls are expected of it.
-        """
+        """Look at a process, and return whether it is frozen; a `starting` process may make long calls."""
         self.look(now, beat, cpu_seconds)
         if starting:
             return self.idle_seconds >= _FROZEN_AT_START_SECONDS
@@ -83,16 +73,7 @@ class Pulse:
 
 
 class Watchdog:
-    """Looks at the beats of an event loop from a thread of its own.
-
-    Args:
-        timeout: seconds without a beat after which the process ends with 1.
-        clock: monotonic seconds.
-        end: ends the process with an exit code.
-
-    Attributes:
-        beats: the cell of the event loop.
-    """
+    """Ends the process with 1 when its event loop has not turned for `timeout` seconds, from a thread of its own."""
 
     def __init__(
         self,

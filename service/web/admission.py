@@ -147,11 +147,9 @@ class Receiving:
     """The bodies of one web worker that are being received.
 
     Args:
-        budget: for the bytes of all bodies.
-        spacious: so many bodies may arrive at the same time before crawling ones are ended.
+        spacious: bodies that may arrive at the same time before those that crawl are ended.
         turnover: seconds in which newcomers may take over the room of all bodies. Hostile callers that were ended
             return at once; spread over this time, they do not delay others.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -207,11 +205,7 @@ class Receiving:
         return sum(1 for _ in islice(recent, most))
 
     def add(self, body: Body, count: int) -> None:
-        """Count bytes that arrived; other bodies that crawl give way if there is no room, the largest first.
-
-        Raises:
-            ReceivingFull: there is no room for them.
-        """
+        """Count bytes that arrived; raises `ReceivingFull` if there is no room even when bodies that crawl give way."""
         body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, self._clock() + GRACE_SECONDS)
         while not self._budget.take(count):
             crawling = [other for other in self._crawling() if other is not body and other.size]

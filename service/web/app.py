@@ -94,7 +94,6 @@ def create_app(
         on_engine_change: called on the event loop after each change of the engine's state.
         limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
         tracer: makes the spans of requests; None without tracing.
-        clock: monotonic seconds, for requests' deadlines and durations.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)

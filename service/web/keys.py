@@ -47,11 +47,7 @@ class KeyLimiter:
 
 
 class KeyGuard:
-    """Identifies the key of a request, and counts the requests that each key has in flight.
-
-    Args:
-        limiter: of the same keys, in the same order.
-    """
+    """Identifies the key of a request, and counts the requests that each key has in flight."""
 
     def __init__(self, keys: Sequence[ApiKey], limiter: KeyLimiter, metrics: Metrics) -> None:
         self._keys = keys
@@ -59,11 +55,7 @@ class KeyGuard:
         self._metrics = metrics
 
     def find(self, authorization: str) -> int | None:
-        """Return the number of the key in an `Authorization` header, None if the service has no keys.
-
-        Raises:
-            Unauthorized: the key is missing or wrong.
-        """
+        """Return the number of the key in an `Authorization` header, None without keys; raises `Unauthorized`."""
         if not self._keys:
             return None
         offered = bearer_token(authorization)
@@ -99,12 +91,7 @@ class ApiKeyMiddleware:
         self._public = frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection.
-
-        Raises:
-            Unauthorized: its key is missing or wrong.
-            TooManyRequests: its key has as many requests in flight as it may.
-        """
+        """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
         counted: AbstractContextManager[None] = nullcontext()
         if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
             key = self._guard.find(Headers(scope=scope).get("authorization", ""))

@@ -100,11 +100,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Everything a request needs on its way; `clock` gives monotonic seconds.
-
-    Attributes:
-        generation: the model that the request belongs to.
-    """
+    """Everything that requests of one `generation` of the model need on their way; `clock` gives monotonic seconds."""
 
     generation: Generation
     settings: Settings
@@ -142,11 +138,7 @@ class Pipeline:
 
     @contextmanager
     def admit(self) -> Iterator[Permit]:
-        """Hold a place in the service, and the request's model, until the context ends.
-
-        Raises:
-            Draining, EngineUnavailable, QueueFull: before any work.
-        """
+        """Hold a place and the model until the context ends; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
         self.check_open()
         with self.limiter.permit() as permit, self.generation.request():
             yield permit
@@ -190,9 +182,7 @@ class Pipeline:
     async def answer_picture(self, request: Request, answer: Callable[[bytearray], Awaitable[T]]) -> T:
         """Admit a request, read the only picture in its body, and return what `answer` makes of it.
 
-        Raises:
-            ClientDisconnected: the caller left before the answer.
-            ServiceError, ImageError: what `admit`, `read` and `answer` raise.
+        Raises `ClientDisconnected` when the caller leaves, and what the steps raise.
         """
         with self.admit_upload(request) as upload:
             [file] = await self._read(request, upload, files=1)
@@ -203,11 +193,7 @@ class Pipeline:
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]
     ) -> list[T]:
-        """Admit a request, and return what `answer` makes of each picture in its body and its position.
-
-        Raises:
-            Exception: as `answer_picture`.
-        """
+        """Return what `answer` makes of each picture in a body and its position; see `answer_picture`."""
         with self.admit_upload(request) as upload:
             files = await self._read(request, upload, files=self.settings.max_images_per_request)
             answers = all_of(answer(position, file) for position, file in enumerate(files))
@@ -216,9 +202,7 @@ class Pipeline:
     async def _read(self, request: Request, upload: Upload, *, files: int) -> list[UploadedFile]:
         """Return the files in the body, at most `files`, and take a place for each.
 
-        Raises:
-            QueueFull: there are not as many places as files.
-            ServiceError: see `receive` and `service.web.upload.read_files`.
+        Raises `QueueFull`, and what `receive` and `service.web.upload.read_files` raise.
         """
         limits = UploadLimits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
         numbers = itertools.count(2)
@@ -232,10 +216,8 @@ class Pipeline:
 
     async def read_body(self, request: Request, upload: Upload) -> bytearray:
         """Return the whole body, which is of another form than pictures; raises as `receive`, and takes no place."""
-        limit, deadline = self.settings.max_request_bytes, self.deadline(request)
-        return await self.receive(
-            request.receive, upload, deadline, lambda receive: read_whole(request.headers, receive, limit)
-        )
+        read = partial(read_whole, request.headers, limit=self.settings.max_request_bytes)
+        return await self.receive(request.receive, upload, self.deadline(request), read)
 
     async def receive(
         self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
@@ -303,12 +285,9 @@ class Pipeline:
         return Decoded(ModelInput(result.outputs.decoded, region), seconds), result
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to one picture of the model's size, on a decode thread or in a process of its own.
+        """Decode a file to a picture of the model's size, on a decode thread or in a process of its own.
 
-        Raises:
-            ImageError: see `model.images.preprocess.preprocess`.
-            MissingImage: there are no bytes.
-            DeadlineExceeded: the time was up before the picture was decoded.
+        Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
         if not data:
             raise MissingImage("the picture is empty")
@@ -375,11 +354,7 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 class Pipelines:
-    """The pipeline of the model that is current: one for each, as making it takes 20 µs.
-
-    Args:
-        make: makes the pipeline of a generation.
-    """
+    """Keeps the pipeline of the current model, as it takes 20 µs to make the pipeline of a generation."""
 
     def __init__(self, engine: Swappable, make: Callable[[Generation], Pipeline]) -> None:
         self.engine = engine

@@ -22,13 +22,7 @@ _MAX_PATH = 200
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered, over HTTP or gRPC.
-
-    Attributes:
-        status: of HTTP; `CLIENT_DISCONNECTED` where the caller left.
-        seconds: from its head to the end of its answer.
-        key_name: of its API key, None without one.
-    """
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on."""
 
     method: str
     path: str

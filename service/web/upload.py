@@ -108,13 +108,7 @@ async def read_files(
 
 
 async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
-    """Read a body of any form, at most `limit` bytes.
-
-    Raises:
-        UploadTooLarge: it has more.
-        UnsupportedMediaType: it is declared as compressed.
-        ClientDisconnected: the caller went away.
-    """
+    """Read a body of any form, at most `limit` bytes; raises as `read_files`."""
     _declared_length(headers, limit)
     if refusal := _compressed(headers, "body"):
         raise refusal

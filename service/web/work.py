@@ -138,10 +138,7 @@ class ThreadPool:
         The call ends only after the thread has let go of the picture, so that its place in the service is not given
         to another before. A job of a background pool may take longer, and is not awaited.
 
-        Raises:
-            QueueFull: `capacity` is reached.
-            DeadlineExceeded: the time was up before the work was done.
-            Exception: what the work raises.
+        Raises `QueueFull`, `DeadlineExceeded`, and what the work raises.
         """
         if self._capacity is not None and self.outstanding >= self._capacity:
             raise QueueFull(f"all {self._capacity} places of the {self._name} threads are taken")

@@ -46,12 +46,7 @@ class Arrivals:
 
     @asynccontextmanager
     async def turn(self, caller: Hashable) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the context.
-
-        Raises:
-            ReceivingFull: too many calls wait, most of them of this caller.
-            RequestTimeout: in the context, when it gives way.
-        """
+        """Wait for a turn, which lasts as long as the context; raises `ReceivingFull`, or `RequestTimeout` in it."""
         await self._take(caller)
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -43,6 +43,7 @@ _MAX_QUESTION_BYTES: Final = 64 << 10
 """Bytes of a message with a question about the server or a model."""
 
 Count = Callable[..., None]
+"""`RequestContextMiddleware.count`."""
 
 
 class Call:
@@ -98,11 +99,7 @@ Method = Callable[[Pipelines, Call], Awaitable[bytes]]
 
 
 class Calls:
-    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by their status codes.
-
-    Args:
-        count: `RequestContextMiddleware.count`.
-    """
+    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by status codes."""
 
     def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count) -> None:
         self._pipelines = pipelines

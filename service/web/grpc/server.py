@@ -58,14 +58,7 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
 async def serving(pipelines: Pipelines, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[int]:
     """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
 
-    Args:
-        guard, count: see `service.web.grpc.calls.Calls`.
-
-    Yields:
-        The port, which the system chose if it was 0.
-
-    Raises:
-        RuntimeError: the port is not available.
+    Yields the port, which the system chose if it was 0. Raises `RuntimeError` if it is not available.
     """
     settings = pipelines.current().settings
     calls = Calls(pipelines, guard, count)

@@ -15,13 +15,7 @@ _OVERHEAD_BYTES = 768
 
 
 class StoreUsage(NamedTuple):
-    """What a store holds.
-
-    Attributes:
-        pictures: kept now.
-        size: bytes of those.
-        evicted: pictures that were pushed out before their time was over, since the start.
-    """
+    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
 
     pictures: int = 0
     size: int = 0

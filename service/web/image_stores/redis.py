@@ -14,16 +14,13 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.web.image_stores.memory import StoreUsage
-
-if TYPE_CHECKING:
-    import redis.asyncio
 
 logger = logging.getLogger("vitserve")
 
@@ -82,7 +79,9 @@ class RedisImageStore:
         failed: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis = _connect(url)
+        from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
+
+        self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)
         # The braces keep all keys of a name on one node of a cluster.
         self._prefix = f"{{vitserve:{name}}}:"
         self._milliseconds = math.ceil(1000 * ttl)
@@ -153,9 +152,3 @@ class RedisImageStore:
             text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
             logger.warning("kept pictures: Redis does not answer: %s", text)
             return None
-
-
-def _connect(url: str) -> redis.asyncio.Redis:
-    from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
-
-    return Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)

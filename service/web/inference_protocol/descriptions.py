@@ -82,16 +82,11 @@ def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
     """
     totals = _totals(metrics)
-
-    def duration(stage: str) -> dict[str, int]:
-        return _duration(totals, "vit_stage_duration_seconds", stage)
-
     executions = int(totals.get(("vit_batches_total", ""), 0))
+    stages = {"queue": "queue", "compute_input": "decode", "compute_infer": "inference"}
     statistics = {
         "success": _duration(totals, "vit_request_duration_seconds", "ok"),
-        "queue": duration("queue"),
-        "compute_input": duration("decode"),
-        "compute_infer": duration("inference"),
+        **{name: _duration(totals, "vit_stage_duration_seconds", stage) for name, stage in stages.items()},
     }
     return {
         "model_stats": [

@@ -73,9 +73,7 @@ _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
     """Return the model of a name and version; None is any name, and an empty version is any.
 
-    Raises:
-        NotFound: there is no such model.
-        EngineUnavailable: none is ready.
+    Raises `NotFound` if there is no such model, `EngineUnavailable` if no model is ready.
     """
     info = pipeline.model()
     if name not in (None, info.name):
@@ -132,10 +130,9 @@ class Selection:
 
     @classmethod
     def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Selection:
-        """Return the selection of a request; `binary` is what holds where the request does not say it.
+        """Return the selection of a request, or raise `InvalidParameter` or `InputError`.
 
-        Raises:
-            InvalidParameter, InputError: the model does not have the outputs, or the id is too long.
+        `binary` is the default of the request's parameter.
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
@@ -202,7 +199,6 @@ async def infer(
         binary: see `Selection.of`.
 
     Raises:
-        InvalidParameter: there is no picture, or see `Selection.of`.
         QueueFull: there are not as many places as pictures.
         ImageError, ServiceError: of the first picture that failed, its position named if there are several.
     """

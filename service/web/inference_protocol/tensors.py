@@ -111,10 +111,7 @@ def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, m
 def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytearray]:
     """Return the elements of a BYTES tensor; in JSON they are base64, in a message of gRPC they are bytes.
 
-    Each element is removed from the header, whose bytes are not counted.
-
-    Raises:
-        MalformedRequest: the elements are not as many as the shape says, or not of the form.
+    Each element is removed from the header, whose bytes are not counted. Raises `MalformedRequest`.
     """
     elements = _from_header(tensor) if binary is None else _from_binary(tensor, binary)
     if len(elements) != tensor.elements:
@@ -162,10 +159,9 @@ def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
 
 
 def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np.uint8]:
-    """Return a UINT8 tensor as an array of its shape; its numbers are removed from the header.
+    """Return a UINT8 tensor as an array of its shape, or raise `MalformedRequest`.
 
-    Raises:
-        MalformedRequest: the elements are not as many as the shape says, or not 0 to 255.
+    Its numbers are removed from the header.
     """
     if binary is None:
         try:

@@ -31,8 +31,7 @@ from model.prediction import (
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.pipeline import Pipeline, pipeline_of
-from service.web.routes.endpoint import Endpoint
-from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, problems
 from service.web.work import Deadline, all_of, unless_disconnected
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.images.region import Region
-from model.prediction import AttentionMap, EmbeddingRequest, MapRequest, RequestedOutputs
+from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -21,8 +20,7 @@ from service.web.middleware import request_context
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
 from service.web.routes.attention import map_fields, region_document
-from service.web.routes.endpoint import Endpoint
-from service.web.routes.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
+from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
 from service.web.upload import UploadedFile
 from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Prediction, Timings
 
@@ -104,13 +102,16 @@ class _Classifier:
         return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
-        outputs, region = result.outputs, decoded.picture.region
+        outputs, region, attention = result.outputs, region_document(decoded.picture.region), None
+        if outputs.map is not None:
+            url = _url(image_id, outputs.map.request.method)
+            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._info.labels))
         return to_json(
             Classification(
                 id=image_id,
                 model=self._info.name,
                 predictions=Prediction.ranked(self._info.labels, outputs.indices.tolist(), outputs.scores.tolist()),
-                attention=None if outputs.map is None else self._attention(outputs.map, image_id, region),
+                attention=attention,
                 embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(
                     decode=_milliseconds(decoded.seconds),
@@ -121,10 +122,6 @@ class _Classifier:
                 batch_size=result.batch_size,
             )
         )
-
-    def _attention(self, attention: AttentionMap, image_id: str | None, region: Region) -> Attention:
-        url = _url(image_id, attention.request.method)
-        return Attention(url=url, region=region_document(region), **map_fields(attention, self._info.labels))
 
 
 async def answer_batch(

@@ -20,8 +20,7 @@ from service.errors import ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.classify import answer_batch, to_json
-from service.web.routes.endpoint import Endpoint
-from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding
 

@@ -52,12 +52,7 @@ async def openapi(request: Request) -> Response:
 
 
 def _html_page(path: Path, files: Mapping[str, Path]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a page; the addresses of its `files` carry their versions.
-
-    Args:
-        path: the page, whose addresses are relative and quoted.
-        files: paths of the service that the page may name, and their files.
-    """
+    """Return the endpoint of a page, whose addresses are relative and quoted; those of its `files` get versions."""
 
     @lru_cache
     def versioned() -> tuple[bytes, str]:
