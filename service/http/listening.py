@@ -18,7 +18,7 @@ from service.settings import Settings
 _MORE_A_TURN = 16
 
 _LAST_TURNS = 128
-"""Turns in which callers are accepted before the end of listening: enough for as many as the kernel may hold (2048)."""
+"""Turns in which callers are accepted before the end of listening: enough for all that the kernel may hold (2048)."""
 
 
 class Acceptor:

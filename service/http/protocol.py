@@ -57,11 +57,8 @@ class HttpProtocol(asyncio.Protocol):
     Broken framing of a body is reported to the request's handler, which answers it. Any other bytes that are not HTTP,
     and a CONNECT, are answered here with a problem document. If earlier requests still wait for their answers, those go
     out instead, and the connection closes. So it does when very many requests wait. A caller that offers another
-    protocol is answered in this one.
-
-    Args:
-        max_connections: of the process; beyond it, the connections that wait longest for a request are closed.
-        on_connection: called when a connection is made.
+    protocol is answered in this one. When the process has more than `max_connections`, those that have waited longest
+    for a request are closed.
     """
 
     transport: asyncio.Transport
@@ -172,7 +169,7 @@ class HttpProtocol(asyncio.Protocol):
         self._close_after_turns(_HEARING_TURNS)
 
     def _close_after_turns(self, turns: int) -> None:
-        # A loop that is late runs its timers before it reads. So several timers are needed, with reads in between.
+        # A loop that is late runs its timers before it reads, so there are several, with reads in between.
         if turns > 0:
             self._loop.call_later(HEARING_SECONDS / _HEARING_TURNS, partial(self._close_after_turns, turns - 1))
         elif self._newest is None or self._newest.complete:
@@ -197,7 +194,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._overhead > _MAX_HEAD_BYTES:
             self._refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
         elif newest is None or (newest.complete and (self._overhead or newest.more_body)):
-            self._start_head_timer()  # a new head has begun, or a body is thrown away
+            self._start_head_timer()  # a new head has begun, or a body is discarded
 
     def _parse(self, data: memoryview) -> int:
         """Return the number of bytes parsed: at least one, and all of them unless a head asks for another protocol."""

@@ -42,12 +42,7 @@ async def keep_beating(cells: NDArray[np.uint64], index: int) -> None:
 
 @dataclass(eq=False)
 class Pulse:
-    """Decides from successive looks whether a process is frozen.
-
-    Attributes:
-        silent_seconds: without a beat.
-        idle_seconds: without a beat and without processor time.
-    """
+    """Decides from successive looks whether a process is frozen: idle is silent, and without processor time."""
 
     beat: int = 0
     cpu_seconds: float = 0.0

@@ -140,7 +140,7 @@ class Body:
 
     def give_way(self) -> None:
         """End it, if it still arrives: another caller needs its connection."""
-        self._receiving.end(self)
+        self._receiving.give_way(self)
 
 
 class Receiving:
@@ -193,10 +193,13 @@ class Receiving:
         """
         return body in self._arriving and body.began + body.size / MIN_BODY_RATE + PROMISE_SECONDS < self._clock()
 
-    def end(self, body: Body) -> None:
-        """Let a body give way, if it still arrives."""
-        if body in self._arriving:
-            self._give_way(body)
+    def give_way(self, body: Body) -> None:
+        """End a body, if it still arrives: others need its room."""
+        end = self._arriving.pop(body, None)
+        if end is not None:
+            body.gave_way = True
+            self._give_back(body)
+            end()
 
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive less than `PROMISE_SECONDS` ago, at most `most`."""
@@ -211,23 +214,18 @@ class Receiving:
             crawling = [other for other in self._crawling() if other is not body and other.size]
             if not crawling:
                 raise ReceivingFull(f"{self._budget.capacity} bytes of pictures are being received already")
-            self._give_way(max(crawling, key=lambda other: other.size))
+            self.give_way(max(crawling, key=lambda other: other.size))
         body.size += count
 
     def _make_room(self) -> None:
         now, count = self._clock(), len(self._arriving)
         if count >= self._spacious and now >= self._next_end and (crawling := self._crawling()):
             self._next_end = now + self._turnover / count
-            self._give_way(min(crawling, key=lambda other: other.paid_until))
+            self.give_way(min(crawling, key=lambda other: other.paid_until))
 
     def _crawling(self) -> list[Body]:
         now = self._clock()
         return [body for body in self._arriving if body.paid_until < now]
-
-    def _give_way(self, body: Body) -> None:
-        body.gave_way = True
-        self._give_back(body)
-        self._arriving.pop(body)()
 
     def _give_back(self, body: Body) -> None:
         self._budget.give_back(body.size)
@@ -257,7 +255,7 @@ class RefusalPace:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_WAIT):
-                    await turn.event.wait()
+                    await turn.wait()
         finally:
             exchange.arriving = None
             with contextlib.suppress(ValueError):  # an answer has let it go
@@ -271,11 +269,8 @@ class RefusalPace:
             self._waiting.popleft().give_way()
 
 
-class _Turn:
+class _Turn(asyncio.Event):
     """A refusal that waits, an `ArrivingBody` of its connection: the first to be closed for another."""
-
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
 
     def crawls(self) -> bool:
         """Return that the connection may be closed."""
@@ -283,4 +278,4 @@ class _Turn:
 
     def give_way(self) -> None:
         """Let the refusal go out now."""
-        self.event.set()
+        self.set()

@@ -91,12 +91,10 @@ class Decoders:
         self._control: asyncio.Task[socket.socket] | None = None
 
     async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
-        """Return the picture in a file as the model sees it.
+        """Return the picture in a file as the model sees it; see `model.images.preprocess.model_input`.
 
-        Raises:
-            ImageError: see `model.images.preprocess.model_input`; `ImageTooCostly`, too, where it takes too long.
-            DeadlineExceeded: the time was up before the picture was decoded.
-            EngineUnavailable: no process can be started.
+        Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and `EngineUnavailable` if no
+        process can be started.
         """
         shape = (*config.size, len(config.mean))
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)

@@ -34,17 +34,8 @@ from service.errors import (
 from service.http.exchange import Header, exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.web import problems
 from service.web.admission import RefusalPace
-from service.web.problems import (
-    CLIENT_DISCONNECTED,
-    INFERENCE_PROTOCOL,
-    INTERNAL_ERROR,
-    MEDIA_TYPE,
-    body,
-    problem_of,
-    protocol_body,
-    refusal_of,
-)
 from service.web.request_log import Answered, RequestLog
 
 if TYPE_CHECKING:
@@ -171,8 +162,6 @@ class RequestContextMiddleware:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
         tracer: makes the spans of requests, except those of probes; None without tracing.
-        pace: of the refusals; each answer is counted there.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -221,7 +210,7 @@ class RequestContextMiddleware:
             if counted:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
-            status = context.status or CLIENT_DISCONNECTED
+            status = context.status or problems.CLIENT_DISCONNECTED
             if counted and status < HTTPStatus.BAD_REQUEST:
                 self._pace.answered()
             answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
@@ -230,13 +219,7 @@ class RequestContextMiddleware:
     def count(
         self, answered: Answered, route: str | None, *, refusal: str | None = None, trace: RequestTrace | None = None
     ) -> None:
-        """Count and log a request that was answered.
-
-        Args:
-            route: path of the route that answered, None if there is none.
-            refusal: code of the problem that says that there was no room for it, None if there was.
-            trace: is ended, after the line is logged.
-        """
+        """Count and log a request that the route of a path answered, and end its trace; see `RequestContext`."""
         path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
         route = path if path in self._endpoints else route
         endpoint = route or "other"
@@ -244,7 +227,7 @@ class RequestContextMiddleware:
         self._duration(endpoint).observe(seconds)
         if key_name is not None:
             self._key_requests(key_name, str(status)).inc()
-        if status == CLIENT_DISCONNECTED:
+        if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         if path in PROBES:
             self.log.answered(logging.DEBUG, answered)
@@ -253,19 +236,19 @@ class RequestContextMiddleware:
         if trace is not None:
             if trace.exemplar is not None:
                 self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
-            sent = None if status == CLIENT_DISCONNECTED else status
+            sent = None if status == problems.CLIENT_DISCONNECTED else status
             trace.end(sent, route, seconds, request_id=answered.request_id, key_name=key_name)
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
         """Return status, headers and body for what is no request, or a connection too many; count and log it."""
-        problem = problem_of(error)
+        problem = problems.problem_of(error)
         request_id = request_id_from(dict(reversed(headers)).get(b"x-request-id", b"").decode("latin-1"))
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
             self.log.unparsed(problem.status, problem.detail, request_id)
-        content = body(problem, request_id)
-        own = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
+        content = problems.body(problem, request_id)
+        own = {"content-type": problems.MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
         named = own | {name.lower(): value for name, value in problem.headers.items()}
         return problem.status, [(name.encode(), value.encode()) for name, value in named.items()], content
 
@@ -290,8 +273,8 @@ class ProblemMiddleware:
         except Exception as error:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
-            problem, context = problem_of(error), request_context(scope)
-            context.refusal = refusal_of(problem)
+            problem, context = problems.problem_of(error), request_context(scope)
+            context.refusal = problems.refusal_of(problem)
             if context.trace is not None:
                 context.trace.error_type = problem.code
             # A probe that is told to wait is no refusal; one without a key is.
@@ -300,10 +283,10 @@ class ProblemMiddleware:
                 await hold_back(error)
                 if isinstance(error, QueueFull):
                     await self._pace.turn(exchange_of(scope))
-            if scope["path"].startswith(INFERENCE_PROTOCOL):
-                content, kind = protocol_body(problem), "application/json"
+            if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
+                content, kind = problems.protocol_body(problem), "application/json"
             else:
-                content, kind = body(problem, context.request_id), MEDIA_TYPE
+                content, kind = problems.body(problem, context.request_id), problems.MEDIA_TYPE
             await Response(content, problem.status, problem.headers, kind)(scope, receive, send)
-            if problem.code == INTERNAL_ERROR:
+            if problem.code == problems.INTERNAL_ERROR:
                 raise

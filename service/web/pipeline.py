@@ -227,7 +227,6 @@ class Pipeline:
         Raises:
             RequestTimeout: the body did not arrive in time, or crawled while others needed its room.
             ReceivingFull: there is no memory for the body.
-            ServiceError: what `read` raises.
         """
 
         def give_way() -> None:

@@ -74,7 +74,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 def engine_of(
     settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], *, load_timeout: float | None = None
 ) -> LocalEngine:
-    """Return an engine of this process; `load` is called on its thread, `on_batch` with each of its batches."""
+    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,

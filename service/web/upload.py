@@ -50,13 +50,9 @@ class UploadLimits:
 async def read_files(
     headers: Headers, receive: Receive, limits: UploadLimits, on_further_file: Callable[[], None]
 ) -> list[UploadedFile]:
-    """Read the body: one raw picture, or the parts named `file` of a multipart form.
+    """Return the files in a body: the raw picture, or at least one part named `file` of a multipart form.
 
-    Args:
-        on_further_file: called before the second and each later file is read; may refuse it.
-
-    Returns:
-        At least one file, in the order sent.
+    `on_further_file` is called before the second and each later file is read, and may refuse it.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.

@@ -84,9 +84,7 @@ async def _disconnect(receive: Receive) -> None:
 class _Job(Generic[T]):
     """Work in a pool's queue. The queue keeps a cancelled job until a thread comes to it, but not the job's picture.
 
-    Attributes:
-        thread: the native id of the thread that runs it.
-        began: the reading of the clock when it began, less the time for which the thread had waited for a core.
+    `began` is a reading of the clock, less the time for which the `thread` (its native id) had waited for a core.
     """
 
     def __init__(self, work: Callable[[], T], deadline: Deadline) -> None:

@@ -47,17 +47,12 @@ Count = Callable[..., None]
 
 
 class Call:
-    """A call whose message is still to come.
-
-    Attributes:
-        started: reading of the pipeline's clock at its start.
-        metadata: its headers; of repeated ones the first.
-        caller: the number of its key, or else its connection.
-    """
+    """A call whose message is still to come, from a `caller`: the number of its key, or else its connection."""
 
     def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
         self.started = started
         self._timeout = timeout
+        # Of repeated headers the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
         self.caller: int | str = context.peer()

@@ -55,12 +55,8 @@ class InferenceMessage:
     raw: Mapping[str, memoryview]
 
 
-def read_question(data: bytes) -> ModelRequest:
-    """Return a message with a question about a model; raises `MalformedRequest`."""
-    return _parse(ModelRequest, data)
-
-
-def _parse(kind: type[M], data: bytes) -> M:
+def parse(kind: type[M], data: bytes) -> M:
+    """Return a message; raises `MalformedRequest`."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -72,7 +68,7 @@ def _parse(kind: type[M], data: bytes) -> M:
 def read_inference(data: bytes) -> InferenceMessage:
     """Return the request in a message; raises `MalformedRequest`, or what `split` raises."""
     rest, raw = split(memoryview(data), _RAW, _DESCRIPTOR)
-    message = _parse(ModelInferRequest, rest)
+    message = parse(ModelInferRequest, rest)
     if raw and len(raw) != len(message.inputs):
         raise MalformedRequest(f"{len(raw)} raw_input_contents, and {len(message.inputs)} inputs")
     header = InferenceHeader(
@@ -160,12 +156,8 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
 def split(message: memoryview, number: int, descriptor: Any) -> tuple[bytes, list[memoryview]]:
     """Return a message without the field of bytes of this number, and the contents of that field, not copied.
 
-    Args:
-        descriptor: protobuf's, of the message.
-
-    Raises:
-        MalformedRequest: it is no message.
-        UploadTooLarge: it has very many fields or numbers.
+    `descriptor` is protobuf's, of the message. Raises `MalformedRequest` if it is no message, or `UploadTooLarge` if it
+    has very many fields or numbers.
     """
     rest, contents, left = bytearray(), [], _MAX_COST
     for field in fields(message):

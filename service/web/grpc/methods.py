@@ -12,11 +12,12 @@ from starlette.types import Receive
 
 from service.errors import NotFound, Unavailable
 from service.web.grpc.calls import Call, Method
-from service.web.grpc.messages import encode_response, read_inference, read_question
+from service.web.grpc.messages import encode_response, parse, read_inference
 from service.web.grpc.open_inference_pb2 import (
     ModelConfigResponse,
     ModelMetadataResponse,
     ModelReadyResponse,
+    ModelRequest,
     ModelStatisticsResponse,
     ServerLiveResponse,
     ServerMetadataResponse,
@@ -50,7 +51,7 @@ async def server_ready(pipelines: Pipelines, call: Call) -> bytes:
 
 async def model_ready(pipelines: Pipelines, call: Call) -> bytes:
     """Return whether this model is ready; a model of another name is not."""
-    question = read_question(await call.question())
+    question = parse(ModelRequest, await call.question())
     return _encode({"ready": _is_ready(pipelines, question.name, question.version)}, ModelReadyResponse())
 
 
@@ -72,21 +73,21 @@ async def server_description(pipelines: Pipelines, call: Call) -> bytes:
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the model: its inputs and outputs."""
-    question = read_question(await call.question())
+    question = parse(ModelRequest, await call.question())
     info = find_model(pipelines.current(), question.name, question.version)
     return _encode(model_metadata(info), ModelMetadataResponse())
 
 
 async def model_config(pipelines: Pipelines, call: Call) -> bytes:
     """Return the model's configuration."""
-    question = read_question(await call.question())
+    question = parse(ModelRequest, await call.question())
     info = find_model(pipelines.current(), question.name, question.version)
     return _encode({"config": model_configuration(info)}, ModelConfigResponse())
 
 
 async def statistics(pipelines: Pipelines, call: Call) -> bytes:
     """Return the statistics of the model since the start; its name may be left out."""
-    question = read_question(await call.question())
+    question = parse(ModelRequest, await call.question())
     info = find_model(pipelines.current(), question.name or None, question.version)
     return _encode(model_statistics(info, pipelines.current().metrics), ModelStatisticsResponse())
 

@@ -64,9 +64,8 @@ class RedisImageStore:
 
     Args:
         url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
-        name: of what the replicas serve: those of another name have pictures of their own.
+        name: of the model; replicas of another model have pictures of their own.
         failed: called for each picture that could not be kept or looked for.
-        clock: monotonic seconds.
     """
 
     def __init__(

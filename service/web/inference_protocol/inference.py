@@ -34,12 +34,7 @@ Inputs = list[bytearray] | NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Output:
-    """An output that a request may ask for.
-
-    Attributes:
-        shape: of one picture's values; -1 is a size that differs by request: `top_k`.
-        values: (outputs of the picture, labels) -> its values.
-    """
+    """An output that a request may select: its values for one picture, and their shape, where -1 is `top_k`."""
 
     datatype: str
     shape: Callable[[ModelInfo], list[int]]
@@ -84,10 +79,7 @@ def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> Model
 
 
 def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info: ModelInfo, *, limit: int) -> Inputs:
-    """Return the pictures of a request.
-
-    Args:
-        binary: the bytes of each tensor whose data do not stand in the header, by name.
+    """Return the pictures of a request; `binary` has the bytes of the tensors whose data are not in the header.
 
     Raises:
         InvalidParameter: it has not exactly one input, of a name, datatype and shape of the model.

@@ -72,9 +72,7 @@ _decode = msgspec.json.Decoder(InferenceHeader, float_hook=float).decode
 def split_body(body: bytearray, header_length: int | None) -> tuple[InferenceHeader, memoryview]:
     """Return the JSON of a request, `header_length` bytes or all, and the bytes behind it.
 
-    Raises:
-        MalformedRequest: the JSON is not that of an inference request, or is shorter than `header_length`.
-        UploadTooLarge: the JSON holds very many values.
+    Raises `MalformedRequest`, or `UploadTooLarge` if the JSON holds very many values.
     """
     whole = memoryview(body)
     length = len(whole) if header_length is None else header_length
@@ -192,11 +190,9 @@ def _are_integers(data: list[Any]) -> bool:
 
 
 class OutputTensor:
-    """A tensor of an answer.
+    """A tensor of an answer, of int64, float32, or of objects that are str, which are sent as BYTES.
 
-    Args:
-        values: of any shape: int64, float32, or objects that are str, which are sent as BYTES.
-        binary: whether its bytes follow the JSON.
+    The bytes of a `binary` tensor follow the JSON.
     """
 
     def __init__(self, name: str, values: NDArray[Any], *, binary: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -31,7 +30,7 @@ from model.prediction import (
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.pipeline import Pipeline, pipeline_of
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, problems
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, npy_response, problems
 from service.web.work import Deadline, all_of, unless_disconnected
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
@@ -116,7 +115,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
     # Only now: while the picture came, another model may have taken over.
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    # One that another replica keeps may be of another size: that of the model before an update.
+    # A picture that another replica keeps may have the size of the model before an update.
     if picture is None or picture.pixels.shape != pipeline.model().input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
@@ -155,7 +154,7 @@ async def _answer(
     file: bytearray | None = None,
     spent: float = 0.0,
 ) -> Response:
-    """Compute the maps and return them in the asked-for format; keep the picture unless `image_id` is given.
+    """Compute the maps and return them in the format of the query; keep the picture unless `image_id` is given.
 
     `file` is the upload that the picture comes from, and `spent` the seconds that decoding it took.
     """
@@ -178,7 +177,8 @@ async def _answer(
         content = _JSON.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
-        return Response(_npy(maps), media_type="application/x-npy", headers=headers)
+        values = np.stack([each.values for each in maps]).astype(np.float32)
+        return npy_response(values[0] if len(maps) == 1 else values, headers)
     shown, covered = (None if query.overlay is False else picture.pixels), None
     if query.view == "photo" and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
@@ -195,13 +195,6 @@ def _png(
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
     drawings = (draw_heatmap(each.values, picture=shown, region=region, **look) for each in maps)
     return encode_png(in_a_row(drawings, len(maps), max_width=MAX_SIZE))
-
-
-def _npy(maps: list[AttentionMap]) -> bytes:
-    buffer = io.BytesIO()
-    values = np.stack([each.values for each in maps]).astype(np.float32)
-    np.save(buffer, values[0] if len(maps) == 1 else values, allow_pickle=False)
-    return buffer.getvalue()
 
 
 def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
@@ -228,19 +221,15 @@ def region_document(region: Region) -> RegionDocument:
 
 
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    maps = parse_maps(
-        info.config,
-        info.labels,
-        classes=query.class_,
-        **query.model_dump(include={"method", "layer", "head", "fusion", "discard"}),
-    )
+    """Return the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    selected = query.model_dump(include={"method", "layer", "head", "fusion", "discard"})
+    maps = parse_maps(info.config, info.labels, classes=query.class_, **selected)
     _check_drawing(query)
     return maps
 
 
 def _check_drawing(query: AttentionQuery) -> None:
-    """Raise `InvalidParameter` if the query says how to draw what is not drawn, or in a way that there is not."""
+    """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is unknown."""
     if query.format != "png":
         for name in ("overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"):
             if getattr(query, name) is not None:

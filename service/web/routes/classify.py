@@ -102,9 +102,9 @@ class _Classifier:
         return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
-        outputs, region, attention = result.outputs, region_document(decoded.picture.region), None
+        outputs, attention = result.outputs, None
         if outputs.map is not None:
-            url = _url(image_id, outputs.map.request.method)
+            url, region = _url(image_id, outputs.map.request.method), region_document(decoded.picture.region)
             attention = Attention(url=url, region=region, **map_fields(outputs.map, self._info.labels))
         return to_json(
             Classification(

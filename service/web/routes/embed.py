@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,13 +19,18 @@ from service.errors import ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.classify import answer_batch, to_json
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
+from service.web.routes.endpoint import (
+    BINARY,
+    ONE_PICTURE,
+    SEVERAL_PICTURES,
+    Endpoint,
+    npy_response,
+    problems,
+)
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding
 
 router = APIRouter(tags=["embed"], route_class=Endpoint)
-
-_NPY = "application/x-npy"
 
 
 class EmbedQuery(BaseModel, frozen=True):
@@ -44,7 +48,7 @@ class EmbedQuery(BaseModel, frozen=True):
 
 
 def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    content = {_NPY: {"schema": BINARY}}
+    content = {"application/x-npy": {"schema": BINARY}}
     return {200: {"model": model, "content": content, "description": "In the asked-for format"}}
 
 
@@ -59,7 +63,7 @@ async def embed(request: Request, query: Annotated[EmbedQuery, Query()]) -> Resp
     pipeline = pipeline_of(request)
     embedder = _Embedder(pipeline, request, query)
     if query.format == "npy":
-        return _npy((await pipeline.answer_picture(request, embedder.embed))[1])
+        return npy_response((await pipeline.answer_picture(request, embedder.embed))[1])
     return Response(await pipeline.answer_picture(request, embedder.document), media_type="application/json")
 
 
@@ -77,7 +81,7 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     pipeline = pipeline_of(request)
     embedder = _Embedder(pipeline, request, query)
     if query.format == "npy":
-        return _npy(np.stack(await pipeline.answer_pictures(request, embedder.row)))
+        return npy_response(np.stack(await pipeline.answer_pictures(request, embedder.row)))
     return await answer_batch(pipeline, request, embedder.document)
 
 
@@ -96,7 +100,7 @@ class _Embedder:
         """Decode and compute a picture; return it with its embedding [D]; raises `ImageError` or `ServiceError`."""
         decoded, result = await self._pipeline.compute(file, self._deadline, self._requested)
         self._pipeline.metrics.images.inc()
-        assert result.outputs.embedding is not None, "the engine answers an embedding when it is asked for one"
+        assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
         return decoded.picture, result.outputs.embedding
 
     async def row(self, position: int, file: UploadedFile) -> NDArray[np.float32]:
@@ -115,9 +119,3 @@ class _Embedder:
         as_text = self._query.format == "base64"
         embedding = base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
         return to_json(Embedding(id=image_id, model=self._info.name, pool=self._query.pool, embedding=embedding))
-
-
-def _npy(values: NDArray[np.float32]) -> Response:
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    return Response(buffer.getvalue(), media_type=_NPY)

@@ -8,14 +8,17 @@ that OpenAPI shows, the function is called, and errors rise to `service.web.midd
 from __future__ import annotations
 
 import difflib
+import io
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
 
+import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -96,6 +99,13 @@ class Endpoint(APIRoute):
             content = answer.model_dump_json(exclude_none=self.response_model_exclude_none, by_alias=True)
             answer = Response(content, media_type="application/json")
         await answer(scope, receive, send)
+
+
+def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
+    """Return an array as a NumPy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return Response(buffer.getvalue(), media_type="application/x-npy", headers=headers)
 
 
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:

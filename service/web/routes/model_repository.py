@@ -21,14 +21,14 @@ from service.errors import (
     Forbidden,
     InvalidParameter,
     MalformedRequest,
-    NotFound,
     RequestTimeout,
     Unauthorized,
 )
 from service.settings import Settings
 from service.web.inference_protocol.descriptions import repository_index
+from service.web.inference_protocol.inference import find_model
 from service.web.keys import bearer_token
-from service.web.pipeline import Pipeline, Pipelines, pipeline_of
+from service.web.pipeline import Pipelines, pipeline_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import read_whole
 
@@ -58,7 +58,7 @@ async def v2_load(request: Request) -> Response:
     """Load a checkpoint beside the current model, and answer when it has taken over."""
     pipeline = pipeline_of(request)
     _require_admin(request, pipeline.settings)
-    _require_name(request, pipeline)
+    find_model(pipeline, request.path_params["name"])
     checkpoint = _checkpoint(await _read(request), pipeline.settings)
     pipeline_of(request).check_open()
     pipelines: Pipelines = request.app.state.pipelines
@@ -71,7 +71,7 @@ async def v2_unload(request: Request) -> Response:
     """Refuse: raises `Forbidden`. A service without a model would answer nobody."""
     pipeline = pipeline_of(request)
     _require_admin(request, pipeline.settings)
-    _require_name(request, pipeline)
+    find_model(pipeline, request.path_params["name"])
     raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
 
 
@@ -88,13 +88,6 @@ def _require_admin(request: Request, settings: Settings) -> None:
     if not hmac.compare_digest(given, expected):
         wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
         raise Unauthorized(wrong)
-
-
-def _require_name(request: Request, pipeline: Pipeline) -> None:
-    """Raise `NotFound` if the path names another model."""
-    name, info = request.path_params["name"], pipeline.model()
-    if name != info.name:
-        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
 
 
 async def _read(request: Request) -> _Body:
