@@ -60,7 +60,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange of a request; a new one under a server that is not ours."""
+    """Return the exchange of a request; a new `Exchange` under another server."""
     extensions = scope.setdefault("extensions", {})
     exchange: Exchange = extensions.get(_EXTENSION) or extensions.setdefault(_EXTENSION, Exchange())
     return exchange
@@ -259,7 +259,7 @@ def check_head(version: str, headers: Iterable[Header]) -> None:
 
     Raises:
         HttpVersionNotSupported: it is neither HTTP/1.1 nor HTTP/1.0.
-        MalformedRequest: not one valid Host, or a body framed as no sender may.
+        MalformedRequest: no valid Host, or several, or an invalid framing of the body.
         UnsupportedTransferCoding: a body that is more than chunked.
         ExpectationFailed: an expectation other than 100-continue.
     """

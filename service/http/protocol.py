@@ -96,7 +96,7 @@ class HttpProtocol(asyncio.Protocol):
         self._is_surplus = False  # refused because there were too many connections
         self._turn = next(_TURNS)
         self._newest: HttpExchange | None = None
-        self._running: HttpExchange | None = None  # or the one that was answered last
+        self._running: HttpExchange | None = None  # or was answered last
         self._waiting: deque[tuple[HttpExchange, Scope]] = deque()
         self._overhead = 0  # bytes since the last that belonged to a body or ended a request
         self._offers_upgrade = False
@@ -209,8 +209,8 @@ class HttpProtocol(asyncio.Protocol):
     def _decline_upgrade(self) -> None:
         """Parse the head again without its offer, so that what follows is its body; refuse a CONNECT.
 
-        No server need accept an offer, and Java's client makes one (h2c) with each of its first requests. The bytes
-        after a CONNECT are not HTTP.
+        No server need accept an offer. Java's client offers h2c with each of its first requests. The bytes after a
+        CONNECT are not HTTP.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
@@ -325,7 +325,6 @@ class HttpProtocol(asyncio.Protocol):
 
     def answered(self, exchange: HttpExchange) -> None:
         """Run the next request after a complete answer, or wait for it."""
-        self._server_state.total_requests += 1
         if self.transport.is_closing():
             return
         self.resume_reading()

@@ -233,7 +233,7 @@ class Receiving:
 
 
 class RefusalPace:
-    """Delays refusals of callers that ask again at once although they are told to wait.
+    """Delays refusals of callers that come back at once, against their `Retry-After`.
 
     A refusal costs 0.2 ms. A hundred callers who come back at once would take the core that answers others. So each
     answer lets some refusals go out at once, and further ones wait for their turn. A connection that waits gives way

@@ -1,4 +1,4 @@
-"""API keys: which requests need one, and how many requests each has in flight."""
+"""API keys: which requests need a key, and how many requests each key has in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def needs_admin_key(path: str) -> bool:
 
 
 class KeyLimiter:
-    """Counts the requests in flight of each key, at most `limit` of one; 0 is no limit. Belongs to one event loop."""
+    """Counts the requests in flight of each key, at most `limit` each; 0 is no limit. Belongs to one event loop."""
 
     def __init__(self, keys: int, limit: int) -> None:
         self.limit = limit

@@ -63,8 +63,8 @@ LINGER_SECONDS, LINGER_IDLE_SECONDS, LINGER_BYTES = 10.0, 2.0, 256 << 20
 
 
 def request_id_from(given: str) -> str:
-    """Return the caller's id for its request if it is fit for headers and logs, else a random one, no secret."""
-    # The system's generator lets other threads run Python, and under load this one waits milliseconds for its turn.
+    """Return the caller's id for its request if it is fit for headers and logs, else a random id, no secret."""
+    # The system's generator lets other threads run Python, and under load this thread waits milliseconds for its turn.
     return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
@@ -88,14 +88,14 @@ class RequestContext:
     Attributes:
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
-        endpoint: path of the route that answers, None until there is one.
-        key_name: of the API key, None without one.
+        endpoint: path of the route that answers, None until it is known.
+        key_name: of the API key, None without a key.
         refusal: code of the problem if it is refused because there is no room, else None.
         trace: its span, None if there is none.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated one the first counts
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of repeated headers the first counts
         self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
         self.status: int | None = None
@@ -240,7 +240,7 @@ class RequestContextMiddleware:
             trace.end(sent, route, seconds, request_id=answered.request_id, key_name=key_name)
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
-        """Return status, headers and body for what is no request, or a connection too many; count and log it."""
+        """Count and log a refusal of bytes that are no request, or of a connection; see `Application.refuse`."""
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(reversed(headers)).get(b"x-request-id", b"").decode("latin-1"))
         self._requests(_UNPARSED, str(problem.status)).inc()
@@ -277,7 +277,7 @@ class ProblemMiddleware:
             context.refusal = problems.refusal_of(problem)
             if context.trace is not None:
                 context.trace.error_type = problem.code
-            # A probe that is told to wait is no refusal; one without a key is.
+            # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
                 await hold_back(error)

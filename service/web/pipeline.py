@@ -69,7 +69,7 @@ MAX_DRAWINGS = 64
 
 
 class Pools:
-    """What works beside the event loop of one process: threads of each kind, and the processes that decode pictures."""
+    """The threads and the decoder processes that work beside the event loop of a process."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
@@ -146,9 +146,9 @@ class Pipeline:
     def check_room(self) -> None:
         """Raise what `admit` would raise, and take no place.
 
-        Bodies that have just begun to arrive will take places. Without counting them, many callers would be let in at
-        each place that becomes free, and all but one refused when their bodies are here. Such bodies keep at most half
-        of the places, as a caller can begin one and never end it.
+        Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
+        for each free place, and most of them refused when their bodies are here. Such bodies keep at most half of the
+        places, as a caller can begin a body and never end it.
         """
         self.check_open()
         self.limiter.check()

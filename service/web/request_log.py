@@ -1,4 +1,4 @@
-"""The log line of each request, and one line a second for refusals that are many."""
+"""The log line of each request, and a line for each second with many refusals."""
 
 from __future__ import annotations
 

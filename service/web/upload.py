@@ -119,7 +119,7 @@ async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearra
 
 
 def _declared_length(headers: Headers, limit: int) -> int:
-    """Return the Content-Length, 0 without one; raises `UploadTooLarge` or `MalformedRequest`."""
+    """Return the Content-Length, 0 without the header; raises `UploadTooLarge` or `MalformedRequest`."""
     try:
         declared = int(headers.get("content-length", "0"))
     except ValueError:

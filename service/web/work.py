@@ -162,7 +162,7 @@ class ThreadPool:
             future.exception()  # marks it as retrieved, as the caller may have left
 
     def check(self) -> None:
-        """Raise `EngineUnavailable` if a thread has been at one job for so long that it will hardly end."""
+        """Raise `EngineUnavailable` if a thread has been at a job for so long that it will hardly end."""
         if any(job.seconds() >= _STUCK_SECONDS for job in self._jobs):
             raise EngineUnavailable(f"one of the {self._name} threads has been at one job for {_STUCK_SECONDS:g} s")
 

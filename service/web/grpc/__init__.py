@@ -2,7 +2,7 @@
 
     caller -- HTTP/2 --> grpcio       frames, flow control, limits         (server.py)
                          calls.py     id, key, metrics, log line, errors as gRPC's status codes
-                         methods.py   one function a method
+                         methods.py   a function for each method
                          messages.py  messages, bounded, as what `service.web.inference_protocol` reads and writes
 
 What a request may be and what becomes of it is decided in `service.web.inference_protocol` and `service.web.pipeline`,

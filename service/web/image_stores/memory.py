@@ -36,7 +36,7 @@ class ImageStore(Protocol):
 
 
 class AtHand:
-    """A store in memory behind the methods of one that is awaited, such as `RedisImageStore`."""
+    """A store in memory with methods that are awaited, as those of `RedisImageStore`."""
 
     def __init__(self, store: ImageStore) -> None:
         self._store = store

@@ -82,7 +82,7 @@ def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info:
     """Return the pictures of a request; `binary` has the bytes of the tensors whose data are not in the header.
 
     Raises:
-        InvalidParameter: it has not exactly one input, of a name, datatype and shape of the model.
+        InvalidParameter: its inputs are not one tensor with a name, datatype and shape of the model.
         TooManyImages: its shape has more than `limit` pictures, which are then not read.
         MalformedRequest: see `service.web.inference_protocol.tensors`.
     """

@@ -39,7 +39,7 @@ class ClassifyQuery(BaseModel, frozen=True):
         bool | Literal["relevance"] | None,
         Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
-    ] = None  # no default is documented: FastAPI would write one that is no string
+    ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
 
 

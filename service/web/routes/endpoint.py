@@ -147,7 +147,7 @@ def _closest_first(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _drop_null_parameters(document: dict[str, Any]) -> None:
-    """Remove null from the types of an OpenAPI document's parameters, in place: a query can leave one out only."""
+    """Remove null from the types of an OpenAPI document's parameters, in place: a query cannot hold null."""
     for operations in document["paths"].values():
         for operation in operations.values():
             for parameter in operation.get("parameters", ()):

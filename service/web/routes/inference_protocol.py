@@ -49,9 +49,9 @@ def _json(document: Any) -> Response:
 
 
 def _model(request: Request) -> ModelInfo:
-    """Return the model that the path names; raises as `find_model`."""
+    """Return the model of the path's name, if it has any; raises as `find_model`."""
     parameters = request.path_params
-    return find_model(pipeline_of(request), parameters["name"], parameters.get("version", VERSION))
+    return find_model(pipeline_of(request), parameters.get("name"), parameters.get("version", VERSION))
 
 
 @router.get("")
@@ -90,18 +90,12 @@ async def v2_configuration(request: Request) -> Response:
     return _json(model_configuration(_model(request)))
 
 
+@router.get("/models/stats")
 @router.get(f"{_MODEL}/stats")
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
-    """Return the statistics of the model since the start."""
+    """Return the statistics of the model since the start; its name may be left out."""
     return _json(model_statistics(_model(request), pipeline_of(request).metrics))
-
-
-@router.get("/models/stats")
-async def v2_all_statistics(request: Request) -> Response:
-    """Return the statistics of all models, of which there is one."""
-    pipeline = pipeline_of(request)
-    return _json(model_statistics(pipeline.model(), pipeline.metrics))
 
 
 @router.post(f"{_MODEL}/infer")
