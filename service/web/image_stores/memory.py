@@ -1,4 +1,4 @@
-"""The store of pictures for GET /attention: the model's inputs, never the uploads."""
+"""The store of kept pictures in memory of this process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from typing import NamedTuple, Protocol
 
 from model.images.preprocess import ModelInput
 
-# An array's header, the region's numbers and the dictionary's entry; small pictures would otherwise cost more than is
-# counted.
 _OVERHEAD_BYTES = 768
+"""What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's entry."""
 
 
 class StoreUsage(NamedTuple):
-    """What a store holds.
-
-    Attributes:
-        pictures: kept now.
-        size: bytes of those.
-        evicted: pictures that were pushed out before their time was over, since the start.
-    """
+    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
 
     pictures: int = 0
     size: int = 0
@@ -30,10 +23,10 @@ class StoreUsage(NamedTuple):
 
 
 class ImageStore(Protocol):
-    """Keeps pictures, each with its region of the original, under ids."""
+    """Keeps pictures, each with its region of the original, under unguessable ids."""
 
     def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture, and return its unguessable id, or None if nothing is kept."""
+        """Keep a picture, and return its id, or None if nothing is kept."""
 
     def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
@@ -42,27 +35,12 @@ class ImageStore(Protocol):
         """Return what is kept now."""
 
 
-class SharedPictures(Protocol):
-    """Keeps pictures, each with its region of the original, under ids; perhaps somewhere else, so that one waits."""
-
-    async def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture; see `ImageStore.put`."""
-
-    async def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None; see `ImageStore.get`."""
-
-    def usage(self) -> StoreUsage:
-        """Return what is kept now."""
-
-    async def close(self) -> None:
-        """Let go of what is kept elsewhere."""
-
-
 class AtHand:
-    """Pictures of a store in memory, for which nobody waits."""
+    """A store in memory with methods that are awaited, as those of `RedisImageStore`."""
 
     def __init__(self, store: ImageStore) -> None:
         self._store = store
+        self.usage = store.usage
 
     async def put(self, picture: ModelInput) -> str | None:
         """Keep a picture; see `ImageStore.put`."""
@@ -71,10 +49,6 @@ class AtHand:
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None; see `ImageStore.get`."""
         return self._store.get(image_id)
-
-    def usage(self) -> StoreUsage:
-        """Return what is kept now."""
-        return self._store.usage()
 
     async def close(self) -> None:
         """Do nothing: memory goes with its process."""
@@ -111,8 +85,8 @@ class MemoryImageStore:
     def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
         self._drop_expired()
-        found = self._pictures.get(image_id)
-        return found[1] if found else None
+        _, picture = self._pictures.get(image_id, (0.0, None))
+        return picture
 
     def usage(self) -> StoreUsage:
         """Return what is kept now."""

@@ -8,8 +8,8 @@ import socket
 import pytest
 import uvloop
 
-from service.http import accepting, server
-from service.http.accepting import Acceptor
+from service.http import listening, server
+from service.http.listening import Acceptor
 from tests.service.fakes import PATIENCE
 
 CALLERS = 100
@@ -102,7 +102,7 @@ def test_at_the_end_of_listening_as_many_are_accepted_as_the_kernel_may_hold(mon
             made.append(asyncio.Protocol())
             return made[-1]
 
-        monkeypatch.setattr(accepting, "_LAST_TURNS", turns)
+        monkeypatch.setattr(listening, "_LAST_TURNS", turns)
         with socket.create_server(("127.0.0.1", 0), backlog=CALLERS) as listener:
             listener.setblocking(False)
             acceptor = Acceptor([listener], make_protocol)
@@ -112,7 +112,7 @@ def test_at_the_end_of_listening_as_many_are_accepted_as_the_kernel_may_hold(mon
             client.close()
         return len(made)
 
-    assert accepting._LAST_TURNS * accepting._MORE_A_TURN == server._BACKLOG
+    assert listening._LAST_TURNS * listening._MORE_A_TURN == server._BACKLOG
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert [runner.run(run(turns)) for turns in (1, 2, 9)] == [16, 32, 40]
 

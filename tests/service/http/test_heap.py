@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.web import heap
+from service.http import lifecycle
 from tests.service.fakes import PATIENCE
 
 
@@ -23,7 +23,7 @@ def test_the_heap_is_trimmed_after_each_wait() -> None:
         waits.append(seconds)
         turn.acquire()
 
-    thread = heap.trim_regularly(trimmed.release, wait)
+    thread = lifecycle.trim_regularly(trimmed.release, wait)
     assert thread is not None
     assert thread.daemon
     assert not trimmed.acquire(blocking=False)
@@ -34,26 +34,26 @@ def test_the_heap_is_trimmed_after_each_wait() -> None:
 
 
 def test_a_c_library_without_malloc_trim_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "malloc_trim", lambda: None)
-    assert heap.trim_regularly() is None
+    monkeypatch.setattr(lifecycle, "malloc_trim", lambda: None)
+    assert lifecycle.trim_regularly() is None
 
 
 def test_pages_of_every_size_are_asked_back_of_a_c_library_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     library = SimpleNamespace(malloc_trim=lambda size: left.append(size.value))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library if name is None else None)
-    trim = heap.malloc_trim()
+    trim = lifecycle.malloc_trim()
     assert trim is not None
     trim()
     assert left == [0]
     del library.malloc_trim
-    assert heap.malloc_trim() is None
+    assert lifecycle.malloc_trim() is None
 
 
 BELOW_A_USED_BLOCK = """
 import ctypes, resource, sys, threading
 from pathlib import Path
-from service.web import heap
+from service.http import lifecycle
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -75,14 +75,14 @@ for block in blocks[:-1]:
 left = resident()
 
 done, waited = threading.Event(), threading.Semaphore(1)
-trim = heap.malloc_trim()
-heap.trim_regularly(lambda: (trim(), done.set()), lambda seconds: waited.acquire())
+trim = lifecycle.malloc_trim()
+lifecycle.trim_regularly(lambda: (trim(), done.set()), lambda seconds: waited.acquire())
 done.wait(20)
 print(left - resident())
 """
 
 
-@pytest.mark.skipif(heap.malloc_trim() is None, reason="the C library is not glibc")
+@pytest.mark.skipif(lifecycle.malloc_trim() is None, reason="the C library is not glibc")
 def test_what_a_burst_left_below_a_used_block_goes_back() -> None:
     command = [sys.executable, "-c", BELOW_A_USED_BLOCK]
     found = subprocess.run(command, capture_output=True, text=True, timeout=25, check=True)

@@ -7,19 +7,20 @@ import pytest
 
 from model.images.region import Region
 from model.prediction import AttentionMap, MapRequest
-from service.web.documents import map_fields, ranked_predictions, region_document
+from service.web.routes.attention import map_fields, region_document
+from vitserve.documents import Prediction
 
 LABELS = ("cat", "dog", "eel")
 
 
 def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
-    found = ranked_predictions(LABELS, np.array([2, 0]), np.array([0.83, 1 / 3], np.float32))
-    assert [(each.label, each.index, each.score) for each in found] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
+    predictions = Prediction.ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
+    assert [(each.label, each.index, each.score) for each in predictions] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
 
 
 def test_a_class_without_a_score_is_a_defect() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        ranked_predictions(LABELS, np.array([2, 0]), np.array([0.5], np.float32))
+        Prediction.ranked(LABELS, [2, 0], [0.5])
 
 
 def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:

@@ -14,16 +14,16 @@ from functools import partial
 import pytest
 
 from service.errors import DeadlineExceeded, EngineUnavailable, QueueFull
-from service.web import lanes, pipeline
-from service.web.lanes import Deadline, Lane
+from service.web import pipeline, work
 from service.web.routes import attention
+from service.web.work import Deadline, ThreadPool
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import Clock, app, kept, pipeline_of, settle, until
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane]:
-    made = Lane("test", 1, capacity=2)
+def pool() -> Iterator[ThreadPool]:
+    made = ThreadPool("test", 1, capacity=2)
     yield made
     made.close()
 
@@ -52,20 +52,20 @@ def look_at(picture: Picture, seen: list[object]) -> None:
 
 
 @on_a_loop
-async def test_work_whose_caller_leaves_while_it_waits_is_let_go_of_at_once(lane: Lane) -> None:
+async def test_work_whose_caller_leaves_while_it_waits_is_let_go_of_at_once(pool: ThreadPool) -> None:
     blocker, picture = Blocker(), Picture()
     ran: list[object] = []
-    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, Clock())))
+    running = asyncio.create_task(pool.run(blocker, Deadline(1e9, Clock())))
     await blocker.wait_until_begun()
     held = weakref.ref(picture)
-    waiting = asyncio.create_task(lane.run(partial(look_at, picture, ran), Deadline(1e9, Clock())))
+    waiting = asyncio.create_task(pool.run(partial(look_at, picture, ran), Deadline(1e9, Clock())))
     del picture
     await settle()
-    assert lane.outstanding == 2
+    assert pool.outstanding == 2
     waiting.cancel()
     await asyncio.wait((waiting,))
     assert waiting.cancelled()
-    assert lane.outstanding == 1
+    assert pool.outstanding == 1
     del waiting
     await settle()
     assert held() is None
@@ -76,13 +76,13 @@ async def test_work_whose_caller_leaves_while_it_waits_is_let_go_of_at_once(lane
 
 
 @on_a_loop
-async def test_work_whose_time_is_up_while_it_waits_fails_at_once(lane: Lane) -> None:
+async def test_work_whose_time_is_up_while_it_waits_fails_at_once(pool: ThreadPool) -> None:
     blocker, clock = Blocker(), Clock()
     ran: list[object] = []
-    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
+    running = asyncio.create_task(pool.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
     with pytest.raises(DeadlineExceeded):
-        await lane.run(partial(ran.append, 1), Deadline(clock.now, clock))
+        await pool.run(partial(ran.append, 1), Deadline(clock.now, clock))
     assert not running.done()
     blocker.go_on.set()
     await running
@@ -90,12 +90,12 @@ async def test_work_whose_time_is_up_while_it_waits_fails_at_once(lane: Lane) ->
 
 
 @on_a_loop
-async def test_work_whose_time_was_up_when_a_thread_came_to_it_is_not_done(lane: Lane) -> None:
+async def test_work_whose_time_was_up_when_a_thread_came_to_it_is_not_done(pool: ThreadPool) -> None:
     blocker, clock = Blocker(), Clock()
     ran: list[object] = []
-    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
+    running = asyncio.create_task(pool.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
-    waiting = asyncio.create_task(lane.run(partial(ran.append, 1), Deadline(60, clock)))
+    waiting = asyncio.create_task(pool.run(partial(ran.append, 1), Deadline(60, clock)))
     await settle()
     clock.now = 60
     blocker.go_on.set()
@@ -106,12 +106,12 @@ async def test_work_whose_time_was_up_when_a_thread_came_to_it_is_not_done(lane:
 
 
 @on_a_loop
-async def test_work_under_way_is_awaited_though_its_caller_leaves_or_its_time_is_up(lane: Lane) -> None:
+async def test_work_under_way_is_awaited_though_its_caller_leaves_or_its_time_is_up(pool: ThreadPool) -> None:
     complaints = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     for cancelled in (True, False):
         blocker = Blocker()
-        running = asyncio.create_task(lane.run(blocker, Deadline(1e9 if cancelled else 50.05, Clock())))
+        running = asyncio.create_task(pool.run(blocker, Deadline(1e9 if cancelled else 50.05, Clock())))
         await blocker.wait_until_begun()
         if cancelled:
             running.cancel()
@@ -119,18 +119,18 @@ async def test_work_under_way_is_awaited_though_its_caller_leaves_or_its_time_is
             await asyncio.sleep(0.1)
         await settle()
         assert not running.done()
-        assert lane.outstanding == 1
+        assert pool.outstanding == 1
         blocker.go_on.set()
         await asyncio.wait((running,))
         assert running.cancelled() or isinstance(running.exception(), DeadlineExceeded)
-        assert lane.outstanding == 0
+        assert pool.outstanding == 0
     gc.collect()
     assert complaints == [], "what became of it is seen, though nobody asks any more"
 
 
 @on_a_loop
 async def test_work_in_the_background_is_left_to_itself_when_its_time_is_up() -> None:
-    made, blocker = Lane("test", 1, capacity=1, background=True), Blocker()
+    made, blocker = ThreadPool("test", 1, capacity=1, background=True), Blocker()
     with pytest.raises(DeadlineExceeded):
         await made.run(blocker, Deadline(50.05, Clock()))
     assert made.outstanding == 1
@@ -142,49 +142,49 @@ async def test_work_in_the_background_is_left_to_itself_when_its_time_is_up() ->
 
 
 @on_a_loop
-async def test_a_lane_that_has_been_at_one_job_for_too_long_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_has_been_at_one_job_for_too_long_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waited = Clock(), Clock()
     waited.now = 0.0
-    monkeypatch.setattr(lanes, "seconds_without_core", lambda _: waited.now)
-    monkeypatch.setattr("service.web.lanes.time.monotonic", clock)
+    monkeypatch.setattr(work, "seconds_without_core", lambda _: waited.now)
+    monkeypatch.setattr("service.web.work.time.monotonic", clock)
     service, blocker = app(), Blocker()
-    lane = pipeline_of(service).lanes.pictures
-    running = asyncio.create_task(lane.run(blocker, Deadline(1e9, clock)))
+    pool = pipeline_of(service).pools.pictures
+    running = asyncio.create_task(pool.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
-    waited.now = 8.0  # of which the lane is not to blame
+    waited.now = 8.0  # of which the pool is not to blame
     clock.now += 22.9
     assert (await service.get("/readyz")).status == 200
     clock.now += 0.1
     for path in ("/readyz", "/v2/health/ready"):
         assert (await service.get(path)).status == 503
     with pytest.raises(EngineUnavailable, match="decode threads"):
-        lane.check()
+        pool.check()
     blocker.go_on.set()
     await running
     assert (await service.get("/readyz")).status == 200
 
 
 @on_a_loop
-async def test_a_lane_has_a_bound(lane: Lane) -> None:
+async def test_a_pool_has_a_bound(pool: ThreadPool) -> None:
     blocker, deadline = Blocker(), Deadline(1e9, Clock())
-    first, second = (asyncio.create_task(lane.run(blocker, deadline)) for _ in range(2))
+    first, second = (asyncio.create_task(pool.run(blocker, deadline)) for _ in range(2))
     await settle()
     with pytest.raises(QueueFull, match="all 2 places of the test threads"):
-        await lane.run(blocker, deadline)
+        await pool.run(blocker, deadline)
     blocker.go_on.set()
     assert [await first, await second] == ["done", "done"]
-    assert await lane.run(lambda: 3, deadline) == 3
+    assert await pool.run(lambda: 3, deadline) == 3
 
 
 @on_a_loop
-async def test_a_lane_that_is_closed_drops_what_waits_and_waits_for_nobody(lane: Lane) -> None:
+async def test_a_pool_that_is_closed_drops_what_waits_and_waits_for_nobody(pool: ThreadPool) -> None:
     blocker = Blocker()
-    running, waiting = lane.pool.submit(blocker), lane.pool.submit(blocker)
+    running, waiting = pool.executor.submit(blocker), pool.executor.submit(blocker)
     await blocker.wait_until_begun()
-    lane.close()
+    pool.close()
     assert (running.done(), waiting.cancelled()) == (False, True)
     with pytest.raises(RuntimeError):
-        lane.pool.submit(blocker)
+        pool.executor.submit(blocker)
     blocker.go_on.set()
     assert running.result() == "done"
 
@@ -197,10 +197,10 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
 
     deadline, here = Deadline(1e9, Clock()), os.getpriority(os.PRIO_PROCESS, 0)
     for background, expected in ((False, here), (True, max(here, 10))):
-        made = Lane("test", 1, background=background)
+        made = ThreadPool("test", 1, background=background)
         assert await made.run(niceness, deadline) == expected
         made.close()
-    mine = pipeline_of(app()).lanes
+    mine = pipeline_of(app()).pools
     ran = [await each.run(niceness, deadline) for each in (mine.pictures, mine.documents, mine.drawing)]
     assert ran == [here, max(here, 10), max(here, 10)]
 
@@ -214,7 +214,7 @@ async def test_maps_that_are_drawn_hold_up_no_classification_and_have_a_bound(mo
     monkeypatch.setattr(attention, "encode_png", lambda *_: blocker().encode())
     maps = [service.communicator("GET", "/attention", query=f"id={image_id}") for _ in range(2)]
     running = [each.start() for each in maps]
-    await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 2)
+    await until(lambda: pipeline_of(service).pools.drawing.outstanding == 2)
     assert (await service.classify()).status == 200
     refused = await service.get("/attention", f"id={image_id}")
     assert (refused.status, refused.code) == (503, "queue_full")
@@ -230,11 +230,11 @@ async def test_a_map_whose_time_is_up_before_it_is_drawn_is_not_drawn(monkeypatc
     service = app(clock, request_timeout=10)
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
-    blocked = pipeline_of(service).lanes.drawing.pool.submit(blocker)
+    blocked = pipeline_of(service).pools.drawing.executor.submit(blocker)
     monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
-    await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 1)
+    await until(lambda: pipeline_of(service).pools.drawing.outstanding == 1)
     clock.now += 10
     blocker.go_on.set()
     await running
@@ -250,11 +250,11 @@ async def test_a_map_whose_caller_leaves_is_not_drawn_and_frees_its_place_at_onc
     service = app(queue_size=1)
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
-    blocked = pipeline_of(service).lanes.drawing.pool.submit(blocker)
+    blocked = pipeline_of(service).pools.drawing.executor.submit(blocker)
     monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
-    await until(lambda: pipeline_of(service).lanes.drawing.outstanding == 1)
+    await until(lambda: pipeline_of(service).pools.drawing.outstanding == 1)
     communicator.disconnect()
     await running
     assert pipeline_of(service).limiter.in_use == 0

@@ -16,7 +16,7 @@ import pytest
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.redis_image_store import RedisImageStore
+from service.web.image_stores.redis import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import app, pipeline_of, until
 

@@ -14,17 +14,13 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_store import StoreUsage
-from service.web.problems import shortened
-
-if TYPE_CHECKING:
-    import redis.asyncio
+from service.web.image_stores.memory import StoreUsage
 
 logger = logging.getLogger("vitserve")
 
@@ -68,9 +64,8 @@ class RedisImageStore:
 
     Args:
         url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
-        name: of what the replicas serve: those of another name have pictures of their own.
+        name: of the model; replicas of another model have pictures of their own.
         failed: called for each picture that could not be kept or looked for.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -83,7 +78,9 @@ class RedisImageStore:
         failed: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis = _connect(url)
+        from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
+
+        self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)
         # The braces keep all keys of a name on one node of a cluster.
         self._prefix = f"{{vitserve:{name}}}:"
         self._milliseconds = math.ceil(1000 * ttl)
@@ -125,11 +122,7 @@ class RedisImageStore:
                 rows, columns, channels, *region = _HEADER.unpack_from(data)
                 pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
                 return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
-            except (
-                struct.error,
-                ValueError,
-                OverflowError,
-            ):  # of another version: Redis is well, and is asked again at once
+            except (struct.error, ValueError, OverflowError):  # of another version: Redis itself is well
                 self._failed()
                 return None
 
@@ -155,12 +148,6 @@ class RedisImageStore:
             self._paused_until = self._clock() + _PAUSE_SECONDS
             self._failed()
             # It may quote what was answered, of any length and with line breaks.
-            text = shortened(str(error) or type(error).__name__, _MAX_LOGGED).encode("unicode_escape").decode("ascii")
+            text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
             logger.warning("kept pictures: Redis does not answer: %s", text)
             return None
-
-
-def _connect(url: str) -> redis.asyncio.Redis:
-    from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
-
-    return Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)

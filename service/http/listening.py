@@ -1,4 +1,4 @@
-"""Accepting callers as fast as they come.
+"""Listening sockets: accepting callers as fast as they come, and the port of gRPC.
 
 libuv, and so uvloop, accepts one connection in each turn of the event loop, which takes milliseconds under load: beside
 32 callers who classified without a pause, 200 who connected for each request waited 1.7 and 3.4 s for their answers
@@ -11,21 +11,18 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+from service.settings import Settings
 
 _MORE_A_TURN = 16
 
 _LAST_TURNS = 128
-"""Turns in which callers are accepted before the end of listening: enough for as many as the kernel may hold (2048)."""
+"""Turns in which callers are accepted before the end of listening: enough for all that the kernel may hold (2048)."""
 
 
 class Acceptor:
-    """Accepts further connections in each turn of the event loop that follows an accepted connection.
-
-    Args:
-        listeners: anything with the file descriptors of listening sockets.
-        make_protocol: makes the protocol of a connection.
-    """
+    """Accepts further connections in each turn of the event loop that follows an accepted connection."""
 
     def __init__(self, listeners: Iterable[socket.socket], make_protocol: Callable[[], asyncio.Protocol]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,7 +54,7 @@ class Acceptor:
         """Accept some of the waiting connections; return whether any has yet to get its protocol."""
         self._is_due = False
         for listener in self._listeners:
-            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv's turn will tell
+            with contextlib.suppress(OSError):  # nobody waits, or no descriptor is free: libuv reports that
                 for _ in range(_MORE_A_TURN):
                     connection, _address = listener.accept()
                     connection.setblocking(False)
@@ -71,3 +68,29 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
         except OSError:  # the caller is gone already
             connection.close()
+
+
+@contextlib.contextmanager
+def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
+    """Return the settings with the port of gRPC, if it is served, and keep the port for this service's workers.
+
+    The library opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
+    between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
+    """
+    if settings.grpc_port is None:
+        yield settings
+        return
+    with socket.socket(address_family(settings.host), socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        address = settings.host, settings.grpc_port
+        try:
+            holder.bind(address)
+        except OSError:  # perhaps connections of another program have just ended there
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
+        yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """Return the family of a host's address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
