@@ -5,7 +5,6 @@ Engines are handed in: nothing here imports a model or torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +15,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import vitserve
 from service.api_keys import parse_keys
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vitserve")
 
-VERSION = importlib.metadata.version("vitserve")
+VERSION: str = vitserve.__version__
 
 _ROUTERS = (
     classify.router,

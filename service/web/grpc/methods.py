@@ -5,7 +5,6 @@ Who asks about the model asks about the one that is current when the question is
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from starlette.types import Receive
 
+import vitserve
 from service.errors import NotFound, Unavailable
 from service.web.grpc.calls import Call, Method
 from service.web.grpc.messages import encode_response, read_inference, read_question
@@ -70,7 +70,7 @@ def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") 
 async def server_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
-    return _encode(server_metadata(importlib.metadata.version("vitserve"), swaps=False), ServerMetadataResponse())
+    return _encode(server_metadata(vitserve.__version__, swaps=False), ServerMetadataResponse())
 
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:

@@ -6,7 +6,6 @@ lowest is the first.
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+import vitserve
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
 from service.web.awaiting import unless_disconnected
@@ -65,7 +65,7 @@ def _model(request: Request) -> ModelInfo:
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
     swaps = pipeline_of(request).settings.admin_key is not None
-    return _json(server_metadata(importlib.metadata.version("vitserve"), swaps=swaps))
+    return _json(server_metadata(vitserve.__version__, swaps=swaps))
 
 
 @router.get("/health/live")
