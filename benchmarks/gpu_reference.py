@@ -1,15 +1,15 @@
 """What the engine is compared with: timm's ViT of the same weights under torch.compile, in a process of its own.
 
-Where timm does not load it is transformers', else a plain ViT of the same shapes; the record says which. Of its own, so
-that neither side's allocator, compiler and CUDA context meet the other's, and its memory is given back when it ends.
+Where timm does not load it is a plain ViT of the same shapes; the record says which. Of its own, so that neither side's
+allocator, compiler and CUDA context meet the other's, and its memory is given back when it ends.
 """
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,24 +19,34 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.gpu_engine import TOP_K, WARM_SHARE, percentiles, random_pictures
+from benchmarks.gpu_engine import TOP_K, percentiles, random_pictures, rate_of
 from benchmarks.gpu_machine import kernels
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import ViTConfig
 from model.runtime.device import choose_device, choose_dtype
 
-_PATIENCE = 900
-"""Seconds that one call may take: max-autotune compiles a batch size for minutes."""
-
 
 class ReferenceProcess:
     """A `Reference` in another process; its methods take and return what `Reference`'s do.
+
+    Args:
+        patience: gives the seconds that a call may take: max-autotune compiles a batch size for minutes.
 
     Raises:
         RuntimeError: with the process's own words, when it fails or ends.
     """
 
-    def __init__(self, checkpoint: Path, *, device: str, dtype: str, mode: str | None, library: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        patience: Callable[[], float],
+        device: str,
+        dtype: str,
+        mode: str | None,
+        library: str,
+    ) -> None:
+        self._patience = patience
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         options = {"device": device, "dtype": dtype, "mode": mode, "library": library}
@@ -60,8 +70,8 @@ class ReferenceProcess:
 
     def _answer(self) -> Any:
         try:
-            if not self._connection.poll(_PATIENCE):
-                raise RuntimeError(f"the reference did not answer within {_PATIENCE} s")
+            if not self._connection.poll(self._patience()):
+                raise RuntimeError("the reference did not answer in time")
             done, answer = self._connection.recv()
         except EOFError:
             self._process.join(10)
@@ -107,7 +117,8 @@ class Reference:
         self.checkpoint = checkpoint
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
-        model, self.name = reference_model(checkpoint, library)
+        model, name = reference_model(checkpoint, library)
+        self.name = f"{name}, {'uncompiled' if mode is None else mode}"
         self._model = model.to(self._device, self._dtype).eval().requires_grad_(False)
         mean = torch.tensor(checkpoint.preprocess.mean).reshape(1, -1, 1, 1).to(self._device)
         std = torch.tensor(checkpoint.preprocess.std).reshape(1, -1, 1, 1).to(self._device)
@@ -132,7 +143,7 @@ class Reference:
             scores, indices = self._answer(next(turn).to(self._device, non_blocking=True))
             scores.cpu(), indices.cpu()
 
-        return self._rate(work, batch, seconds)
+        return rate_of(work, batch, seconds)
 
     @torch.no_grad()
     def resident_rate(self, batch: int, seconds: float) -> float:
@@ -145,7 +156,7 @@ class Reference:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
-        return self._rate(work, 4 * batch, seconds)
+        return rate_of(work, 4 * batch, seconds)
 
     @torch.no_grad()
     def latency(self, seconds: float) -> dict[str, float]:
@@ -179,39 +190,29 @@ class Reference:
         tensor = torch.from_numpy(pictures)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
-    @staticmethod
-    def _rate(work: Callable[[], None], images: int, seconds: float) -> float:
-        for _ in range(3):  # compiles, and records CUDA graphs
-            work()
-        end = time.perf_counter() + WARM_SHARE * seconds
-        while time.perf_counter() < end:
-            work()
-        done, began = 0, time.perf_counter()
-        while (now := time.perf_counter()) < began + seconds:
-            work()
-            done += images
-        return done / (now - began)
-
 
 def reference_model(checkpoint: Checkpoint, library: str = "auto") -> tuple[nn.Module, str]:
     """A ViT with the checkpoint's weights, and its name for the record.
 
     Args:
-        library: `timm`, `transformers`, `plain`, or `auto`: the first of these that loads.
+        library: `timm`, `plain`, or `auto`: timm if it loads.
     """
-    reasons = []
-    for name, load in (("timm", _timm), ("transformers", _transformers)):
-        if library in (name, "auto"):
-            try:
-                return load(checkpoint)
-            except (ImportError, RuntimeError, OSError) as error:  # both need a torchvision that fits this torch
-                reasons.append(f"{name}: {str(error).splitlines()[0]}")
+    reason = ""
+    if library in ("timm", "auto"):
+        try:
+            return _timm(checkpoint)
+        except (ImportError, RuntimeError, OSError) as error:  # it needs a torchvision that fits this torch
+            if library == "timm":
+                raise
+            reason = f" (timm: {str(error).splitlines()[0]})"
     plain = PlainViT(checkpoint.config)
     plain.load_state_dict(dict(checkpoint.tensors))
-    return plain, f"plain ViT ({'; '.join(['scaled_dot_product_attention', *reasons])})"
+    return plain, f"plain ViT{reason}"
 
 
 def _timm(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
+    with suppress(RuntimeError, OSError):  # its operators may be of another torch, and then are declared
+        import torchvision  # noqa: F401, PLC0415
     from tests.timm_reference import declare_torchvision_operators  # noqa: PLC0415  needs pytest
 
     declare_torchvision_operators()
@@ -229,22 +230,6 @@ def _timm(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
     )
     found.load_state_dict(dict(checkpoint.tensors))
     return found, f"timm {timm.__version__}"
-
-
-def _transformers(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
-    import transformers  # noqa: PLC0415  optional
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.ViTForImageClassification.from_pretrained(
-                checkpoint.source, attn_implementation="sdpa"
-            )
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            return cast("Tensor", self.model(pixels).logits)
-
-    return Logits(), f"transformers {transformers.__version__}"
 
 
 class PlainViT(nn.Module):
