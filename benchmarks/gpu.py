@@ -252,7 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _STEP in os.environ:
         name, end, _ = os.environ[_STEP].split()
         return run_step(arguments, name, float(end))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the steps' processes are to end, too
     if arguments.fresh:
         _path(arguments).unlink(missing_ok=True)
     record = Record(_path(arguments), dtype=arguments.dtype, about={"smoke": arguments.smoke})
@@ -271,4 +270,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the step's processes end, too
     sys.exit(main())

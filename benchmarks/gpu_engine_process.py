@@ -110,8 +110,9 @@ def _client(settings: Any, channel: Any, board: _Board, index: int) -> int:
         shape = (4, *info.input_shape)
         pictures = np.random.default_rng(index).integers(0, 256, shape, dtype=np.uint8)
         requests = [InferenceRequest(picture, RequestedOutputs(min(5, len(info.labels)))) for picture in pictures]
-        # Two batches are computed, two wait.
-        under_way = max(_PER_CLIENT_LEAST, 4 * info.max_batch // settings.workers)
+        # Two batches are computed, two wait; the queue takes no more than its size.
+        each = max(_PER_CLIENT_LEAST, 4 * info.max_batch // settings.workers)
+        under_way = min(each, settings.queue_size // settings.workers)
         board.ready[index] = 1
         measured = 0.0
         while True:

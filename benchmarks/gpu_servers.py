@@ -69,23 +69,18 @@ in its process fails; on a CPU it aborts."""
 
 def smoke(bench: Bench) -> None:
     """A tiny model: its scores beside float32's, compiled, and one answer over HTTP."""
-    section = bench.record.section("tiny model")
-    folder = bench.checkpoint_of(SMOKE)
-    for variant in dict.fromkeys(("off", bench.arguments.variants[0])):
-        ours = bench.ours(variant, [4], folder=folder)
-        pictures = _noise(ours, 16)
-        bench.note(section, f"{variant}, beside float32", ours.agreement(pictures))
-        bench.note(section, f"{variant}, images/s", round(ours.rate(4, 0.2), 1))
-    bench.release()
-    with _server(bench, 2, bench.arguments.variants[0], 4, {"VIT_CHECKPOINT": str(folder)}, folder) as server:
-        bench.note(section, "seconds to the first answer", round(server.answer_seconds, 1))
-        bench.note(section, "HTTP", _closed(bench, server, 4, 0.3).as_json())
-
-
-def _noise(ours: Any, count: int) -> Any:
     from benchmarks.gpu_engine import random_pictures  # noqa: PLC0415  torch takes seconds to import
 
-    return random_pictures(ours.checkpoint, count)
+    section = bench.record.section("tiny model")
+    folder = bench.checkpoint_of(SMOKE)
+    variant = bench.arguments.variants[0]
+    ours = bench.ours(variant, [4], folder=folder)
+    bench.note(section, "beside float32", ours.agreement(random_pictures(ours.checkpoint, 16)))
+    bench.note(section, "images/s", round(ours.rate(4, 0.2), 1))
+    bench.release()
+    with _server(bench, 2, variant, 4, {"VIT_CHECKPOINT": str(folder)}, folder) as server:
+        bench.note(section, "seconds to the first answer", round(server.answer_seconds, 1))
+        bench.note(section, "HTTP", _closed(bench, server, 4, 0.3).as_json())
 
 
 def http(bench: Bench) -> None:

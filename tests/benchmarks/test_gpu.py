@@ -169,7 +169,8 @@ def test_what_is_done_is_left_out_and_what_failed_is_not(tmp_path: Path, monkeyp
     command = [*SMOKE, "--out", str(tmp_path)]
     assert gpu.main(command) == 1
     assert ran == list(gpu.STEPS)
-    ran.clear(), codes.clear()
+    ran.clear()
+    codes.clear()
     assert gpu.main(command) == 0
     assert ran == ["http"]
     assert gpu.main([*command, "--only", "profile"]) == 0
@@ -372,7 +373,7 @@ class Nvml:
 
 def test_the_machine_is_watched_without_a_process_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(gpu_machine, "_EVERY", 0)
     monkeypatch.setattr(subprocess, "Popen", None)
     with gpu_machine.meter("GPU-1") as state:
