@@ -15,7 +15,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import vitserve
 from service.api_keys import parse_keys
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -41,13 +40,14 @@ from service.web.routes import (
     page,
 )
 from service.web.routes.endpoint import Endpoint, no_such_path
+from vitserve import __version__
 
 if TYPE_CHECKING:
     from service.tracing.request_spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
-VERSION: str = vitserve.__version__
+VERSION: str = __version__
 
 _ROUTERS = (
     classify.router,

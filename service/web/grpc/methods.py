@@ -12,7 +12,6 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from starlette.types import Receive
 
-import vitserve
 from service.errors import NotFound, Unavailable
 from service.web.grpc.calls import Call, Method
 from service.web.grpc.messages import encode_response, read_inference, read_question
@@ -34,6 +33,7 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import find_model, infer, read_inputs
 from service.web.pipeline import Pipelines
+from vitserve import __version__
 
 
 def _encode(document: dict[str, Any], message: Message) -> bytes:
@@ -70,7 +70,7 @@ def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") 
 async def server_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
-    return _encode(server_metadata(vitserve.__version__, swaps=False), ServerMetadataResponse())
+    return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:

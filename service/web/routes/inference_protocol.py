@@ -14,7 +14,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-import vitserve
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
 from service.web.awaiting import unless_disconnected
@@ -30,6 +29,7 @@ from service.web.inference_protocol.tensors import InferenceHeader, encode_answe
 from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload, pipeline_of
 from service.web.routes.endpoint import Endpoint
+from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
@@ -65,7 +65,7 @@ def _model(request: Request) -> ModelInfo:
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
     swaps = pipeline_of(request).settings.admin_key is not None
-    return _json(server_metadata(vitserve.__version__, swaps=swaps))
+    return _json(server_metadata(__version__, swaps=swaps))
 
 
 @router.get("/health/live")
