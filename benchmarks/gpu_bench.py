@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import checkpoints, pictures
+from benchmarks import checkpoints, gpu_machine, pictures
 from benchmarks.checkpoints import Shape
 from benchmarks.record import Record
 
@@ -36,7 +36,8 @@ class Bench:
         self.record = record
         self.arguments = arguments
         self.seconds: float = arguments.seconds
-        self.gpu: str | None = record.data.get("gpu", {}).get("uuid")
+        record.data["gpu"] = about = gpu_machine.facts(arguments.device)
+        self.gpu: str | None = about.get("uuid")
         self._end = end
         self.folder = self.checkpoint_of(SMOKE if arguments.smoke else VITB16)
         self.files, source = pictures.ensure()
@@ -113,15 +114,22 @@ class Bench:
             self._reference.close()
             self._reference = None
 
-    def best_of_ours(self) -> tuple[str, int]:
-        """Return variant and batch size of the sweep's best rate; without a sweep the first variant and 64."""
+    def best_of_ours(self, share: float = 1) -> tuple[str, int]:
+        """Return variant and batch size of the sweep's best rate; without a sweep the first variant and 64.
+
+        Args:
+            share: the smallest batch that reaches so much of the best rate is taken.
+        """
         sweep = self.record.data.get("sweep", {})
         rates = {
             (variant, int(batch)): rate
             for variant in self.arguments.variants
             for batch, rate in sweep.get(f"ours, {variant}", {}).items()
         }
-        return max(rates, key=lambda key: float(rates[key])) if rates else (self.arguments.variants[0], self.default)
+        if not rates:
+            return self.arguments.variants[0], self.default
+        enough = [key for key, rate in rates.items() if rate >= share * max(rates.values())]
+        return min(enough, key=lambda key: key[1])
 
     def best_of_reference(self) -> int:
         """Return the batch size of the reference's best rate; without a sweep the first that was to be swept."""

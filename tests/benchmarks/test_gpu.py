@@ -206,6 +206,18 @@ def test_float8_is_measured_beside_the_other_dtype_and_below_its_mark_it_should_
     bench.close()
 
 
+def test_a_service_takes_a_smaller_batch_that_is_nearly_as_fast(cache: Path) -> None:
+    arguments = gpu.parse([*SMOKE, "--out", str(cache)])
+    record = Record(cache / "record.json", dtype="float32", about={})
+    bench = gpu_bench.Bench(record, arguments, 0)
+    assert bench.best_of_ours() == ("off", 2), "the first that there is, without a sweep"
+    record.section("sweep")["ours, off"] = {"57": 11_000.0, "64": 11_700.0, "128": 12_000.0, "256": 11_900.0}
+    assert bench.best_of_ours() == ("off", 128)
+    assert bench.best_of_ours(0.97) == ("off", 64)
+    assert bench.gpu is None
+    assert record.data["gpu"] == {"name": "cpu"}
+
+
 def test_the_arithmetic_of_decoding_is_that_of_its_rate() -> None:
     assert gpu_stages.cores_for(5_800, 16) == {
         "milliseconds of a core a picture": 2.76,
