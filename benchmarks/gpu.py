@@ -203,11 +203,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="(default: all that are not done)")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--reference", choices=("auto", "timm", "plain"), default="auto", help="what ours is beside")
-    parser.add_argument("--reference-mode", help="of torch.compile (default: max-autotune; quick: reduce-overhead)")
+    parser.add_argument(
+        "--reference-mode", help="of torch.compile for timm (default: max-autotune; quick: reduce-overhead)"
+    )
     parser.add_argument("--variants", default="on", help="our compile modes to sweep: on,max")
     parser.add_argument("--batches", type=_numbers, help="sizes to sweep")
-    parser.add_argument("--reference-batches", type=_numbers, help="sizes to sweep of the reference")
+    parser.add_argument("--reference-batches", type=_numbers, help="sizes to sweep of timm")
     parser.add_argument("--workers", type=_numbers, help="numbers of web workers to try (default: by the cores)")
     parser.add_argument("--connections", type=int, default=512)
     parser.add_argument("--load-processes", type=int, default=3)

@@ -103,7 +103,6 @@ class Bench:
                 device=arguments.device,
                 dtype=arguments.dtype,
                 mode=arguments.reference_mode,
-                library=arguments.reference,
             )
         return self._reference
 

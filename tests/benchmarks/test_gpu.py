@@ -37,6 +37,7 @@ from benchmarks.servers import OURS
 from model.checkpoint import load_checkpoint
 from model.runtime import torch_backend
 from model.runtime.predictor import Predictor
+from tests import timm_reference
 from tests.conftest import REPOSITORY
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint
@@ -284,13 +285,14 @@ def test_an_engine_process_that_does_not_start_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_the_reference_answers_from_its_process_and_tells_what_fails(cache: Path) -> None:
+    timm = timm_reference.timm()
     checkpoints.SHAPES.setdefault(gpu_bench.SMOKE.name, gpu_bench.SMOKE)
     folder = str(checkpoints.ensure(gpu_bench.SMOKE.name)[0])
     ours, theirs = multiprocessing.Pipe()
-    options = {"device": "cpu", "dtype": "float32", "mode": None, "library": "plain"}
+    options = {"device": "cpu", "dtype": "float32", "mode": None}
     thread = threading.Thread(target=gpu_reference._serve, args=(theirs, folder, options))
     thread.start()
-    assert ours.recv() == (True, "plain ViT, uncompiled")
+    assert ours.recv() == (True, f"timm {timm.__version__}, uncompiled")
     pictures = gpu_engine.random_pictures(load_checkpoint(folder), 4)
     for batch, same in ((2, True), (4, True)):
         ours.send(("top1", (pictures, batch)))
@@ -299,7 +301,7 @@ def test_the_reference_answers_from_its_process_and_tells_what_fails(cache: Path
     ours.send(("top1", (pictures[:, :5], 4)))
     done, words = ours.recv()
     assert not done
-    assert words.startswith("RuntimeError: ")
+    assert words == "AssertionError: Input height (5) doesn't match model (32)."
     ours.close()
     thread.join()
 
@@ -426,14 +428,14 @@ def test_seconds_of_the_compiler_and_of_captures_are_read_from_the_log(message: 
 
 
 @pytest.mark.timeout(120)
-def test_the_plain_reference_is_the_same_function_as_our_model(cache: Path) -> None:
+def test_the_reference_is_the_same_function_as_our_model(cache: Path) -> None:
+    timm_reference.timm()
     checkpoints.SHAPES.setdefault(gpu_bench.SMOKE.name, gpu_bench.SMOKE)
     checkpoint = load_checkpoint(str(checkpoints.ensure(gpu_bench.SMOKE.name)[0]))
-    plain = gpu_reference.PlainViT(checkpoint.config)
-    plain.load_state_dict(dict(checkpoint.tensors))
+    model, _ = gpu_reference.timm_model(checkpoint)
     pixels = torch.from_numpy(gpu_engine.random_pictures(checkpoint, 3)).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
-        torch.testing.assert_close(plain.eval()(pixels), checkpoint.build()(pixels).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model.eval()(pixels), checkpoint.build()(pixels).logits, atol=1e-4, rtol=1e-4)
     assert np.ptp(gpu_engine.random_pictures(checkpoint, 1)) > 200
 
 
