@@ -5,7 +5,6 @@ Engines are handed in: nothing here imports a model or torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -39,13 +38,14 @@ from service.web.routes import (
     pages,
 )
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
+from vitserve import __version__
 
 if TYPE_CHECKING:
     from service.tracing.request_spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
-VERSION = importlib.metadata.version("vitserve")
+VERSION: str = __version__
 
 _ROUTERS = (
     classify.router,

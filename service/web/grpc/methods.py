@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import find_model, infer, read_inputs
 from service.web.pipeline import Pipelines
+from vitserve import __version__
 
 
 def _encode(document: dict[str, Any], message: Message) -> bytes:
@@ -68,7 +68,7 @@ def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") 
 async def server_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
-    return _encode(server_metadata(importlib.metadata.version("vitserve"), swaps=False), ServerMetadataResponse())
+    return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:

@@ -5,7 +5,6 @@ A model's name may hold slashes, so longer paths come first. Of a function's dec
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from service.web.inference_protocol.tensors import InferenceHeader, encode_answe
 from service.web.pipeline import Pipeline, Upload, pipeline_of
 from service.web.routes.endpoint import Endpoint
 from service.web.work import Deadline, unless_disconnected
+from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
@@ -58,7 +58,7 @@ def _model(request: Request) -> ModelInfo:
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
     swaps = pipeline_of(request).settings.admin_key is not None
-    return _json(server_metadata(importlib.metadata.version("vitserve"), swaps=swaps))
+    return _json(server_metadata(__version__, swaps=swaps))
 
 
 @router.get("/health/live")
