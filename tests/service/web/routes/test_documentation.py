@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.web.routes import documentation
+from service.web.routes import pages
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -29,12 +30,15 @@ async def test_pages_and_documentation_are_there() -> None:
         "/model",
         "/labels",
         "/healthz",
+        "/ping",
+        "/invocations",
+        "/predictions/{name}",
         "/readyz",
         "/metrics",
     }
     for path, method in (("/classify", "post"), ("/embed", "post"), ("/attention", "post")):
         kinds = document["paths"][path][method]["requestBody"]["content"]
-        assert set(kinds) == {"multipart/form-data", "application/octet-stream"}
+        assert set(kinds) == {"multipart/form-data", "application/octet-stream", "application/json"}
 
 
 @on_a_loop
@@ -83,7 +87,10 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
         content = paths[path]["post"]["requestBody"]["content"]
         form = {"type": "object", "required": ["file"], "properties": {"file": file}}
         assert content.pop("multipart/form-data") == {"schema": form}
-        assert content in ({"application/octet-stream": {"schema": binary}}, {})
+        if file == binary:
+            assert content.pop("application/octet-stream") == {"schema": binary}
+            assert content.pop("application/json")["schema"]["required"] == ["image"]
+        assert not content
     for method in ("get", "post"):
         kinds = paths["/attention"][method]["responses"]["200"]["content"]
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
@@ -118,6 +125,9 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
         "model",
         "labels",
         "healthz",
+        "ping",
+        "invocations",
+        "predictions",
         "readyz",
         "metrics",
     }
@@ -140,7 +150,7 @@ async def test_the_operations_that_take_a_key_are_documented(
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     assert "VIT_API_KEYS" in scheme["description"]
     for name, operation in operations(document).items():
-        if name in {"healthz", "readyz", "metrics"} - closed:
+        if name in {"healthz", "readyz", "metrics", "ping"} - closed:
             assert "security" not in operation
             assert "401" not in operation["responses"]
         else:
@@ -200,7 +210,7 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js"])
+@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js", "/docs/swagger-ui-bundle.js"])
 async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
     service = app()
     first = await service.get(path)
@@ -210,7 +220,39 @@ async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
     assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
 
 
+@on_a_loop
+@pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
+@pytest.mark.parametrize(
+    ("accepted", "compressed"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5, br", True),
+        ("br, gzip ; q=1.0", True),
+        ("", False),
+        ("br, x-gzip", False),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000, br", False),
+    ],
+)
+async def test_large_files_are_compressed_for_those_who_accept_it(path: str, accepted: str, compressed: bool) -> None:
+    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
+    service = app()
+    plain = await service.get(path)
+    file = await service.get(path, **{"accept-encoding": accepted})
+    assert (file.status, file.headers["content-type"]) == (200, plain.headers["content-type"])
+    assert file.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"
+    assert (file.headers.get("content-encoding") == "gzip") is compressed
+    assert (file.headers["etag"] != plain.headers["etag"]) is compressed
+    if compressed:
+        assert len(file.content) < len(plain.content) / 3
+        assert gzip.decompress(file.content) == plain.content
+    else:
+        assert file.content == plain.content
+    again = await service.get(path, **{"accept-encoding": accepted, "if-none-match": file.headers["etag"]})
+    assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
+
+
 def test_the_script_of_the_page_names_no_address_but_relative_ones() -> None:
-    script = (Path(documentation.__file__).parents[1] / "static/docs/docs.js").read_text()
+    script = (Path(pages.__file__).parents[1] / "static/docs/docs.js").read_text()
     assert re.findall(r'fetch\("([^"]+)"\)', script) == ["openapi.json"]
     assert "://" not in script

@@ -1,0 +1,83 @@
+"""The routes that clients of TorchServe's inference API and of SageMaker's containers call.
+
+https://pytorch.org/serve/inference_api.html
+https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from model.prediction import RequestedOutputs
+from service.web.inference_protocol.inference import find_model
+from service.web.pipeline import pipeline_of
+from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
+from service.web.routes.endpoint import ONE_PICTURE, Endpoint, problems
+from vitserve.documents import FIELD, Classification
+
+PUBLIC: Final = frozenset({"/ping"})
+"""Paths that ask for no key: SageMaker and load balancers send none."""
+
+_FIELDS: Final = (FIELD, "data", "body")
+"""Names that TorchServe's clients give to the part with the picture."""
+
+router = APIRouter(tags=["other servers"], route_class=Endpoint)
+
+
+class Health(BaseModel):
+    """The answer of GET /ping."""
+
+    status: Literal["Healthy"]
+
+
+@router.get("/ping", response_model=Health, responses=problems(503))
+async def ping(request: Request) -> Health:
+    """Answer 200 when the model is ready, as /readyz."""
+    pipeline_of(request).check_ready()
+    return Health(status="Healthy")
+
+
+@router.post(
+    "/invocations",
+    response_model=Classification,
+    response_model_exclude_none=True,
+    openapi_extra=ONE_PICTURE,
+    responses=problems(400, 408, 413, 415, 422, 500, 503, 504),
+)
+async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+    """Classify one picture, as POST /classify."""
+    return await classify(request, query)
+
+
+@router.post(
+    "/predictions/{name}",
+    response_model=dict[str, float],
+    openapi_extra=ONE_PICTURE,
+    responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
+)
+async def predictions(request: Request) -> Response:
+    """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
+
+    The picture is the body, or a multipart field `data`, `body` or `file`.
+    """
+    pipeline = pipeline_of(request)
+    info = find_model(pipeline, request.path_params["name"], request.path_params.get("version", ""))
+    requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
+
+    async def scores(file: bytearray) -> dict[str, float]:
+        _, result = await pipeline.compute(file, pipeline.deadline(request), requested)
+        pipeline.metrics.images.inc()
+        by_label: dict[str, float] = {}
+        for index, score in zip(result.outputs.indices.tolist(), result.outputs.scores.tolist(), strict=True):
+            by_label.setdefault(info.labels[index], score)
+        return by_label
+
+    return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))
+
+
+router.post("/predictions/{name}/{version}", include_in_schema=False)(predictions)

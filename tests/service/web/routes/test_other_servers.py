@@ -1,0 +1,90 @@
+"""The routes that clients of other servers call."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import app
+from tests.service.web.uploads import MULTIPART, form, part
+
+
+@on_a_loop
+async def test_ping_says_whether_the_model_is_ready() -> None:
+    service = app()
+    answer = await service.get("/ping")
+    assert (answer.status, answer.json) == (200, {"status": "Healthy"})
+    service.engine.state = "loading"
+    assert (await service.get("/ping")).status == 503
+
+
+@on_a_loop
+async def test_ping_asks_for_no_key_and_the_others_do() -> None:
+    service = app(api_keys=["secret"])
+    assert (await service.get("/ping")).status == 200
+    for path in ("/invocations", "/predictions/fake"):
+        assert (await service.classify(path=path)).status == 401
+
+
+@on_a_loop
+@pytest.mark.parametrize("query", ["", "top_k=2", "attention=true"])
+async def test_invocations_answer_as_classify(query: str) -> None:
+    service = app()
+    answers = [(await service.classify(png(3), query, path)).json for path in ("/classify", "/invocations")]
+    for answer in answers:
+        for own in ("id", "timings_ms"):
+            del answer[own]
+        answer.get("attention", {}).pop("url", None)
+    assert answers[0] == answers[1]
+
+
+@on_a_loop
+@pytest.mark.parametrize("version", ["", "/1"])
+async def test_predictions_are_labels_with_their_scores_the_best_first(version: str) -> None:
+    service = app()
+    expected = (await service.classify(png(3))).json["predictions"]
+    answer = await service.classify(png(3), path=f"/predictions/fake{version}")
+    assert list(answer.json.items()) == [(best["label"], pytest.approx(best["score"])) for best in expected]
+    assert service.metric("vit_images_total") == 2
+
+
+@on_a_loop
+@pytest.mark.parametrize("field", ["data", "body", "file"])
+async def test_predictions_take_the_fields_of_torchserve(field: str) -> None:
+    answer = await app().request(
+        "POST", "/predictions/fake", headers={"content-type": MULTIPART}, body=form(part(png(3), field))
+    )
+    assert answer.status == 200
+    assert len(answer.json) == 5
+
+
+@on_a_loop
+async def test_another_model_or_version_is_not_found() -> None:
+    service = app()
+    for path in ("/predictions/resnet", "/predictions/fake/2"):
+        assert (await service.classify(path=path)).json["code"] == "not_found"
+
+
+@on_a_loop
+async def test_of_labels_that_repeat_the_best_score_stays() -> None:
+    service = app()
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, labels=("crane",) * 10)
+    best = (await service.classify(png(3))).json["predictions"][0]
+    assert (await service.classify(png(3), path="/predictions/fake")).json == {"crane": pytest.approx(best["score"])}
+
+
+@on_a_loop
+async def test_a_picture_in_json_is_classified_like_the_picture() -> None:
+    service = app()
+    body = json.dumps({"image": "data:image/png;base64," + base64.b64encode(png(3)).decode()}).encode()
+    for path in ("/classify", "/invocations", "/predictions/fake", "/embed", "/attention"):
+        answer = await service.request("POST", path, headers={"content-type": "application/json"}, body=body)
+        assert answer.status == 200, answer.content
+        plain = await service.classify(png(3), path=path)
+        if path == "/predictions/fake":
+            assert answer.json == plain.json
