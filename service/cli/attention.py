@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,15 @@ from model.images.heatmap import COLORMAPS, MAX_SIZE
 from model.images.sheet import ContactSheet
 from model.prediction import FUSIONS, METHODS
 from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_server
-from service.cli.image_files import find_images
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking
+from service.cli.image_files import find_images, handle_answers, writing
+from service.cli.server_flags import add_api_key_flag, client_of
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.client import Client
+
+_OPTIONS = ("method", "layer", "head", "fusion", "discard")
+"""Arguments that say which map it is, and"""
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "alpha", "colormap", "size")
-"""Arguments that say how a map is drawn, under the names that the service has for them."""
+"""how it is drawn, under the names that the service has for them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,63 +84,74 @@ def run(arguments: argparse.Namespace) -> int:
         _require_place(output, ".npy" if numbers else ".png")
     if arguments.sheet is not None:
         _require_place(arguments.sheet, ".png")
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
     choice = MapChoice(
-        method=arguments.method,
         classes=arguments.classes,
-        layer=arguments.layer,
-        head=arguments.head,
-        fusion=arguments.fusion,
-        discard=arguments.discard,
-        look={name: vars(arguments)[name] for name in _LOOK if vars(arguments)[name] is not None},
+        options={name: given[name] for name in _OPTIONS if name in given},
+        look={name: given[name] for name in _LOOK if name in given},
         side_by_side=arguments.side_by_side,
         drawn=not numbers or arguments.sheet is not None,
         numbers=numbers,
     )
     name_of = _folder_names(output, ".npy" if numbers else ".png") if to_a_folder else lambda _: output
     answers = (_of_server if arguments.url else _in_process)(files, choice, arguments)
-    return _write_all(answers, len(files), name_of, numbers, arguments.sheet)
+    writer = _Writer(name_of, numbers, arguments.sheet, len(files))
+    code = handle_answers(answers, len(files), writer.write, "map")
+    writer.save_sheet()
+    return code
 
 
-def _write_all(
-    answers: Iterator[FileMaps],
-    count: int,
-    name_of: Callable[[Path], Path | None],
-    numbers: bool,
-    sheet_file: Path | None,
-) -> int:
-    """Write each file's maps and then the sheet of all, and print a line for each; return the exit code."""
-    sheet: ContactSheet | None = None
-    failed = 0
-    for answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
-        if answer.error is not None:
-            failed += 1
-            tqdm.write(f"vitserve: {answer.file}: {answer.error}", file=sys.stderr)
-            continue
-        target = name_of(answer.file)
-        if target is not None:
-            _write(answer, target, numbers)
-        if sheet_file is not None and answer.drawing is not None:
-            sheet = sheet or ContactSheet(count, answer.drawing.size)
-            sheet.add(answer.drawing, answer.file.name, f"{answer.score:.0%} {answer.label}")
-        facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or answer.file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
-    if sheet_file is not None and sheet is not None:
-        _save(sheet.image, sheet_file)
-    if failed and count > 1:
-        print(f"vitserve: {failed} of {count} files have no map", file=sys.stderr)  # noqa: T201
-    return int(failed > 0)
-
-
-def _in_process(files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace) -> Iterator[FileMaps]:
+def _in_process(
+    files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace
+) -> Iterator[tuple[Path, FileMaps | str]]:
     return maps_in_process(files, choice, *predictor_from(arguments))
 
 
-def _of_server(files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace) -> Iterator[FileMaps]:
-    with (
-        asking(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-    ):
+def _of_server(
+    files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace
+) -> Iterator[tuple[Path, FileMaps | str]]:
+    with client_of(arguments) as client:
         yield from maps_of_server(files, choice, client)
+
+
+class _Writer:
+    """Writes each file's maps and the sheet of all, and prints a line for each file.
+
+    Args:
+        name_of: returns where the maps of a file go; None: nowhere but on the sheet.
+        numbers: whether values are written, and not drawings.
+        sheet: where the sheet goes, if there is one.
+        count: of the files.
+    """
+
+    def __init__(self, name_of: Callable[[Path], Path | None], numbers: bool, sheet: Path | None, count: int) -> None:
+        self._name_of, self._numbers = name_of, numbers
+        self._sheet_file, self._count = sheet, count
+        self._sheet: ContactSheet | None = None
+
+    def write(self, file: Path, answer: FileMaps | str) -> None:
+        """Write the maps of a file, or print why it has none."""
+        if isinstance(answer, str):
+            tqdm.write(f"vitserve: {file}: {answer}", file=sys.stderr)
+            return
+        target = self._name_of(file)
+        if target is not None and self._numbers:
+            assert answer.values is not None, "the numbers were asked for"
+            with writing(target), target.open("wb") as opened:
+                np.save(opened, answer.values, allow_pickle=False)
+        elif target is not None:
+            assert answer.drawing is not None, "a drawing was asked for"
+            _save(answer.drawing, target)
+        if self._sheet_file is not None and answer.drawing is not None:
+            self._sheet = self._sheet or ContactSheet(self._count, answer.drawing.size)
+            self._sheet.add(answer.drawing, file.name, f"{answer.score:.0%} {answer.label}")
+        facts = f", {answer.facts}" if answer.facts else ""
+        tqdm.write(f"{target or file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
+
+    def save_sheet(self) -> None:
+        """Write the sheet, unless no file has a map."""
+        if self._sheet_file is not None and self._sheet is not None:
+            _save(self._sheet.image, self._sheet_file)
 
 
 def _require_place(file: Path, suffix: str) -> None:
@@ -156,8 +170,10 @@ def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
     taken: set[Path] = set()
 
     def name_of(picture: Path) -> Path:
-        # `.heat` keeps a map from taking its picture's place where both are in one folder.
-        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in _numbers())
+        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
+        # of pictures that are called alike, in several folders.
+        numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
+        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in numbers)
         target = next(name for name in names if name not in taken)
         taken.add(target)
         return target
@@ -165,30 +181,6 @@ def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
     return name_of
 
 
-def _numbers() -> Iterator[str]:
-    """Give nothing, and then -2, -3, ..., for pictures of one name from several folders."""
-    yield ""
-    number = 2
-    while True:
-        yield f"-{number}"
-        number += 1
-
-
-def _write(answer: FileMaps, target: Path, numbers: bool) -> None:
-    if not numbers:
-        assert answer.drawing is not None, "a drawing was asked for"
-        _save(answer.drawing, target)
-        return
-    assert answer.values is not None, "the numbers were asked for"
-    try:
-        with target.open("wb") as file:
-            np.save(file, answer.values, allow_pickle=False)
-    except OSError as error:
-        raise InputError("output", f"{target}: {error.strerror}") from None
-
-
 def _save(drawing: Image.Image, target: Path) -> None:
-    try:
+    with writing(target):
         drawing.save(target, "PNG", compress_level=4)
-    except OSError as error:
-        raise InputError("output", f"{target}: {error.strerror}") from None

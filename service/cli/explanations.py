@@ -17,7 +17,7 @@ from tqdm import tqdm
 from model.errors import ImageError, InputError
 from model.images.preprocess import preprocess
 from model.insight import figures
-from service.cli.image_files import find_images
+from service.cli.image_files import find_images, writing
 from service.cli.setting_flags import settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
@@ -187,16 +187,13 @@ def _cell(value: Estimate | None) -> str:
 
 
 def _write(path: Path, results: ExplanationResults, names: Sequence[str], labels: Sequence[str]) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            for each in results.pictures:
-                share = f"{np.mean(each.shares):.6f}" if each.shares else ""
-                areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
-                label = labels[each.class_index]
-                writer.writerow(
-                    [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
-                )
-    except OSError as error:
-        raise InputError("csv", f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        for each in results.pictures:
+            share = f"{np.mean(each.shares):.6f}" if each.shares else ""
+            areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
+            label = labels[each.class_index]
+            writer.writerow(
+                [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
+            )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,48 +16,44 @@ from model.errors import ImageError, InputError
 from model.images.heatmap import Look, draw_heatmap
 from model.images.preprocess import ModelInput
 from model.images.sheet import in_a_row
-from model.prediction import AttentionMap, MapRequest, RequestedOutputs, parse_maps
-from service.cli.image_files import read_input, read_photo
-from service.cli.server_flags import while_reachable
+from model.prediction import AttentionMap, RequestedOutputs, parse_maps
+from service.cli.image_files import predict_files, read_photo
+from service.cli.server_flags import ask_about
 from service.engine.messages import ModelInfo
-from vitserve.client import Client, ClientError
+from vitserve.client import Client
 
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
     from service.settings import Settings
 
-_CHUNK: Final = 8
+_MOST: Final = 8
 """Images computed together at most: a bar that moves, and little memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapChoice:
-    """Which maps each file gets, and how they are drawn; None is the default.
+    """Which maps each file gets, and how they are drawn; what is not given is the default.
 
     Attributes:
         classes: labels or indices; empty: the best class of each picture.
-        look: arguments of the drawing that were given: `overlay`, `view`, `smooth`, `colorbar`,
-            `alpha`, `colormap`, `size`.
+        options: of `method`, `layer`, `head`, `fusion`, `discard`, those that are given.
+        look: of `overlay`, `view`, `smooth`, `colorbar`, `alpha`, `colormap`, `size`, those that are given.
         side_by_side: whether the picture stands beside its maps.
         drawn: whether to draw.
         numbers: whether to return the values.
     """
 
-    method: str | None = None
-    classes: Sequence[str] = ()
-    layer: int | None = None
-    head: str | None = None
-    fusion: str | None = None
-    discard: float | None = None
-    look: dict[str, Any] = field(default_factory=dict)
-    side_by_side: bool = False
-    drawn: bool = True
-    numbers: bool = False
+    classes: Sequence[str]
+    options: dict[str, Any]
+    look: dict[str, Any]
+    side_by_side: bool
+    drawn: bool
+    numbers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FileMaps:
-    """The maps of one file, or the error that left it without any.
+    """The maps of one file.
 
     Attributes:
         label, score: of the best class.
@@ -69,28 +62,24 @@ class FileMaps:
         values: float32 [rows, columns], or [maps, rows, columns] for several classes.
     """
 
-    file: Path
-    label: str = ""
-    score: float = 0.0
-    facts: str = ""
-    drawing: Image.Image | None = None
-    values: NDArray[np.float32] | None = None
-    error: str | None = None
+    label: str
+    score: float
+    facts: str
+    drawing: Image.Image | None
+    values: NDArray[np.float32] | None
 
 
-def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> Iterator[FileMaps]:
-    """Request each file's maps from a server; an error of a single file is in its result.
+def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> Iterator[tuple[Path, FileMaps | str]]:
+    """Yield each file with its maps from a server, or with why it has none.
 
     Raises:
         ClientError: the server does not answer at all.
     """
     client.labels()
-    given = {name: getattr(choice, name) for name in ("method", "layer", "head", "fusion", "discard")}
-    given["class_"] = choice.classes or None
-    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    facts = ", ".join(
-        f"{name.rstrip('_')} {' and '.join(value) if name == 'class_' else value}" for name, value in parameters.items()
-    )
+    classes: dict[str, Any] = {"class_": choice.classes} if choice.classes else {}
+    parameters = choice.options | classes
+    named = choice.options | ({"class": " and ".join(choice.classes)} if choice.classes else {})
+    facts = ", ".join(f"{name} {value}" for name, value in named.items())
 
     def ask(file: Path) -> FileMaps:
         best = client.classify(file, top_k=1).predictions[0]
@@ -103,76 +92,39 @@ def maps_of_server(files: Sequence[Path], choice: MapChoice, client: Client) -> 
             panels.append(client.heat_map(file, **parameters, **choice.look))
         values = client.attention_array(file, **parameters) if choice.numbers else None
         drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
-        return FileMaps(file, best.label, best.score, facts, drawing, values)
+        return FileMaps(best.label, best.score, facts, drawing, values)
 
-    for file, answer in while_reachable(client.stream(files, ask, concurrency=4), len(files)):
-        yield FileMaps(file, error=str(answer)) if isinstance(answer, ClientError | OSError) else answer
+    return ask_about(files, client, ask, concurrency=4)
 
 
 def maps_in_process(
     files: Sequence[Path], choice: MapChoice, predictor: Predictor, info: ModelInfo, settings: Settings
-) -> Iterator[FileMaps]:
-    """Compute each file's maps here; a file that cannot be read or decoded has an error.
+) -> Iterator[tuple[Path, FileMaps | str]]:
+    """Compute and yield each file's maps, or why it has none.
 
     Raises:
         InputError: the model has no such class, layer, head or method.
     """
-    requests = map_requests(choice, info)
+    classes = ",".join(choice.classes) if choice.classes else None
+    maps_of_picture = parse_maps(info.config, info.labels, classes=classes, **choice.options)
     if choice.look.get("view") == "photo" and not choice.look.get("overlay", True):
         raise InputError("view", "--view photo does not apply with --no-overlay")
-
-    def decode(file: Path) -> ModelInput | str:
+    requests = [RequestedOutputs(1, request) for request in maps_of_picture]
+    for file, answer in predict_files(files, requests, predictor, info, settings, most=_MOST):
+        if isinstance(answer, str):
+            yield file, answer
+            continue
+        picture, outputs = answer
+        maps = [each.map for each in outputs if each.map is not None]
+        values = np.stack([each.values for each in maps])
         try:
-            return read_input(file, info.preprocess, settings)
+            drawing = _drawn(values, file, picture, choice, settings) if choice.drawn else None
         except (ImageError, OSError) as error:
-            return str(error)
-
-    remaining = iter(files)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while chunk := list(islice(remaining, min(_CHUNK, predictor.max_batch))):
-            decoded = list(pool.map(decode, chunk))
-            good = [seen.pixels for seen in decoded if not isinstance(seen, str)]
-            # A prediction for each map of a picture.
-            results = [predictor.predict(np.stack(good), RequestedOutputs(1, request)) for request in requests if good]
-            places = iter(range(len(good)))
-            for file, seen in zip(chunk, decoded, strict=True):
-                if isinstance(seen, str):
-                    yield FileMaps(file, error=seen)
-                    continue
-                place = next(places)
-                maps = [map_ for result in results if (map_ := result[place].map) is not None]
-                values = np.stack([map_.values for map_ in maps])
-                try:
-                    drawing = _drawn(values, file, seen, choice, settings) if choice.drawn else None
-                except (ImageError, OSError) as error:
-                    yield FileMaps(file, error=str(error))
-                    continue
-                yield FileMaps(
-                    file,
-                    info.labels[int(results[0][place].indices[0])],
-                    float(results[0][place].scores[0]),
-                    _facts(maps, info.labels),
-                    drawing,
-                    values if len(values) > 1 else values[0],
-                )
-
-
-def map_requests(choice: MapChoice, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps to compute of each picture.
-
-    Raises:
-        InputError: the model has no such class, layer, head or method, or one does not apply to the other.
-    """
-    return parse_maps(
-        info.config,
-        info.labels,
-        method=choice.method,
-        classes=",".join(choice.classes) if choice.classes else None,
-        layer=choice.layer,
-        head=choice.head,
-        fusion=choice.fusion,
-        discard=choice.discard,
-    )
+            yield file, str(error)
+            continue
+        label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
+        values = values if len(values) > 1 else values[0]
+        yield file, FileMaps(label, score, _facts(maps, info.labels), drawing, values)
 
 
 def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:

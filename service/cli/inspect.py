@@ -17,7 +17,7 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import FigureError, ImageError, InputError
 from model.insight import figures
-from service.cli.image_files import find_images, read_pixels
+from service.cli.image_files import find_images, read_pixels, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
@@ -156,10 +156,7 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
 
 
 def _write_distances(distance: NDArray[np.float64], path: Path) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["layer", "head", "distance_px"])
-            writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
-    except OSError as error:
-        raise FigureError(f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["layer", "head", "distance_px"])
+        writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))

@@ -12,7 +12,7 @@ import pytest
 from model.checkpoint import load_checkpoint
 from model.prediction import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from service.cli import embed
+from service.cli import server_flags
 from service.cli.image_files import read_pixels
 from service.settings import load_settings
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
@@ -86,7 +86,7 @@ def test_a_server_is_asked_for_the_same(
     def connect(url: str, **options: object) -> Answering:
         return Answering(url, transport=httpx.MockTransport(lambda _: httpx.Response(500)))
 
-    monkeypatch.setattr(embed, "Client", connect)
+    monkeypatch.setattr(server_flags, "Client", connect)
     output = tmp_path / "features.npy"
     code, *_ = run(capsys, "embed", pictures, "-o", output, "--url", "http://127.0.0.1:1", "--pool", "cls")
     assert code == 0
