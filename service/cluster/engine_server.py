@@ -43,7 +43,7 @@ class EngineServer:
         def engine_changed() -> None:
             if self.engine.info is not None:
                 self.channel.grow_pixels(self.workers, self.engine.info)
-                self.channel.device_name = self.engine.info.device
+                self.channel.device_name.write(self.engine.info.device)
             self._publish_status()
             on_change()
 

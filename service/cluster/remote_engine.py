@@ -50,8 +50,8 @@ class RemoteEngine:
         index, counters = self._channel.index, self._channel.counters
         depth = int(counters.queue_depth[index]) if self.ready else 0
         # Whatever becomes of an engine, its metrics keep their labels.
-        device, restarts = self._channel.device_name, int(counters.restarts[index])
-        return replace(self._status, device=device, queue_depth=depth, restarts=restarts)
+        device = self._channel.device_name.read() or self._channel.device
+        return replace(self._status, device=device, queue_depth=depth, restarts=int(counters.restarts[index]))
 
     @property
     def ready(self) -> bool:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from service.cluster.shared_memory import SharedFile
@@ -23,6 +24,9 @@ class SharedMetrics:
     They lie in memory that is taken here: a process that writes to a mapped file for which a full disk has no
     room is killed by the kernel. On the disk there are only links to them, by the names that are looked for.
 
+    Args:
+        processes: the names under which they count.
+
     Attributes:
         folder: where the links are. It is locked as long as the service lives; those whose services were killed are
             removed here.
@@ -31,12 +35,11 @@ class SharedMetrics:
         SettingsError: there is no place for the folder, or no memory for the files.
     """
 
-    def __init__(self, *, workers: int, engines: int) -> None:
+    def __init__(self, processes: Iterable[str]) -> None:
         self.folder = _private_folder()
         self._files: list[SharedFile] = []
-        names = [self.worker(index) for index in range(workers)] + [self.engine(index) for index in range(engines)]
         try:
-            for name, size in (item for process in names for item in files_of(process).items()):
+            for name, size in (item for process in processes for item in files_of(process).items()):
                 file = SharedFile(name)
                 self._files.append(file)
                 file.reserve(size)
@@ -44,16 +47,6 @@ class SharedMetrics:
         except OSError as error:
             self.close()
             raise SettingsError(f"several processes need memory and a folder for their counters: {error}") from None
-
-    @staticmethod
-    def worker(index: int) -> str:
-        """Return the name under which a web worker counts."""
-        return f"worker-{index}"
-
-    @staticmethod
-    def engine(index: int) -> str:
-        """Return the name under which an engine counts."""
-        return f"engine-{index}"
 
     def close(self) -> None:
         """Close the files, and remove the folder."""

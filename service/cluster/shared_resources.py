@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from dataclasses import dataclass
 
 from model.images.device_jpeg import MAX_BYTES
 from service.cluster.channel import EngineChannel
@@ -20,18 +19,6 @@ _LARGEST_FILE = 256 << 20
 """Bytes that are enough for the pictures of a model's size that a worker and an engine share."""
 
 
-@dataclass(frozen=True)
-class EngineGroup:
-    """The engines of a generation, each for a device.
-
-    Attributes:
-        counters: those cells of which the engines and their images are written.
-    """
-
-    counters: SharedCounters
-    channels: list[EngineChannel]
-
-
 class SharedResources:
     """Holds the sockets, the memory and the metrics' folder that every process of the service inherits.
 
@@ -39,7 +26,8 @@ class SharedResources:
         listeners: for each web worker, on the same address (SO_REUSEPORT): the kernel spreads connections evenly
             by their addresses, where workers that share one socket would take whole bursts each. This process
             keeps them open, so that connections that wait for a worker that dies are its successor's.
-        groups: of engines; while a checkpoint is swapped, the engines of both run.
+        groups: the engines' channels, by device; while a checkpoint is swapped, the engines of both groups run. Each
+            group has counters of its own, of which the engines and their images are written.
         counters, channels: those of the first group. Its counters have the workers' cells, too.
         board: by which the checkpoint is swapped.
         port: the port that is listened on, which the system chose if the settings say 0.
@@ -61,7 +49,7 @@ class SharedResources:
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
         slot_bytes = MAX_BYTES if settings.decode == "device" else 0
-        self.groups: list[EngineGroup] = []
+        self.groups: list[list[EngineChannel]] = []
         for _ in range(GROUPS):
             counters = SharedCounters(
                 workers=settings.workers,
@@ -73,12 +61,14 @@ class SharedResources:
                 EngineChannel(index, device, counters, slots=slots, slot_bytes=slot_bytes)
                 for index, device in enumerate(devices)
             ]
-            self.groups.append(EngineGroup(counters, channels))
-            counters.restarts = self.groups[0].counters.restarts  # a device's, whichever group serves
-        self.counters, self.channels = self.groups[0].counters, self.groups[0].channels
+            self.groups.append(channels)
+            counters.restarts = self.groups[0][0].counters.restarts  # a device's, whichever group serves
+        self.channels = self.groups[0]
+        self.counters = self.channels[0].counters
         self.board = SwapBoard(settings.checkpoint, workers=settings.workers)
         self.image_file = SharedFile("images")
-        self.metrics = SharedMetrics(workers=settings.workers, engines=GROUPS * len(devices))
+        workers = [f"worker-{index}" for index in range(settings.workers)]
+        self.metrics = SharedMetrics([*workers, *(f"engine-{index}" for index in range(GROUPS * len(devices)))])
 
     def stop_listening(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
@@ -89,10 +79,10 @@ class SharedResources:
     def close(self) -> None:
         """Close listeners, channels and files."""
         self.stop_listening()
-        for group in self.groups:
-            for channel in group.channels:
+        for channels in self.groups:
+            channels[0].counters.close()
+            for channel in channels:
                 channel.close()
-            group.counters.close()
         self.image_file.close()
         self.metrics.close()
 

@@ -17,6 +17,7 @@ from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
+from service.cluster.swap_board import CHANGED
 from service.engine.base import Engine
 from service.http.lifecycle import Lifecycle, freeze_objects
 from service.http.server import Server
@@ -26,9 +27,6 @@ from service.settings import Settings
 from service.tracing.start import start_telemetry
 from service.web.app import create_app, log_model
 from service.web.heap import trim_regularly
-
-CHANGED = signal.SIGUSR1
-"""Tells the supervisor, or a worker that serves, to look at what others have written."""
 
 
 class WorkerServer(Server):
@@ -45,7 +43,7 @@ class WorkerServer(Server):
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
     """Run one web worker until a signal ends it, and return its exit code."""
     counters, telemetry = shared.counters, start_telemetry(settings)
-    engines = [_engine(group.channels, worker) for group in shared.groups]
+    engines = [_engine(group, worker) for group in shared.groups]
     engine = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
     lifecycle = Lifecycle()
 

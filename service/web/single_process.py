@@ -73,9 +73,14 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
 
 def engine_of(
-    settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], *, load_timeout: float | None = None
+    settings: Settings,
+    load: Loader,
+    on_batch: Callable[[BatchReport], None],
+    *,
+    load_timeout: float | None = None,
+    on_queue: Callable[[int], None] = lambda depth: None,
 ) -> LocalEngine:
-    """Return an engine of this process; `load` is called on its thread, `on_batch` with each of its batches."""
+    """Return an engine of this process; `load` is called on its thread. For the others see `LocalEngine`."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,
@@ -84,6 +89,7 @@ def engine_of(
         batch_timeout=settings.batch_timeout,
         load_timeout=load_timeout,
         on_batch=on_batch,
+        on_queue=on_queue,
     )
 
 
