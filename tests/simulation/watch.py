@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from service.cluster.balancer import Balancer
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
-from service.engine import launch as launching
 from service.engine import streams
-from service.engine.launch import Outcome, Waiting
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
+from service.engine.streams import Outcome, Waiting, launch
 from tests.simulation.device import Device, number_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Network
@@ -148,7 +147,7 @@ def watched_launch(
 ) -> tuple[list[Outcome], BatchReport]:
     """Check a launch, and do it."""
     runner.engine.on_launch(batch)
-    return launching.launch(runner, batch, release, clock)
+    return launch(runner, batch, release, clock)
 
 
 class ErrorLog(logging.Handler):
@@ -157,7 +156,7 @@ class ErrorLog(logging.Handler):
     A stranger's bytes may be called an error, a worker's or an engine's never.
     """
 
-    _EXPECTED = ("service.engine.launch", "service.engine.local", "service.engine.streams")
+    _EXPECTED = ("service.engine.local", "service.engine.streams")
 
     def __init__(self, network: Network) -> None:
         super().__init__(logging.ERROR)
