@@ -12,8 +12,7 @@ from typing import Final, TypeVar
 import httpx
 
 from model.errors import InputError
-from service.api_keys import parse_keys
-from service.settings import Settings
+from service.settings import Settings, parse_keys
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 
 _Answer = TypeVar("_Answer")

@@ -49,7 +49,7 @@ from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 T = TypeVar("T")
 

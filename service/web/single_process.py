@@ -44,9 +44,10 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         return engine_of(own, load, on_batch, load_timeout=settings.load_timeout if served else None)
 
-    engine = LocalSwap(make, on_retired=freeze_objects)
+    swap = LocalSwap(make, on_retired=freeze_objects)
 
     def engine_changed() -> None:
+        engine = swap.current.engine
         if engine.status.state == "failed":
             server.stop(exit_code=1)
         elif engine.status.state == "ready" and engine.info is not None:
@@ -59,11 +60,11 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     def hung_up() -> bool:
         if terminal.was_closed():
             return False
-        engine.reload()
+        swap.reload()
         return True
 
     tracer = None if telemetry is None else telemetry.request_tracer()
-    app = create_app(settings, engine, metrics, lifecycle, engine_changed, tracer=tracer)
+    app = create_app(settings, swap, metrics, lifecycle, engine_changed, tracer=tracer)
     server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
     trim_regularly()
     server.run()

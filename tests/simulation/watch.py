@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.balancer import Balancer
 from service.cluster.engine_server import EngineServer
-from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.engine import streams
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import values
 
-from service.cluster.shared_metrics import SharedMetrics
+from service.cluster.shared_resources import SharedMetrics
 from service.errors import SettingsError
 from service.metrics.metrics import Metrics, count_in_files
 

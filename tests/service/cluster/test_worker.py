@@ -20,8 +20,7 @@ import pytest
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster import worker
-from service.cluster.balancer import Balancer
-from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.swap_board import CHANGED
@@ -96,7 +95,7 @@ class Worker:
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""
-        for engine in getattr(self.engine, "engines", (self.engine,)):
+        for engine in self.engine.current.engine.engines:
             engine.info = model_info()
             engine._status = replace(engine._status, state=state)
         self.engine_changed()
