@@ -107,7 +107,8 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     base = f"http://{_reachable(settings.host)}:{port}"
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
-    logger.info("  curl -F file=@%s '%s/classify'", picture, base)
+    key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
+    logger.info("  curl %s-F file=@%s '%s/classify'", key, picture, base)
 
 
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:

@@ -37,6 +37,13 @@ def test_the_hint_names_the_callers_own_picture_where_no_examples_are(hint: pyte
     assert "curl -F file=@photo.jpg 'http://127.0.0.1:9000/classify'" in hint.text
 
 
+def test_the_hint_brings_a_key_where_one_is_needed_and_does_not_show_it(hint: pytest.LogCaptureFixture) -> None:
+    log_address(load_settings({"api_keys": "web:secret"}), 9000)
+    curl = """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://127.0.0.1:9000/classify'"""
+    assert curl in hint.text
+    assert "secret" not in hint.text
+
+
 @pytest.mark.parametrize(
     ("host", "address"),
     [("::1", "[::1]"), ("2001:db8::7", "[2001:db8::7]"), ("localhost", "localhost"), ("0.0.0.0", "127.0.0.1")],
