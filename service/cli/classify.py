@@ -13,7 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.prediction import RequestedOutputs
+from model.images.preprocess import ModelInput
+from model.prediction import Outputs, RequestedOutputs
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, ask_about, client_of
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -50,12 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
-    for file, answer in predict_files(files, [requested], predictor, info, settings):
-        if isinstance(answer, str):
-            yield file, answer
-        else:
-            _, [outputs] = answer
-            yield file, ranked_predictions(info.labels, outputs.indices, outputs.scores)
+
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
+        return ranked_predictions(info.labels, outputs[0].indices, outputs[0].scores)
+
+    return predict_files(files, [requested], answer, predictor, info, settings)
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.prediction import POOLINGS, RequestedOutputs, parse_embedding
+from model.images.preprocess import ModelInput
+from model.prediction import POOLINGS, Outputs, RequestedOutputs, parse_embedding
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
 from service.cli.server_flags import add_api_key_flag, ask_about, client_of
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -81,13 +82,12 @@ def _write(output: Path, files: list[Path], rows: list[NDArray[np.float32]]) -> 
 def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(1, embedding=parse_embedding(info.config, arguments.pool, arguments.normalize))
-    for file, answer in predict_files(files, [requested], predictor, info, settings):
-        if isinstance(answer, str):
-            yield file, answer
-        else:
-            _, [outputs] = answer
-            assert outputs.embedding is not None, "it was requested"
-            yield file, outputs.embedding
+
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
+        assert outputs[0].embedding is not None, "it was requested"
+        return outputs[0].embedding
+
+    return predict_files(files, [requested], answer, predictor, info, settings)
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:

@@ -82,17 +82,20 @@ def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> Mode
 def predict_files(
     files: Sequence[Path],
     requests: Sequence[RequestedOutputs],
+    answer: Callable[[Path, ModelInput, list[Outputs]], _Answer],
     predictor: Predictor,
     info: ModelInfo,
     settings: Settings,
     *,
     most: int | None = None,
-) -> Iterator[tuple[Path, tuple[ModelInput, list[Outputs]] | str]]:
-    """Yield each file with its picture and the outputs of each request.
+) -> Iterator[tuple[Path, _Answer | str]]:
+    """Yield each file with its answer, or with why it has none.
 
     Files are decoded on all cores, and computed in the largest batches.
 
     Args:
+        answer: returns the answer of a file, from its picture and the outputs of each request; may raise `ImageError`
+            and `OSError`.
         most: files in one batch at most.
 
     Raises:
@@ -116,9 +119,15 @@ def predict_files(
                 if isinstance(picture, str):
                     yield file, picture
                     continue
-                of_picture = next(outputs)
-                failed = any(each.failure is not None for each in of_picture)
-                yield file, "the model gives no finite score for this picture" if failed else (picture, of_picture)
+                own = next(outputs)
+                if any(each.failure is not None for each in own):
+                    yield file, "the model gives no finite score for this picture"
+                    continue
+                try:
+                    result: _Answer | str = answer(file, picture, own)
+                except (ImageError, OSError) as error:
+                    result = str(error)
+                yield file, result
 
 
 def handle_answers(
