@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap
+from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput
 from model.images.sheet import ContactSheet, in_a_row
 from model.prediction import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
-from service.cli.image_files import find_images, handle_answers, predict_files, read_photo, writing
+from service.cli.image_files import find_images, handle_answers, predict_files, writing
 from service.cli.server_flags import add_api_key_flag, ask_about, client_of
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
@@ -179,7 +180,13 @@ def _ask_model(
     def draw(values: NDArray[np.float32], file: Path, seen: ModelInput) -> Image.Image:
         picture, region = seen.pixels, None
         if whole_photo:
-            picture, region = read_photo(file, seen.region, arguments.size, settings)
+            picture, region = upright_photo(
+                file.read_bytes(),
+                seen.region,
+                arguments.size,
+                max_pixels=settings.max_image_pixels,
+                scaled_decode=settings.scaled_decode,
+            )
         drawings = [draw_heatmap(each, picture=picture if overlay else None, region=region, **look) for each in values]
         if arguments.side_by_side:
             photo = draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=arguments.size)

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, InputError
-from model.images.photo import upright_photo
 from model.images.preprocess import ModelInput, model_input
-from model.images.region import Region
 from model.prediction import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.settings import Settings
@@ -62,21 +59,18 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
-def read_pixels(file: Path, config: PreprocessConfig, settings: Settings) -> NDArray[np.uint8]:
-    """Decode a file into uint8 [H, W, C] of the model's input size, within the limits of the settings.
+def read_input(data: bytes, config: PreprocessConfig, settings: Settings) -> ModelInput:
+    """Decode a file's bytes into a picture of the model's input size, within the limits of the settings.
 
     Raises:
-        ImageError: the file cannot be decoded.
-        OSError: the file cannot be read.
+        ImageError: it cannot be decoded.
     """
-    return read_input(file, config, settings).pixels
+    return model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
 
 
-def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> ModelInput:
-    """Decode a file as `read_pixels`, and say which part of the photo the pixels show; raises as it does."""
-    return model_input(
-        file.read_bytes(), config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
-    )
+def report_left_out(name: object, error: Exception) -> None:
+    """Print a line on stderr: this file could not be read, and the command goes on without it."""
+    print(f"vitserve: {name}: left out: {error}", file=sys.stderr)  # noqa: T201
 
 
 def predict_files(
@@ -104,7 +98,7 @@ def predict_files(
 
     def read(file: Path) -> ModelInput | str:
         try:
-            return read_input(file, info.preprocess, settings)
+            return read_input(file.read_bytes(), info.preprocess, settings)
         except (ImageError, OSError) as error:
             return str(error)
 
@@ -158,19 +152,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError("output", f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def read_photo(file: Path, region: Region, size: int | None, settings: Settings) -> tuple[NDArray[np.uint8], Region]:
-    """Decode the whole upright photo in a file, and say where in it `region` lies.
-
-    Args:
-        region: in pixels of the photo as it is stored.
-        size: longer side of the result in pixels, at most; None: as `model.images.photo.upright_photo`.
-
-    Raises:
-        ImageError: the file cannot be decoded.
-        OSError: the file cannot be read.
-    """
-    return upright_photo(
-        file.read_bytes(), region, size, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
-    )
