@@ -23,7 +23,7 @@ from model.images.preprocess import ModelInput
 from model.images.sheet import ContactSheet, in_a_row
 from model.prediction import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
-from service.cli.server_flags import add_api_key_flag, ask_about, client_of
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
 _OPTIONS = ("method", "layer", "head", "fusion", "discard")
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         _require_place(arguments.sheet, ".png")
     drawn = not numbers or arguments.sheet is not None
     name_of = _folder_names(output, ".npy" if numbers else ".png") if to_a_folder else lambda _: output
-    answers = (_ask_server if arguments.url else _ask_model)(files, arguments, drawn, numbers)
+    answers = (_through_server if arguments.url else _in_process)(files, arguments, drawn, numbers)
     sheet: ContactSheet | None = None
 
     def write(file: Path, answer: FileMaps | str) -> None:
@@ -140,7 +140,7 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _ask_server(
+def _through_server(
     files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, numbers: bool
 ) -> Iterator[tuple[Path, FileMaps | str]]:
     options, look = _given(arguments, _OPTIONS), _given(arguments, _LOOK)
@@ -164,10 +164,10 @@ def _ask_server(
 
     with client_of(arguments) as client:
         client.labels()  # one error for all files where there is no service
-        yield from ask_about(files, client, ask, concurrency=4)
+        yield from stream_answers(files, client, ask, concurrency=4)
 
 
-def _ask_model(
+def _in_process(
     files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, _: bool
 ) -> Iterator[tuple[Path, FileMaps | str]]:
     predictor, info, settings = predictor_from(arguments)

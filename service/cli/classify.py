@@ -16,7 +16,7 @@ from model.errors import InputError
 from model.images.preprocess import ModelInput
 from model.prediction import Outputs, RequestedOutputs
 from service.cli.image_files import find_images, handle_answers, predict_files
-from service.cli.server_flags import add_api_key_flag, ask_about, client_of
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 from service.web.documents import ranked_predictions
 from vitserve.documents import Prediction
@@ -44,11 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
-    answers = (_ask_server if arguments.url else _ask_model)(files, arguments)
+    answers = (_through_server if arguments.url else _in_process)(files, arguments)
     return handle_answers(answers, len(files), _writer(arguments), "answer")
 
 
-def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
 
@@ -58,10 +58,10 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tup
     return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     with client_of(arguments) as client:
         top_k = _top_k(arguments.top_k, client.model().classes)
-        yield from ask_about(files, client, lambda file: client.classify(file, top_k=top_k).predictions)
+        yield from stream_answers(files, client, lambda file: client.classify(file, top_k=top_k).predictions)
 
 
 def _top_k(requested: int | None, classes: int) -> int:

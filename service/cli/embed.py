@@ -16,7 +16,7 @@ from model.errors import InputError
 from model.images.preprocess import ModelInput
 from model.prediction import POOLINGS, Outputs, RequestedOutputs, parse_embedding
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
-from service.cli.server_flags import add_api_key_flag, ask_about, client_of
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
 Answer = NDArray[np.float32] | str
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             named.append(file)
             rows.append(answer)
 
-    answers = (_ask_server if arguments.url else _ask_model)(files, arguments)
+    answers = (_through_server if arguments.url else _in_process)(files, arguments)
     code = handle_answers(answers, len(files), collect, "embedding")
     if rows:
         _write(output, named, rows)
@@ -79,7 +79,7 @@ def _write(output: Path, files: list[Path], rows: list[NDArray[np.float32]]) -> 
         writer.writerows(enumerate(files))
 
 
-def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(1, embedding=parse_embedding(info.config, arguments.pool, arguments.normalize))
 
@@ -90,8 +90,8 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tup
     return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     with client_of(arguments) as client:
         client.model()
         options = {"pool": arguments.pool, "normalize": arguments.normalize}
-        yield from ask_about(files, client, lambda file: client.embed(file, **options))
+        yield from stream_answers(files, client, lambda file: client.embed(file, **options))

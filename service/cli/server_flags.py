@@ -50,7 +50,7 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 
 @contextmanager
-def asking(url: str) -> Iterator[None]:
+def request_errors(url: str) -> Iterator[None]:
     """Turn the errors of requests to a server into an InputError: one line that says what to do."""
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
@@ -67,15 +67,15 @@ def asking(url: str) -> Iterator[None]:
 
 @contextmanager
 def client_of(arguments: argparse.Namespace) -> Iterator[Client]:
-    """Give a client of the server at `--url`; its errors become an InputError, see `asking`."""
+    """Give a client of the server at `--url`; its errors become an InputError, see `request_errors`."""
     with (
-        asking(arguments.url),
+        request_errors(arguments.url),
         Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
     ):
         yield client
 
 
-def ask_about(
+def stream_answers(
     files: Sequence[Path], client: Client, ask: Callable[[Path], _Answer], *, concurrency: int = 8
 ) -> Iterator[tuple[Path, _Answer | str]]:
     """Yield each file with its answer, or with why it has none, as long as the server answers.

@@ -25,10 +25,10 @@ from service.priority import lower_priority, seconds_without_core
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED_AT_ONCE: Final = 8
+MAX_EXPLANATION_BATCH: Final = 8
 """Images in a batch of explanations at most, so that it does not hold the device for long."""
 
-PATIENCE: Final = 1.0
+MAX_EXPLANATION_WAIT: Final = 1.0
 """Seconds after which a map no longer waits for classification, which under constant load never pauses."""
 
 Outcome = InferenceResult | ServiceError
@@ -148,7 +148,7 @@ class Streams:
 
     def _explain(self, runner: ModelRunner) -> None:
         lower_priority()
-        self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, EXPLAINED_AT_ONCE)))
+        self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, MAX_EXPLANATION_BATCH)))
 
     def _serve(self, runner: ModelRunner) -> None:
         self._launch_all(runner, lambda: self._next(self._queue, runner.max_batch))
@@ -172,8 +172,8 @@ class Streams:
         with self._wake:
             self._launched_at.pop(stream, None)
             while not self._stopping:
-                if queue is self._explanations and len(self._queue) and (age := queue.age()) < PATIENCE:
-                    self._wake.wait(PATIENCE - age if len(queue) else None)
+                if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
+                    self._wake.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
                     continue
                 waited = len(queue)
                 poll = queue.poll(max_batch)

@@ -93,9 +93,9 @@ class WatchedEngine(LocalEngine):
         """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""
         world, now = self._world, self.process.time()
         if any(entry.item.requested.needs_pass for entry in batch):
-            if len(batch) > streams.EXPLAINED_AT_ONCE:
+            if len(batch) > streams.MAX_EXPLANATION_BATCH:
                 world.scheduler.violate(f"{len(batch)} images are explained at once")
-            if len(self._streams._queue) and now - batch[0].arrived < streams.PATIENCE - _TICK:
+            if len(self._streams._queue) and now - batch[0].arrived < streams.MAX_EXPLANATION_WAIT - _TICK:
                 world.scheduler.violate("an explanation does not wait for classification")
         for entry in batch:
             number = number_of(entry.item.pixels)
@@ -129,7 +129,7 @@ class WatchedEngine(LocalEngine):
                 continue
             if explained:
                 # It lets others go first, but not for ever.
-                patient_until = arrived + streams.PATIENCE
+                patient_until = arrived + streams.MAX_EXPLANATION_WAIT
                 alone_since = patient_until if self._alone_since is None else min(self._alone_since, patient_until)
                 free_since = max(arrived, model.unexplaining_since, alone_since)
             else:

@@ -267,8 +267,8 @@ class World:
             (streams, "threading", self.threads),
             (streams, "launch", watched_launch),
             (streams, "lower_priority", lambda: None),  # virtual threads are all of this one
-            (streams, "PATIENCE", 0.03),
-            (streams, "EXPLAINED_AT_ONCE", 2),
+            (streams, "MAX_EXPLANATION_WAIT", 0.03),
+            (streams, "MAX_EXPLANATION_BATCH", 2),
             (single_process, "LocalEngine", self._local_engine),
             (engine_process, "EngineServer", WatchedServer),
         ]

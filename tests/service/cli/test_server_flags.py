@@ -67,13 +67,13 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
     ],
 )
 def test_why_a_server_could_not_be_asked_is_one_line(error: Exception, message: str) -> None:
-    with pytest.raises(InputError) as caught, server_flags.asking("http://u"):
+    with pytest.raises(InputError) as caught, server_flags.request_errors("http://u"):
         raise error
     assert str(caught.value) == message
 
 
 def test_an_address_without_its_scheme_is_told_with_one() -> None:
-    with pytest.raises(InputError) as caught, server_flags.asking("there:8000"):
+    with pytest.raises(InputError) as caught, server_flags.request_errors("there:8000"):
         pytest.fail("it cannot be asked")
     assert str(caught.value) == "there:8000: expected an address such as http://there:8000"
 
@@ -94,7 +94,7 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> N
 
     def answers(*given: object) -> Iterator[tuple[Path, str]]:
         files = [Path(str(number)) for number in range(len(given))]
-        return server_flags.ask_about(files, _Streaming(list(given)), lambda file: "")
+        return server_flags.stream_answers(files, _Streaming(list(given)), lambda file: "")
 
     seen = []
     with pytest.raises(ClientError, match="no answer any more, 984 of 1000 files were not asked about"):
