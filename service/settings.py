@@ -181,6 +181,7 @@ def _check_platform(instead: str) -> None:
 
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 CommaSeparated = BeforeValidator(_comma_separated)
 
@@ -280,14 +281,14 @@ class Settings(BaseSettings):
         description="images in the service at once: received, decoded, queued or computed. Default: 256, or two "
         "largest batches a stream where that is more",
     )
-    request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    request_timeout: Timeout = Field(
         10, description="seconds from the request's head within which its image must be launched"
     )
 
-    batch_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    batch_timeout: Timeout = Field(
         30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
     )
-    load_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    load_timeout: Timeout = Field(
         600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
     )
 

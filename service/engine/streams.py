@@ -119,13 +119,13 @@ class Streams:
         """
         self._streams = runner.streams
         others = [
-            threading.Thread(target=self._serve, args=(runner,), name=f"engine-{number}", daemon=True)
+            threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)
         ]
         others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
         for thread in others:
             thread.start()
-        self._serve(runner)
+        self._classify(runner)
         for thread in others:
             thread.join()
         for failure in self._failures[1:]:
@@ -148,15 +148,15 @@ class Streams:
 
     def _explain(self, runner: ModelRunner) -> None:
         lower_priority()
-        self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, MAX_EXPLANATION_BATCH)))
+        self._launch_all(runner, self._explanations, min(runner.max_batch, MAX_EXPLANATION_BATCH))
 
-    def _serve(self, runner: ModelRunner) -> None:
-        self._launch_all(runner, lambda: self._next(self._queue, runner.max_batch))
+    def _classify(self, runner: ModelRunner) -> None:
+        self._launch_all(runner, self._queue, runner.max_batch)
 
-    def _launch_all(self, runner: ModelRunner, next_batch: Callable[[], Poll[InferenceRequest] | None]) -> None:
+    def _launch_all(self, runner: ModelRunner, queue: BatchQueue[InferenceRequest], max_batch: int) -> None:
         batch: list[Waiting] = []
         try:
-            while (poll := next_batch()) is not None:
+            while (poll := self._next(queue, max_batch)) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)

@@ -87,27 +87,6 @@ class Swappable(Protocol):
         """Close all engines."""
 
 
-class Unswapped:
-    """An engine whose model stays until the process ends."""
-
-    reloads = Reloads()
-
-    def __init__(self, engine: Engine) -> None:
-        self.current = Generation(engine)
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the model."""
-        self.current.engine.start(on_change)
-
-    async def load(self, checkpoint: str | None) -> None:
-        """Raise `Forbidden`: nothing is loaded beside the model."""
-        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
-
-    async def close(self) -> None:
-        """Close the engine."""
-        await self.current.engine.close()
-
-
 class LocalSwap:
     """Swaps engines of this process.
 
@@ -213,3 +192,14 @@ class LocalSwap:
         self._engines.remove(generation.engine)
         self._on_retired()
         logger.info("the old model is closed, and its memory is free")
+
+
+class Unswapped(LocalSwap):
+    """An engine of this process that serves until the process ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(lambda checkpoint: engine)
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`: nothing is loaded beside the model."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
