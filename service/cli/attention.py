@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap
-from model.images.photo import upright_photo
-from model.images.preprocess import ModelInput
+from model.images.preprocess import ModelInput, upright_photo
 from model.images.sheet import ContactSheet, in_a_row
 from model.prediction import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
 from service.cli.image_files import find_images, handle_answers, predict_files, writing

@@ -18,7 +18,6 @@ from model.prediction import Outputs, RequestedOutputs
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.web.documents import ranked_predictions
 from vitserve.documents import Prediction
 
 _DEFAULT_TOP_K = 5
@@ -53,7 +52,7 @@ def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tu
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
-        return ranked_predictions(info.labels, outputs[0].indices, outputs[0].scores)
+        return Prediction.ranked(info.labels, outputs[0].indices.tolist(), outputs[0].scores.tolist())
 
     return predict_files(files, [requested], answer, predictor, info, settings)
 

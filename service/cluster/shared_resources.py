@@ -17,9 +17,9 @@ from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.swap_board import GROUPS, SwapBoard
 from service.errors import SettingsError
+from service.http.listening import address_family
 from service.metrics.metrics import files_of
 from service.settings import Settings
-from service.web.ports import address_family
 
 _PREFIX = "vitserve-metrics-"
 _LOCK = "lock"
