@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import launcher, logging_state
+from tests.overseer import Overseer
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -53,6 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
     items.sort(key=lambda item: -longest[item.path])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the processes that run the tests, where there are several."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        seconds = config.getoption("session_timeout", None)
+        # By itself each process ends after this time, when its test has. Who does not within a minute hangs.
+        config.pluginmanager.register(Overseer(seconds and seconds + 60))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -87,7 +87,8 @@ class Watchdog:
     """Looks at the beats of an event loop from a thread of its own.
 
     Args:
-        timeout: seconds without a beat after which the process ends with 1.
+        timeout: seconds without a beat after which the process ends with 1. A collection of garbage, or a busy machine,
+            may hold a healthy loop up for seconds.
         clock: monotonic seconds.
         end: ends the process with an exit code.
 
@@ -97,7 +98,7 @@ class Watchdog:
 
     def __init__(
         self,
-        timeout: float,
+        timeout: float = _STUCK_SECONDS,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = exit_now,
