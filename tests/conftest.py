@@ -41,6 +41,14 @@ def logging_as_it_was() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def priority_as_it_was() -> Iterator[None]:
+    """Fail a test that takes priority from this process: every later test would be slow, with its servers."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files whose tests may take longest, so that no process is alone with one at the end.
