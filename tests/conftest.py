@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of the collections of garbage that tests and services ask for: each takes a second."""
+    """Leave what was imported out of the collections of garbage, each of which would take half a second."""
     gc.collect()
     gc.freeze()
 
