@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -16,16 +16,22 @@ class Overseer:
 
     Args:
         seconds: time for all tests; without a limit if None.
+        timer: calls a function after it.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(
+        self,
+        seconds: float | None,
+        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
+    ) -> None:
         self._seconds = seconds
+        self._timer = timer
         self._running: dict[str, float] = {}
         self._ends: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        timer = threading.Timer(self._seconds, _thread.interrupt_main) if self._seconds else None
+        timer = self._timer(self._seconds, _thread.interrupt_main) if self._seconds else None
         if timer is not None:
             timer.daemon = True
             timer.start()
