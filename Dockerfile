@@ -79,7 +79,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     CUDA_CACHE_PATH=/cache/cuda \
     TMPDIR=/cache/tmp \
     NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility,video
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for backend in torch auto; do \

@@ -10,7 +10,6 @@
     latency   p50 and p99: one picture at a time, and at 50 % and 90 % of the full rate
     http      over HTTP with JPEGs of about 500 x 375 and 124 kB, against what decoding and the engine alone reach
     mixed     batches of every size from 1 to the largest, padded as a service pads them
-    decode    JPEGs decoded and resized on the device: the rate, and how the pixels differ from the CPU's
     float8    our rate in float8 beside bfloat16's, and how often both give the same class
     faults    kill -9 of the engine, the metrics, a second process that fills the memory
 
@@ -50,7 +49,6 @@ STEPS: dict[str, Callable[[Bench], None]] = {
     "latency": gpu_servers.latency,
     "http": gpu_servers.http,
     "mixed": gpu_stages.mixed,
-    "decode": gpu_stages.decode,
     "float8": gpu_stages.float8,
     "faults": gpu_servers.faults,
 }

@@ -20,7 +20,6 @@ from model.prediction import RequestedOutputs
 TESTS = [
     *("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
     *("tests/model/runtime/cuda/test_cuda.py", "tests/model/runtime/test_float8.py"),
-    "tests/model/runtime/cuda/test_nvimgcodec.py",
 ]
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 
@@ -171,29 +170,6 @@ def float8(bench: Bench) -> None:
     bench.record.section("machine")["float8"] = state
     bench.note(section, "ratio", round(section["float8"] / section[bench.arguments.dtype], 3))
     bench.note(section, "agreement", ours.predictor.agreement)
-
-
-def decode(bench: Bench) -> None:
-    """JPEGs decoded and resized on the device: the rate, and how the pixels differ from the CPU's."""
-    import torch  # noqa: PLC0415
-
-    from benchmarks.device_decoding import measure  # noqa: PLC0415
-    from benchmarks.gpu_bench import read  # noqa: PLC0415
-    from model.errors import DeviceError  # noqa: PLC0415
-
-    variant, batch = bench.best_of_ours()
-    ours = bench.ours(variant)  # that of `mixed`, which is there
-    section = bench.record.section("decode")
-    device, config = torch.device(bench.arguments.device), ours.checkpoint.preprocess
-    try:
-        with gpu_machine.meter(bench.gpu) as state:
-            found = measure(read(bench.files), config, device, ours.top1, batch=batch, seconds=bench.seconds)
-    except DeviceError as error:
-        bench.note(section, "refused", str(error))
-        return
-    bench.record.section("machine")["decode"] = state
-    for name, value in found.items():
-        bench.note(section, name, value)
 
 
 def _subjects(bench: Bench, ours: Any, count: int) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import MapRequest, Picture
+from model.prediction import MapRequest
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import Compilation
 
-Images = NDArray[np.uint8] | Sequence[Picture]
-"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere, some perhaps still encoded."""
+Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
 
 
 class Backend(Protocol):
@@ -74,8 +74,8 @@ class Backend(Protocol):
 
 
 def stacked(images: Images) -> NDArray[np.uint8]:
-    """Return a batch as one array, uint8 [B, H, W, C]; no picture of it is encoded."""
-    return images if isinstance(images, np.ndarray) else np.stack(cast(Sequence[NDArray[np.uint8]], images))
+    """Return a batch as one array, uint8 [B, H, W, C]."""
+    return images if isinstance(images, np.ndarray) else np.stack(images)
 
 
 def first_line(error: BaseException) -> str:

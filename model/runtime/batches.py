@@ -96,8 +96,6 @@ class BatchOutputs(NamedTuple):
         scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
         indices: int64 [B, k], the classes that the scores belong to.
         finite: bool [B], whether all scores of the image are finite.
-        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
-            device could not decode, whose other values mean nothing.
     """
 
     logits: Tensor | None = None
@@ -109,7 +107,6 @@ class BatchOutputs(NamedTuple):
     scores: Tensor | None = None
     indices: Tensor | None = None
     finite: Tensor | None = None
-    decoded: Mapping[int, NDArray[np.uint8] | None] | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> BatchOutputs:
@@ -118,7 +115,7 @@ class BatchOutputs(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return those that were computed, by name."""
-        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
+        return {name: value for name, value in zip(self._fields, self, strict=True) if value is not None}
 
     def first(self, count: int) -> BatchOutputs:
         """Return the outputs of the first images."""

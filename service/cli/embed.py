@@ -82,7 +82,7 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tup
     for file, found in predict_files(files, requested, predictor, info, settings):
         if isinstance(found, str):
             yield file, found
-        elif found.failure is not None or found.embedding is None:
+        elif not found.finite or found.embedding is None:
             yield file, "the model gives values that are not finite"
         else:
             yield file, found.embedding

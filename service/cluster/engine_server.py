@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable
 
-from model.prediction import EncodedPicture, Picture
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol, peer_user
 from service.cluster.shared_memory import ImageSlots
@@ -135,16 +134,8 @@ class _WorkerConnection(FrameProtocol):
     async def _infer(self, frame: protocol.Submit) -> InferenceResult:
         if self._slots is None:
             raise EngineUnavailable(self._server.engine.status.reason)
-        picture: Picture = self._slots[frame.slot]
-        if frame.encoded is not None:
-            length, *size, orientation = frame.encoded
-            picture = EncodedPicture(self._slots.read(frame.slot, length), (size[0], size[1]), orientation)
-        request = InferenceRequest(picture, frame.requested, frame.traceparent)
-        result = await self._server.engine.infer(request, timeout=frame.timeout)
-        if result.outputs.decoded is None:
-            return result
-        self._slots[frame.slot][...] = result.outputs.decoded
-        return dataclasses.replace(result, outputs=dataclasses.replace(result.outputs, decoded=None))
+        request = InferenceRequest(self._slots[frame.slot], frame.requested, frame.traceparent)
+        return await self._server.engine.infer(request, timeout=frame.timeout)
 
     def _answer(self, id_: int, task: asyncio.Task[InferenceResult]) -> None:
         """Send one request's outcome: every Submit gets exactly one, even if cancelled before it began."""

@@ -7,7 +7,6 @@ import resource
 import socket
 from dataclasses import dataclass
 
-from model.images.device_jpeg import MAX_BYTES
 from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.shared_metrics import SharedMetrics
@@ -60,7 +59,6 @@ class SharedResources:
         self.listening = True
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
-        slot_bytes = MAX_BYTES if settings.decode == "device" else 0
         self.groups: list[EngineGroup] = []
         for _ in range(GROUPS):
             counters = SharedCounters(
@@ -69,10 +67,7 @@ class SharedResources:
                 capacity=settings.queue_size,
                 keys=len(settings.api_keys),
             )
-            channels = [
-                EngineChannel(index, device, counters, slots=slots, slot_bytes=slot_bytes)
-                for index, device in enumerate(devices)
-            ]
+            channels = [EngineChannel(index, device, counters, slots=slots) for index, device in enumerate(devices)]
             self.groups.append(EngineGroup(counters, channels))
             counters.restarts = self.groups[0].counters.restarts  # a device's, whichever group serves
         self.counters, self.channels = self.groups[0].counters, self.groups[0].channels

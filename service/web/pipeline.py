@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
@@ -22,7 +24,7 @@ from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.images.formats import UnboundedWork
 from model.images.preprocess import model_input
-from model.prediction import Picture, RequestedOutputs
+from model.prediction import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -31,7 +33,6 @@ from service.errors import (
     EngineUnavailable,
     InferenceFailed,
     MissingImage,
-    NotDecoded,
     RequestTimeout,
     ServiceError,
     UploadTooLarge,
@@ -280,8 +281,17 @@ class Pipeline:
             return None
         return Decoded(picture, time.perf_counter() - started)
 
-    async def infer(self, pixels: Picture, deadline: Deadline, requested: RequestedOutputs) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
+    async def classify(
+        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
+    ) -> tuple[Decoded, InferenceResult]:
+        """Return a file's picture as the model saw it, and the model's answer; raises as `decode` and `infer` do."""
+        decoded = await self.decode(data, deadline)
+        return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+
+    async def infer(
+        self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
+    ) -> InferenceResult:
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
@@ -291,7 +301,7 @@ class Pipeline:
         try:
             result = await self._infer(request, remaining)
         except ServiceError as error:
-            stage = "inference" if isinstance(error, InferenceFailed | NotDecoded) else "queue"
+            stage = "inference" if isinstance(error, InferenceFailed) else "queue"
             self.stage_failed(stage, remaining - deadline.remaining(), error)
             raise
         self.metrics.stages["queue"].observe(result.queue_seconds)

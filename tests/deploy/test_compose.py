@@ -78,8 +78,8 @@ def test_the_image_asks_for_what_cuda_and_the_metrics_of_a_gpu_need():
     environment = image_environment()
 
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
-    # `compute` is CUDA, `utility` is NVML and nvidia-smi, `video` is the chip's decoder of JPEGs.
-    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility", "video"}
+    # `compute` is CUDA, `utility` is NVML and nvidia-smi. The chip's decoder of JPEGs (`video`) is not used.
+    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility"}
 
 
 def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
@@ -246,7 +246,7 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
 
 @pytest.mark.usefixtures("compose_v2")
 @pytest.mark.parametrize("files", [[], ["docker-compose.yml", "docker-compose.cpu.yml"]], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("extras", ["", "gpu gpu-decode hub"], ids=["default", "chosen"])
+@pytest.mark.parametrize("extras", ["", "gpu hub"], ids=["default", "chosen"])
 def test_the_extras_of_the_build_can_be_chosen(files, extras):
     named = [argument for file in files for argument in ("-f", file)]
 

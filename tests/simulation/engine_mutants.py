@@ -77,7 +77,7 @@ def numbers_without_meaning_sent(patch: pytest.MonkeyPatch) -> None:
     predict = Device.predict
 
     def careless(*arguments: Any, **options: Any) -> Any:
-        return [dataclasses.replace(outputs, failure=None) for outputs in predict(*arguments, **options)]
+        return [dataclasses.replace(outputs, finite=True) for outputs in predict(*arguments, **options)]
 
     patch.setattr(Device, "predict", careless)
 

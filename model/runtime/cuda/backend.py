@@ -23,7 +23,6 @@ from model.runtime.backend import Images, first_line
 from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
 from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOps, DeviceOutputs
-from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.device import batch_too_large
 from model.runtime.postprocess import beside, pack, run_network, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
@@ -55,9 +54,7 @@ class Cuda(TorchBackend):
         DeviceError: not enough memory for the weights, or the images of the largest batch.
     """
 
-    def __init__(
-        self, options: TorchOptions, ops: DeviceOps, *, streams: int, preprocess: DevicePreprocess | None = None
-    ) -> None:
+    def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
         self._ops = ops
         self._beside = threading.Lock()  # held by what computes beside the launcher
@@ -67,9 +64,7 @@ class Cuda(TorchBackend):
         self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
-            self._launcher = BatchLauncher(
-                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=preprocess
-            )
+            self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
@@ -83,8 +78,8 @@ class Cuda(TorchBackend):
             raise self._failure
         size = launch_size(len(images), self.batch_sizes)
         request = replace(request, top_k=max(request.top_k, self._captured_k))
-        packed, named, decoded = self._launcher.run(images, request, size=size)
-        return unpack(packed, request, self.config)._replace(**named, decoded=decoded)
+        packed, named = self._launcher.run(images, request, size=size)
+        return unpack(packed, request, self.config)._replace(**named)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""

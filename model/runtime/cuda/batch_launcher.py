@@ -4,8 +4,6 @@
     thread B                    pinned <- images  | upload (while A computes) ...
     device                       copy stream A    | graph A | graph B      |
 
-Encoded pictures are decoded and resized on the copy stream, and what the model sees of them comes back to the host.
-
 Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
 them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
@@ -17,19 +15,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import EncodedPicture
 from model.runtime.backend import Images, first_line
 from model.runtime.batches import BatchRequest
-from model.runtime.cuda.picture_decoding import DevicePreprocess
 
 _TOLERANCE: Final = 0.02
 """Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
@@ -85,17 +80,12 @@ class CaptureFailed(RuntimeError):
     """The capture of a graph broke off, which leaves torch's allocator in a state that asserts later."""
 
 
-Decoded = Mapping[int, NDArray[np.uint8] | None]
-"""Pixels of the encoded pictures of a batch by their places: uint8 [H, W, C], or None where the device has failed."""
-
-
 class _Slot(NamedTuple):
     pinned: Tensor
     pixels: Tensor
     copies: Any
     uploaded: Any
     finished: Any
-    returned: Any
 
 
 class _Graph(NamedTuple):
@@ -113,24 +103,13 @@ class BatchLauncher:
         compute: called on the launcher's stream, by one thread at a time, for batches without a graph.
         shape: (H, W, C) of an image.
         slots: callers served at the same time; further ones wait.
-        preprocess: makes images of encoded pictures; None where there are none.
 
     Raises:
         RuntimeError: as torch raises it (out of memory).
     """
 
-    def __init__(
-        self,
-        ops: DeviceOps,
-        compute: Compute,
-        *,
-        shape: tuple[int, ...],
-        max_batch: int,
-        slots: int,
-        preprocess: DevicePreprocess | None = None,
-    ) -> None:
+    def __init__(self, ops: DeviceOps, compute: Compute, *, shape: tuple[int, ...], max_batch: int, slots: int) -> None:
         self._ops = ops
-        self._preprocess = preprocess
         self._compute = compute
         self._stream = ops.stream()
         self._lock = threading.Lock()
@@ -143,7 +122,7 @@ class BatchLauncher:
         for _ in range(slots):
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
-            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event(), ops.event()))
+            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
         # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
         # wants one stream for them.
@@ -224,15 +203,15 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, dict[str, Tensor], Decoded]:
+    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute one batch; callable by several threads at once.
 
         Args:
-            images: B images, each uint8 [H, W, C], or encoded if there is a `preprocess`.
+            images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
 
         Returns:
-            On the host: packed outputs, those beside that are wanted, and what the model has seen of encoded pictures.
+            On the host: packed outputs, and those beside that the request asks for.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -252,14 +231,12 @@ class BatchLauncher:
 
     def _run(
         self, slot: _Slot, graph: _Graph | None, images: Images, request: BatchRequest, size: int
-    ) -> tuple[Tensor, dict[str, Tensor], Decoded]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         ops, count = self._ops, len(images)
         with ops.on(slot.copies):
-            encoded, failed = self._upload(slot, images)
+            np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
+            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
             slot.uploaded.record(slot.copies)
-            seen = ops.download(slot.pixels[:count]) if encoded else None
-            if encoded:
-                slot.returned.record(slot.copies)
         with self._lock, ops.on(self._stream):
             slot.uploaded.wait(self._stream)
             self._input[:count].copy_(slot.pixels[:count])
@@ -272,25 +249,4 @@ class BatchLauncher:
             named = {name: ops.download(beside[name][:count]) for name in request.beside}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        decoded: Decoded = {}
-        if seen is not None:
-            slot.returned.synchronize()
-            # Copies: the memory of the whole batch is not to live as long as one picture of it.
-            decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
-        return host, named, decoded
-
-    def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
-        """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""
-        count, preprocess = len(images), self._preprocess
-        encoded: dict[int, EncodedPicture] = {}
-        if preprocess is not None:
-            encoded = {row: image for row, image in enumerate(images) if isinstance(image, EncodedPicture)}
-        if not encoded:
-            pixels = cast(Sequence[NDArray[np.uint8]], images)
-            np.stack(list(pixels), out=slot.pinned[:count].numpy())  # the images' only copy on the host
-        for row, image in enumerate(images) if encoded else ():
-            if row not in encoded:
-                slot.pinned[row].numpy()[...] = image
-        if len(encoded) < count:
-            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
-        return encoded, set() if preprocess is None else preprocess.fill(encoded, slot.pixels)
+        return host, named

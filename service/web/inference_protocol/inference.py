@@ -16,7 +16,6 @@ from model.prediction import MapRequest, Outputs, RequestedOutputs, embedding_wi
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.awaiting import all_of
-from service.web.classification import classify_upload
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
@@ -240,7 +239,7 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
                 limit = pipeline.settings.max_upload_bytes
                 if len(data) > limit:
                     raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
-                return (await classify_upload(pipeline, data, deadline, wanted.of_picture))[1]
+                return (await pipeline.classify(data, deadline, wanted.of_picture))[1]
             assert inputs.pixels is not None
             return await pipeline.infer(inputs.pixels[position], deadline, wanted.of_picture)
         except (ImageError, ServiceError) as error:

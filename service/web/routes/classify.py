@@ -16,7 +16,6 @@ from model.prediction import AttentionMap, EmbeddingRequest, MapRequest, Request
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.awaiting import all_of, unless_disconnected
-from service.web.classification import classify_upload
 from service.web.decoders import Decoded
 from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
@@ -107,7 +106,7 @@ class _Classifier:
         if isinstance(file, UploadTooLarge):
             raise file
         pipeline = self._pipeline
-        decoded, result = await classify_upload(pipeline, file, self._deadline, self._requested)
+        decoded, result = await pipeline.classify(file, self._deadline, self._requested)
         image_id = await pipeline.pictures.put(decoded.picture)
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))

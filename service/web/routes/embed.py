@@ -18,7 +18,6 @@ from model.images.preprocess import ModelInput
 from model.prediction import Pooling, RequestedOutputs, parse_embedding
 from service.errors import ServiceError, UploadTooLarge
 from service.web.awaiting import all_of, unless_disconnected
-from service.web.classification import classify_upload
 from service.web.inference_protocol.inference import at_position
 from service.web.middleware import request_context
 from service.web.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
@@ -110,7 +109,7 @@ class _Embedder:
         """Decode and compute a picture; return it with its embedding [D]; raises `ImageError` or `ServiceError`."""
         if isinstance(file, UploadTooLarge):
             raise file
-        decoded, result = await classify_upload(self._pipeline, file, self._deadline, self._requested)
+        decoded, result = await self._pipeline.classify(file, self._deadline, self._requested)
         self._pipeline.metrics.images.inc()
         assert result.outputs.embedding is not None, "the engine answers an embedding when it is asked for one"
         return decoded.picture, result.outputs.embedding

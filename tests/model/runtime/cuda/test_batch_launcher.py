@@ -73,7 +73,7 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), BatchRequest(), size=4)
-    found, *_ = subject.run(images(1, 2), BatchRequest(), size=4)
+    found, _ = subject.run(images(1, 2), BatchRequest(), size=4)
     assert found[:, 0].tolist() == [6, 12]
     assert compute.sizes == [4, 4]
 
@@ -92,8 +92,8 @@ def test_a_captured_size_and_request_is_replayed() -> None:
     subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, beside, _ = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
-    mapped, none, _ = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
+    plain, beside = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
+    mapped, none = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
     assert ops.replays == before + 2
     assert (plain[:, 0].tolist(), plain.shape) == ([6, 12], (2, 7))
     assert mapped[:, 0].tolist() == [1018]
@@ -109,7 +109,7 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     before = ops.replays
     assert subject.run(images(1), BatchRequest(3), size=2)[0][:, 0].tolist() == [6]  # another size
     assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)[0][:, 0].tolist() == [2006]  # other layers
-    wide, beside, _ = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
+    wide, beside = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
     assert (wide.shape, beside["logits"].tolist()) == ((1, 9), [[3, 4]])
     assert ops.replays == before
 
@@ -207,7 +207,7 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 
     monkeypatch.setattr(np, "stack", watched)
     apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found, *_ = subject.run(apart, BatchRequest(), size=2)
+    found, _ = subject.run(apart, BatchRequest(), size=2)
     assert found[:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None
