@@ -81,7 +81,6 @@ class Predictor:
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
-        behind: whether the warm-up on CUDA ends before the compilation, which goes on behind the uncompiled model.
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
@@ -113,7 +112,6 @@ class Predictor:
         streams: int | None = None,
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
-        behind: bool = False,
         ops: DeviceOps | None = None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -141,7 +139,6 @@ class Predictor:
                 compile_mode,
                 sizes,
                 graphs,
-                behind,
                 dtype == "float8",
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name

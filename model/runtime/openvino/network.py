@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.vit import VisionTransformer, meta_model
+from model.runtime.backend import require_close
 from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import Requests, compile_sizes, convert
 from model.runtime.postprocess import run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
-
-_TOLERANCES: Final = {
-    "logits": {torch.float32: 1e-3, torch.bfloat16: 0.1},
-    "relevance": {torch.float32: 0.05, torch.bfloat16: 0.5},
-}
-"""Largest norm of the difference to torch's float32 output, relative to its own. A graph that lost something is off by
-its own norm; ViT-Ti/16 in bfloat16 is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers."""
-
 
 _SIZES: Final = (1, 2, 3, 4, 6, 8)
 """What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
@@ -79,9 +72,9 @@ class OpenVinoNetwork:
         shape = (max(3, *checked), rows, columns, config.in_channels)
         images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         with torch.inference_mode():
-            expected = traced.outputs(torch.from_numpy(images)).tensors()
-        self._names = tuple(expected)
-        if not expected["logits"].isfinite().all():
+            expected = traced.outputs(torch.from_numpy(images))
+        self._names = tuple(expected.tensors())
+        if not expected.tensors()["logits"].isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
         compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
         try:
@@ -97,13 +90,11 @@ class OpenVinoNetwork:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
 
     def _check(
-        self, images: NDArray[np.uint8], expected: dict[str, Tensor], counts: tuple[int, ...], *, alone: bool
+        self, images: NDArray[np.uint8], expected: BatchOutputs, counts: tuple[int, ...], *, alone: bool
     ) -> None:
         """Raise DeviceError if the outputs of the first images are not torch's."""
         for count in counts:
-            for name, output in self(images[:count], alone=alone).tensors().items():
-                if name in _TOLERANCES:
-                    _require_close(output, expected[name][:count], _TOLERANCES[name][self._options.dtype], name)
+            require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
 
     def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
         """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.
@@ -169,11 +160,3 @@ class _Traced(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.outputs(images).tensors().values())
-
-
-def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    """Raise DeviceError if the difference's norm is more than the tolerance of the expected norm."""
-    # A head that is all zeros gives zeros in both.
-    relative = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
-    if not relative <= tolerance:
-        raise DeviceError(f"OpenVINO's {name} are {relative:.2g} of their norm away from torch's")
