@@ -84,6 +84,7 @@ USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for backend in torch auto; do \
         VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
+# A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
 VOLUME /cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM

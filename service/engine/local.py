@@ -102,11 +102,13 @@ class LocalEngine:
     @property
     def status(self) -> EngineStatus:
         """Return the engine's current status."""
-        runner = self._runner
+        runner, reason = self._runner, self._reason
+        if runner is not None and self._state == "loading" and runner.compiled.startswith("compiling"):
+            reason = "the model is compiled, which takes minutes where the cache has no kernels of it"
         return EngineStatus(
             device=runner.device if runner else self._device,
             state=self._state,
-            reason=self._reason,
+            reason=reason,
             compiled=runner.compiled if runner else "",
             batch_sizes=runner.batch_sizes if runner else None,
             queue_depth=len(self._streams),

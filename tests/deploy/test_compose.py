@@ -255,3 +255,14 @@ def test_the_extras_of_the_build_can_be_chosen(files, extras):
     (image,) = re.findall(r'^ARG EXTRAS="(.*)"$', (REPOSITORY / "Dockerfile").read_text(), re.M)
     given = json.loads(done.stdout)["services"]["vitserve"]["build"]["args"]["EXTRAS"].split()
     assert given == extras.split() if extras else set(given) == {*image.split()} | ({"openvino"} if files else set())
+
+
+@pytest.mark.usefixtures("compose_v2")
+@pytest.mark.parametrize("given", [None, "/usr/lib/x86_64-linux-gnu"])
+def test_triton_can_be_told_where_the_driver_is(given):
+    """In a container that is read-only the toolkit may be unable to write the cache that Triton reads."""
+    done = docker_compose("config", "--format", "json", **({"TRITON_LIBCUDA_PATH": given} if given else {}))
+
+    service = json.loads(done.stdout)["services"]["vitserve"]
+    assert service["read_only"]
+    assert service["environment"]["TRITON_LIBCUDA_PATH"] == given

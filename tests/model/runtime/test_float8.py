@@ -42,8 +42,12 @@ GPU = torch.device("cuda", 0)
         ((9, 0), "2.13.1+cu126", "12.6", None),
         ((10, 0), "2.13.1+cu130", "13.0", None),
         ((8, 6), "2.13.1+cu130", "13.0", "cuda:0 has compute capability 8.6, it needs 8.9 or later"),
-        ((9, 0), "2.11.0+cu130", "13.0", "torch 2.11.0+cu130 multiplies by rows on the wrong stream"),
+        ((9, 0), "2.11.0+cu130", "13.0", None),
+        ((9, 0), "2.11.0+cu128", "12.8", "torch 2.11.0+cu128 multiplies by rows on the wrong stream"),
+        ((8, 9), "2.11.0+cu130", "13.0", "torch 2.11.0+cu130 multiplies by rows on the wrong stream"),
+        ((10, 0), "2.11.0+cu130", "13.0", "torch 2.11.0+cu130 multiplies by rows on the wrong stream"),
         ((9, 0), "2.12.0+cu129", "12.9", "CUDA 12.9 refuses small batches of it"),
+        ((9, 0), "2.11.0+cu129", "12.9", "CUDA 12.9 refuses small batches of it"),
     ],
 )
 def test_float8_is_for_gpus_and_versions_that_compute_it(
