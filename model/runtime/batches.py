@@ -76,6 +76,11 @@ class BatchRequest:
         """Return it without what is made of the network's output."""
         return replace(self.computed, top_k=1)
 
+    @property
+    def extras(self) -> BatchRequest:
+        """Return what of it makes the pass longer, whichever layers and classes are asked for."""
+        return BatchRequest(relevance=self.relevance, all_tokens=self.all_tokens)
+
     def covers(self, other: BatchRequest) -> bool:
         """Return whether a network that computes this gives what another request wants of it."""
         return (

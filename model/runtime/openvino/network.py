@@ -46,24 +46,30 @@ class OpenVinoNetwork:
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
-        relevance: whether to compute the relevance of the best class, too.
+        extras: what to compute beside logits and the attention row, see `BatchRequest.extras`.
         workers: threads that compile.
 
     Attributes:
-        request: what the graphs give: the last layer's attention row, perhaps, and relevance, perhaps.
+        request: what the graphs give: `extras`, and the last layer's attention row where it can be traced.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
     """
 
     def __init__(
-        self, options: TorchOptions, *, threads: int, streams: int, relevance: bool = False, workers: int | None = None
+        self,
+        options: TorchOptions,
+        *,
+        threads: int,
+        streams: int,
+        extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
+        workers: int | None = None,
     ) -> None:
         config, dtype = options.model.config, options.dtype
         self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
         layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
-        self.request = BatchRequest(layers=layers, relevance=relevance)
+        self.request = replace(extras, layers=layers)
         self._is_small = _is_small(options.model, dtype, streams)
         self.version = importlib.metadata.version("openvino")
         traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.request)
@@ -96,14 +102,14 @@ class OpenVinoNetwork:
         for count in counts:
             require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
 
-    def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
-        """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.
+    def with_extras(self, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
+        """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
 
         Args:
             model: the one that this network was made of, in float32.
         """
         options = replace(self._options, model=model)
-        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, relevance=True, workers=1)
+        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, extras=extras, workers=1)
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
