@@ -260,7 +260,7 @@ class RequestedOutputs:
     Attributes:
         top_k: how many classes, 1 ... num_classes.
         map: which map, if any.
-        logits: whether the logits of all classes are wanted.
+        logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
     """
 

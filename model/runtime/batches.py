@@ -32,10 +32,10 @@ class BatchRequest:
 
     Attributes:
         top_k: how many classes.
-        logits: whether the logits of all classes are wanted.
-        layers: whose attention rows are wanted, ascending.
-        relevance: whether the relevance of each image's best class is wanted.
-        embeddings: which are wanted, by `embedding_name`.
+        logits: whether to return the logits of all classes.
+        layers: the layers whose attention rows to return, ascending.
+        relevance: whether to return the relevance of each image's best class.
+        embeddings: the names of those to return, as of `embedding_name`.
         all_tokens: whether one of them needs tokens of the last block that the head does not read.
     """
 
@@ -63,7 +63,7 @@ class BatchRequest:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the outputs that every pass gives, and that come to the host only if they are wanted."""
+        """Return the names of the outputs that every pass gives, and that come to the host only on request."""
         return (*(("logits",) if self.logits else ()), *self.embeddings)
 
     @property
@@ -82,7 +82,7 @@ class BatchRequest:
         return BatchRequest(relevance=self.relevance, all_tokens=self.all_tokens)
 
     def covers(self, other: BatchRequest) -> bool:
-        """Return whether a network that computes this gives what another request wants of it."""
+        """Return whether a network that computes this gives all outputs of another request."""
         return (
             other.layers in ((), self.layers)
             and other.relevance <= self.relevance
@@ -135,18 +135,18 @@ def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
     Args:
         sizes: that a piece may have instead of these, with 1 among them; None for these.
     """
-    found = []
+    pieces = []
     if sizes is not None:
         while count:
-            found.append(max(size for size in sizes if size <= count))
-            count -= found[-1]
-        return found
+            pieces.append(max(size for size in sizes if size <= count))
+            count -= pieces[-1]
+        return pieces
     while count > UNCUT:
         power = 1 << (count.bit_length() - 1)
         largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
-        found.append(largest)
+        pieces.append(largest)
         count -= largest
-    return [*found, count] if count else found
+    return [*pieces, count] if count else pieces
 
 
 def sizes_in_use(max_batch: int) -> list[int]:

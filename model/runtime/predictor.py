@@ -56,7 +56,8 @@ _DEFAULT_STREAMS: Final = 2
 _LEAST_NORM: Final = 1e-12
 """What an embedding is divided by at least, as in torch's `normalize`."""
 
-_DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
+DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
+"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
 
 _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 """Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
@@ -122,7 +123,7 @@ class Predictor:
         self.device = device_name or str(torch_device)
         self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
+        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
         policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
@@ -132,20 +133,13 @@ class Predictor:
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.build()
             options = TorchOptions(
-                model,
-                checkpoint,
-                torch_device,
-                torch_dtype,
-                compile_mode,
-                sizes,
-                graphs,
-                dtype == "float8",
+                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            found = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
             if options.float8:
-                self.agreement = self._require_agreement(model, found[0], float8_agreement)
-            return found
+                self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
+            return chosen
 
         self._backend, self.backend_reason = build(torch_dtype)
         if dtype == "auto" and torch_dtype is torch.float16:
@@ -165,11 +159,11 @@ class Predictor:
         images = calibration_images(self.checkpoint.preprocess)
         with self._device_errors(), torch.inference_mode():
             share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))
-        found = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
+        text = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
         if share < least:
-            raise DeviceError(f"dtype 'float8': it gives {found}, and {least:.1%} are wanted: choose bfloat16")
-        logger.info("float8 gives %s", found)
-        return found
+            raise DeviceError(f"dtype 'float8': it gives {text}, and {least:.1%} are required: choose bfloat16")
+        logger.info("float8 gives %s", text)
+        return text
 
     @property
     def compilation(self) -> Compilation:
@@ -195,8 +189,8 @@ class Predictor:
 
         On the CPU it is run at the other sizes too, largest first, while that takes no more than two seconds, so that
         the memory that a library keeps for each size is taken before the first request and not at some later one.
-        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU, and `behind`, it is
-        compiled on a thread of its own while the uncompiled model already answers, and takes over when it is done.
+        On CUDA the model is compiled here, captured for every launch size, and compared with the uncompiled one. On the
+        CPU it is compiled on a thread of its own while the uncompiled model already answers, and takes over when done.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
@@ -294,10 +288,10 @@ class Predictor:
         self, embeddings: Mapping[Pooling, NDArray[np.float32]], request: EmbeddingRequest, place: int
     ) -> NDArray[np.float32]:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
-        found: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
+        embedding: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
-            found /= max(float(np.linalg.norm(found)), _LEAST_NORM)
-        return found
+            embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
+        return embedding
 
     def _maps_of_pass(
         self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]
@@ -324,15 +318,15 @@ class Predictor:
         maps: dict[int, AttentionMap] = {}
         for request, labels in passes.items():
             pixels = np.stack([images[place] for place in labels])
-            found, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
-            maps |= _by_place(labels, request, labels.values(), found.numpy(), kept_mass.numpy())
+            values, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
+            maps |= _by_place(labels, request, labels.values(), values.numpy(), kept_mass.numpy())
         return maps
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        found: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
-        return found
+        logits: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
+        return logits
 
 
 def _by_place(

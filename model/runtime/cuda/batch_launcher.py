@@ -83,7 +83,7 @@ class _Slot(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A recorded batch, and the tensors that the graph writes; those beside are not copied unless they are wanted."""
+    """A recorded batch, and the tensors that the graph writes; those beside are copied on request."""
 
     replay: Callable[[], None]
     packed: Tensor
