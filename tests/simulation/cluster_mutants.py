@@ -49,11 +49,11 @@ def cancelled_unanswered(patch: pytest.MonkeyPatch) -> None:
     """An image that was cancelled gets no frame, so its slot never comes back."""
     answer = engine_server._WorkerConnection._answer
 
-    def unless_cancelled(self: Any, id_: int, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            del self._tasks[id_]
+    def unless_cancelled(self: Any, id_: int, outcome: Any) -> None:
+        if isinstance(outcome, protocol.Cancelled):
+            del self._entries[id_]
         else:
-            answer(self, id_, task)
+            answer(self, id_, outcome)
 
     patch.setattr(engine_server._WorkerConnection, "_answer", unless_cancelled)
 

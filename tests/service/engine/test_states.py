@@ -254,4 +254,4 @@ async def test_nothing_is_left_of_an_image_when_its_caller_has_its_outcome() -> 
         await asyncio.wait([gone])
         rig.predictor.gate.set()
         await busy
-        assert rig.engine._futures == {}  # type: ignore[attr-defined]
+        assert rig.engine._callers == {}  # type: ignore[attr-defined]
