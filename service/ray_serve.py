@@ -20,13 +20,12 @@ from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import freeze_objects
+from service.http.lifecycle import freeze_objects, trim_regularly
 from service.metrics.metrics import CONTENT_TYPE, Metrics
 from service.metrics.replicas import merge
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
-from service.web.heap import trim_regularly
 from service.web.single_process import Loader, engine_of
 
 try:

@@ -20,7 +20,6 @@ from service.cli.image_files import find_images
 from service.cli.predictions import predict_files
 from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from service.web.documents import ranked_predictions
 from vitserve.client import Client
 from vitserve.documents import Prediction
 
@@ -71,7 +70,9 @@ def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[Cla
         if isinstance(outputs, str):
             yield ClassifiedFile(file, [], outputs)
         else:
-            yield ClassifiedFile(file, ranked_predictions(info.labels, outputs.indices, outputs.scores))
+            yield ClassifiedFile(
+                file, Prediction.ranked(info.labels, outputs.indices.tolist(), outputs.scores.tolist())
+            )
 
 
 def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:

@@ -80,15 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
-    from model.evaluation.evaluate import evaluate_cifar10, measure, predict_uploads  # noqa: PLC0415
+    from model.evaluation.evaluate import measure, predict_uploads  # noqa: PLC0415
 
     predictor, info, _ = predictor_from(arguments)
     truth = pictures.truth(info.labels, info.name)
     score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
-    if pictures.variants:
-        evaluation = evaluate_cifar10(predictor, arguments.data, progress=True)
-    else:
-        evaluation = measure(score(len(pictures), pictures.upload), truth, info.labels)
+    evaluation = measure(score(len(pictures), pictures.upload), truth, info.labels)
     _print(f"{info.name} on {info.device} in {info.dtype}", pictures, evaluation)
     if arguments.robustness:
         _robustness(arguments.card, pictures.variants, score, truth)

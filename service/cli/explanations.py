@@ -124,7 +124,8 @@ def _positive(text: str) -> int:
 
 def _pictures(data: Path) -> list[Picture]:
     """List the pictures below a folder, or CIFAR-10's test images where it has them."""
-    from model.evaluation.evaluation_set import is_cifar10, open_evaluation_set  # noqa: PLC0415  imports torch
+    from model.data.datasets import is_cifar10  # noqa: PLC0415
+    from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415
 
     if is_cifar10(data):
         images = open_evaluation_set(data)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig
 from model.errors import InputError
-from model.images.photo import upright_photo
-from model.images.preprocess import ModelInput, model_input
+from model.images.preprocess import ModelInput, model_input, upright_photo
 from model.images.region import Region
 from service.settings import Settings
 
@@ -68,7 +67,7 @@ def read_photo(file: Path, region: Region, size: int | None, settings: Settings)
 
     Args:
         region: in pixels of the photo as it is stored.
-        size: longer side of the result in pixels, at most; None: as `model.images.photo.upright_photo`.
+        size: longer side of the result in pixels, at most; None: as `model.images.preprocess.upright_photo`.
 
     Raises:
         ImageError: the file cannot be decoded.

@@ -97,7 +97,7 @@ def _print_summary(checkpoint: Checkpoint) -> None:
 
 def _draw_filters(model: VisionTransformer, path: Path) -> str:
     """Draw the principal components of the patch filters; raises `InputError` when this model has none."""
-    from model.insight.embeddings import patch_filters  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import patch_filters  # noqa: PLC0415  torch takes seconds to import
 
     filters = patch_filters(model)
     figures.patch_filters(filters.components.numpy(), filters.explained.numpy(), path)
@@ -106,7 +106,7 @@ def _draw_filters(model: VisionTransformer, path: Path) -> str:
 
 def _draw_positions(model: VisionTransformer, path: Path) -> str:
     """Draw how alike the position embeddings are; raises `InputError` when this model has none."""
-    from model.insight.embeddings import position_similarity  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import position_similarity  # noqa: PLC0415  torch takes seconds to import
 
     figures.position_similarity(position_similarity(model).numpy(), path)
     return f"{model.config.grid[0]}x{model.config.grid[1]} positions"
@@ -116,7 +116,7 @@ def _draw_attention(
     checkpoint: Checkpoint, model: VisionTransformer, images: Iterator[NDArray[np.uint8]], out: Path
 ) -> str:
     """Draw the mean attention distance, write its numbers, and return a line about them."""
-    from model.insight.attention_distance import (  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import (  # noqa: PLC0415  torch takes seconds to import
         even_attention_distance,
         mean_attention_distance,
     )

@@ -17,11 +17,11 @@ from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.supervisor import TRY_AGAIN
 from service.engine.local import LocalEngine
+from service.http.lifecycle import trim_regularly
 from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
-from service.web.heap import trim_regularly
 from service.web.single_process import Loader
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.shared_metrics import SharedMetrics
 from service.cluster.swap_board import GROUPS, SwapBoard
 from service.errors import SettingsError
+from service.http.listening import address_family
 from service.settings import Settings
-from service.web.ports import address_family
 
 _LARGEST_FILE = 256 << 20
 """Bytes that are enough for the pictures of a model's size that a worker and an engine share."""

@@ -18,14 +18,13 @@ from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
 from service.engine.base import Engine
-from service.http.lifecycle import Lifecycle, freeze_objects
+from service.http.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.http.server import Server
 from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import start_telemetry
 from service.web.app import create_app, log_model
-from service.web.heap import trim_regularly
 
 CHANGED = signal.SIGUSR1
 """Tells the supervisor, or a worker that serves, to look at what others have written."""

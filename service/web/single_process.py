@@ -11,14 +11,13 @@ from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
 from service.engine.swapping import LocalSwap
-from service.http.lifecycle import Lifecycle, Terminal, freeze_objects
+from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
 from service.http.server import Server
 from service.http.watchdog import Watchdog
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
-from service.web.heap import trim_regularly
 
 logger = logging.getLogger("vitserve")
 
@@ -75,7 +74,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 def engine_of(
     settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], *, load_timeout: float | None = None
 ) -> LocalEngine:
-    """Return an engine of this process; `load` is called on its thread, `on_batch` with each of its batches."""
+    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,

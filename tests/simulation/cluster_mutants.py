@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from service.cluster import channel, engine_server, protocol, remote_engine
+from service.cluster import engine_server, protocol, remote_engine
 from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
 from service.errors import ClientDisconnected
 from service.http import watchdog
-from service.web import awaiting, pipeline
+from service.web import pipeline
+from service.web import work as web_work
 from tests.simulation import requests
 from tests.simulation.transport import SimulatedChannel
 
@@ -186,7 +187,7 @@ def caller_not_watched(patch: pytest.MonkeyPatch) -> None:
 
     async def until_one_is_done(receive: Any, work: Any) -> Any:
         task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(awaiting._disconnect(receive))
+        watcher = asyncio.ensure_future(web_work._disconnect(receive))
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         watcher.cancel()
         if task.done():
@@ -197,14 +198,15 @@ def caller_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_lost_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    """A connection that is closed drops what it has still to send."""
+    """The connections of an engine that ends are closed before the batches that it computes are answered."""
+    close = engine_server.EngineServer.close
 
-    def close(self: Any) -> None:
-        self._outgoing.clear()
-        if self._transport is not None:
-            self._transport.close()
+    async def early(self: Any) -> None:
+        for connection in list(self.connections):
+            connection.close()
+        await close(self)
 
-    patch.setattr(channel.FrameProtocol, "close", close)
+    patch.setattr(engine_server.EngineServer, "close", early)
 
 
 def frozen_processes_left_alone(patch: pytest.MonkeyPatch) -> None:
