@@ -114,7 +114,7 @@ def predict_files(
                     yield file, picture
                     continue
                 own = next(outputs)
-                if any(each.failure is not None for each in own):
+                if not all(each.finite for each in own):
                     yield file, "the model gives no finite score for this picture"
                     continue
                 try:

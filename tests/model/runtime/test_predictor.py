@@ -21,7 +21,8 @@ from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise, TorchBackend, TorchOptions
+from model.runtime.torch_backend import Normalise, TorchOptions
+from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
 from tests.model.runtime.predictions import predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -252,7 +253,8 @@ def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkey
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
     checkpoint, cpu = make_checkpoint(), torch.device("cpu")
-    backend = TorchBackend(TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,)))
+    options = TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,))
+    backend = TorchCpu(options, ThreadPolicy(None))
     shown = np.concatenate([backend.trial_images(count, turn) for turn in (0, 1)])
     black = (shown == 0).all(axis=(1, 2, 3))
     assert black.sum() == count

@@ -140,6 +140,21 @@ async def test_a_deadline_that_passes_while_an_image_is_held_back_is_answered_at
 
 
 @on_a_loop
+async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running: Running) -> None:
+    async with running(max_delay=3600) as rig:
+        expired: list[int] = []
+
+        async def ask(red: int, timeout: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await rig.ask(red, timeout=timeout)
+            expired.append(red)
+
+        await asyncio.gather(ask(3, 0.12), ask(1, 0.02), ask(2, 0.06))
+        assert expired == [1, 2, 3]
+    assert rig.predictor.launched == []
+
+
+@on_a_loop
 async def test_an_image_without_any_time_left_is_not_launched(running: Running) -> None:
     async with running() as rig:
         with pytest.raises(DeadlineExceeded):
