@@ -13,9 +13,9 @@ from functools import partial
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol, peer_user
 from service.cluster.shared_memory import ImageSlots
-from service.engine.launch import Waiting
 from service.engine.local import LocalEngine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
+from service.engine.streams import Waiting
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class EngineServer:
         def engine_changed() -> None:
             if self.engine.info is not None:
                 self.channel.grow_pixels(self.workers, self.engine.info)
-                self.channel.device_name = self.engine.info.device
+                self.channel.device_name.write(self.engine.info.device)
             self._publish_status()
             on_change()
 
@@ -109,7 +109,7 @@ class _WorkerConnection(FrameProtocol):
         if isinstance(frame, protocol.Hello) and self._worker is None:
             authentic = hmac.compare_digest(frame.key, self._server.channel.key)
             if not authentic or frame.worker >= self._server.workers:
-                raise protocol.FrameError("a stranger")
+                raise protocol.FrameError("no worker of this service")
             self._worker = frame.worker
             self._server.connections.add(self)
             self.publish_status()

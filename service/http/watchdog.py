@@ -72,7 +72,7 @@ class Watchdog:
 
     def __init__(
         self,
-        timeout: float,
+        timeout: float = _STUCK_SECONDS,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = exit_now,

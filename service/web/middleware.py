@@ -39,7 +39,7 @@ from service.web.admission import RefusalPace
 from service.web.request_log import Answered, RequestLog
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTrace, RequestTracer
+    from service.tracing.spans import RequestTrace, RequestTracer
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ from service.web.upload import UploadedFile, UploadLimits, read_files, read_whol
 from service.web.work import Deadline, ThreadPool, all_of, unless_disconnected
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from service.cluster import engine_server, protocol, remote_engine
-from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
+from service.cluster.remote_engine import Balancer
 from service.errors import ClientDisconnected
 from service.http import watchdog
 from service.web import pipeline

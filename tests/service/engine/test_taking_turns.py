@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -205,5 +206,7 @@ def test_an_explanation_batch_is_small(max_batch: int, at_once: int) -> None:
         turns.put(red, GAE)
     predictor = FakePredictor(max_batch=max_batch)
     turns.to_happen = [turns.streams.stop]
-    turns.streams._explain(predictor)
+    thread = threading.Thread(target=turns.streams._explain, args=(predictor,))  # which lowers its priority
+    thread.start()
+    thread.join()
     assert [len(batch) for batch in predictor.launched] == [at_once] * (10 // at_once) + [10 % at_once]

@@ -70,7 +70,7 @@ def files_passed(settings: Settings) -> list[str]:
 
         def call() -> None:
             try:
-                until(lambda: server.started and engine.status.state == "ready")
+                until(lambda: server.started and engine.current.engine.status.state == "ready")
                 connection = http.client.HTTPConnection("127.0.0.1", server.port)
                 for _ in range(3):
                     classify(connection)

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from service.api_keys import ApiKey, parse_keys
 from service.errors import SettingsError, Unauthorized
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
-from service.settings import load_settings
+from service.settings import ApiKey, load_settings, parse_keys
 from service.web.keys import KeyGuard, KeyLimiter, needs_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
