@@ -6,7 +6,7 @@ import torch
 
 from model.config import ResNetStem
 from model.errors import InputError
-from model.insight.embeddings import patch_filters
+from model.insight.analyses import patch_filters
 from model.network.vit import VisionTransformer
 from tests.model.insight.models import random_model
 
