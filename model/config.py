@@ -16,7 +16,7 @@ Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, l
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -80,6 +80,8 @@ class ViTConfig(_Frozen):
     patch_embedding: Literal["convolution", "linear"] = "convolution"
     """How patches become tokens; both compute the same map."""
     patch_bias: bool = True
+    patch_norms: bool = False
+    """A LayerNorm over each flattened patch and one over its token (vit-pytorch); needs 'linear'."""
     position_embedding: Literal["learned", "sincos2d", "none"] = "learned"
     """sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580)."""
     position_prefix: bool = True
@@ -95,7 +97,11 @@ class ViTConfig(_Frozen):
 
     norm_before_blocks: bool = False
     """A LayerNorm stands between the embedding and the first block (CLIP)."""
+    norm_order: Literal["pre", "post"] = "pre"
+    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
+    """Dimension of queries, keys and values over all heads; None is `width`."""
     qkv_bias: bool = True
     projection_bias: bool = True
     """The attention's output projection and the MLP have biases."""
@@ -114,6 +120,10 @@ class ViTConfig(_Frozen):
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
+    """Hidden dimension of a head of two layers; None is one layer."""
+    head_activation: Activation = "tanh"
+    """Between the two layers of the head."""
     distillation_head: bool = False
     """The distillation token has a linear head of its own; the logits of both are averaged."""
 
@@ -128,8 +138,10 @@ class ViTConfig(_Frozen):
             raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {self.stem.stride}")
         if self.stem is not None and self.patch_embedding != "convolution":
             raise ValueError("a stem needs patch_embedding 'convolution'")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.inner_width % self.heads:
+            raise ValueError(f"width {self.inner_width} is not a multiple of heads {self.heads}")
+        if self.patch_norms and self.patch_embedding != "linear":
+            raise ValueError("patch_norms needs patch_embedding 'linear'")
         if self.position_embedding == "sincos2d" and self.width % 4:
             raise ValueError(f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {self.width}")
         return self
@@ -139,7 +151,7 @@ class ViTConfig(_Frozen):
         """Refuse absurd sizes before anything of them is allocated, even without storage."""
         if self.tokens > _MAX_TOKENS:
             raise ValueError(f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed")
-        if self.depth * self.width * (4 * self.width + 2 * self.mlp_width) > _MAX_PARAMETERS:
+        if self.depth * self.width * (4 * self.inner_width + 2 * self.mlp_width) > _MAX_PARAMETERS:
             raise ValueError(f"more than the {_MAX_PARAMETERS:,} parameters that are allowed")
         if self.relative_position_bias and self.tokens > _MAX_RELATIVE_TOKENS:
             raise ValueError(f"relative_position_bias with {self.tokens} tokens, at most {_MAX_RELATIVE_TOKENS}")
@@ -159,6 +171,8 @@ class ViTConfig(_Frozen):
     def _head_agrees(self) -> Self:
         if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
             raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.distillation_head and self.head_width is not None:
+            raise ValueError("distillation_head needs a head of one layer")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
         if self.pool == "attention" and self.mlp != "plain":
@@ -184,6 +198,11 @@ class ViTConfig(_Frozen):
     def position_tokens(self) -> int:
         """Return the number of entries of the position embedding."""
         return self.tokens if self.position_prefix else math.prod(self.grid)
+
+    @property
+    def inner_width(self) -> int:
+        """Return the dimension of queries, keys and values over all heads."""
+        return self.attention_width or self.width
 
     @property
     def attention_source(self) -> AttentionSource:

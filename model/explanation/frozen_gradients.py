@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model.config import ViTConfig
 from model.network.layers.block import LayerScale, Mlp, SwiGLU
+from model.network.layers.pooling import PreLogits
 
 _NOT_ZERO: Final = 1e-30
 """Less than what any other number of a network is rounded to."""
@@ -48,6 +49,12 @@ def through_mlp(mlp: Mlp | SwiGLU, hidden: Tensor, gradient: Tensor) -> Tensor:
         return through_linear(mlp.fc1, gradient * mlp.activation(gate).float(), slice(gate.shape[-1], None))
     hidden = hidden.float() + _NOT_ZERO
     return through_linear(mlp.fc1, gradient * (mlp.activation(hidden) / hidden))
+
+
+def through_activation(layer: PreLogits, x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient with respect to the input x [..., D] of a head's first layer from its output's."""
+    hidden = layer.fc(x).float() + _NOT_ZERO
+    return through_linear(layer.fc, gradient * (layer.activation(hidden) / hidden))
 
 
 def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
+    through_activation,
     through_lead,
     through_linear,
     through_mlp,
@@ -34,7 +35,7 @@ from model.explanation.frozen_gradients import (
 )
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept
-from model.network.layers.pooling import AttentionPool
+from model.network.layers.pooling import AttentionPool, PreLogits
 from model.network.vit import VisionTransformer, ViTOutput
 
 KEPT: Final = HOPS + 1
@@ -83,7 +84,8 @@ def token_relevance(
     """
     assert output.kept is not None
     weights = weights or fold(model)
-    leads = _leads(model, weights, with_rivals(output.logits, classes, len(weights.lead)))
+    ranked = with_rivals(output.logits, classes, len(weights.lead))
+    leads = _leads(model, weights, ranked, output.embeddings["head"])
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
@@ -138,13 +140,15 @@ def _start_at_block(
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
+def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, pooled: Tensor) -> Tensor:
     """Return the gradient of the lead with respect to what each head reads, [B, heads of the model, D or 2 D].
 
     What it reads is what enters the norm before it, but for the scale of each token.
     """
     leads = [through_lead(head, weights.lead, ranked) for head in heads_of(model)]
     joined = torch.stack(leads, dim=1) if len(leads) > 1 else leads[0].unsqueeze(1)
+    if isinstance(model.pre_logits, PreLogits):
+        joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
     joined = through_norm_of_one(model.fc_norm, joined)
     return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
 
@@ -184,7 +188,7 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
         weight: `FoldedWeights.hops`.
         attentions, kept: of these blocks.
     """
-    width = weight.shape[1]
+    width = attentions[0].inner_width
     of_queries = start.rows.flatten() * 3  # of each token's row in the fused projection, it is the first third
     projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
     moved: Tensor | None = None

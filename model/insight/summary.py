@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.network.vit import count_parameters, meta_model
+from model.prediction import embedding_width
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def _multiply_adds(config: ViTConfig) -> int:
         patch_inputs = config.stem.channels * (config.patch_size // config.stem.stride) ** 2
         stem = _stem_multiply_adds(config)
     embedding = patches * patch_inputs * width
-    attention = tokens * 4 * width * width + 2 * tokens * tokens * width
+    attention = (tokens * 4 * width + 2 * tokens * tokens) * config.inner_width
     gates = 3 if config.mlp == "swiglu" else 2
     blocks = config.depth * (attention + tokens * gates * width * config.mlp_width)
     pooling = 0
@@ -49,6 +50,8 @@ def _multiply_adds(config: ViTConfig) -> int:
         # Keys and values of what is seen; the query, two products, the projection and the MLP of one token.
         pooling = seen * 2 * width * width + 2 * seen * width + 2 * width * width + 2 * width * config.mlp_width
     head = config.num_classes * width * (2 if config.pool == "cls_mean" or config.distillation_head else 1)
+    if config.head_width is not None:
+        head = (embedding_width(config) + config.num_classes) * config.head_width
     return stem + embedding + blocks + pooling + head
 
 
@@ -117,7 +120,8 @@ def _patches(config: ViTConfig) -> str:
     if config.stem is not None:
         layers = "-".join(str(n) for n in config.stem.layers) or "root only"
         text += f", after a ResNetV2 stem ({layers})"
-    return text + (", linear" if config.patch_embedding == "linear" else "")
+    text += ", linear" if config.patch_embedding == "linear" else ""
+    return text + (", norms before and after" if config.patch_norms else "")
 
 
 def _tokens(config: ViTConfig) -> str:
@@ -143,6 +147,8 @@ def _blocks(config: ViTConfig) -> str:
     parts = [f"{config.depth}", f"width {config.width}", f"{config.heads} heads"]
     parts.append(f"{'SwiGLU' if config.mlp == 'swiglu' else 'MLP'} {config.mlp_width} ({config.activation})")
     for name, present in (
+        (f"attention {config.inner_width} wide", config.inner_width != config.width),
+        ("post-norm", config.norm_order == "post"),
         ("LayerScale", config.layer_scale),
         ("QK-norm", config.qk_norm),
         ("norm before the blocks", config.norm_before_blocks),
@@ -162,6 +168,8 @@ def _pooling(config: ViTConfig) -> str:
         "cls_mean": "CLS token and mean, concatenated",
         "attention": "attention by a learned query",
     }[config.pool]
+    if config.head_width is not None:
+        text += f", a head of two layers ({config.head_width}, {config.head_activation})"
     if config.distillation_head:
         text += ", averaged with the distillation token's head"
     if not config.final_norm:

@@ -52,6 +52,10 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
         "position_embedding": "sincos2d",
         "projection_bias": False,
     },
+    "post-norm": {"norm_order": "post", "layer_scale": True},
+    "inner width": {"attention_width": 16, "pool": "mean"},
+    "two-layer head": {"head_width": 24},
+    "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
     "root alone": {"image_size": (16, 16), "stem": {"layers": []}},
 }
 

@@ -46,11 +46,17 @@ class LinearPatchEmbed(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patch_size = config.patch_size
-        self.proj = nn.Linear(config.in_channels * config.patch_size**2, config.width, bias=config.patch_bias)
+        inputs = config.in_channels * config.patch_size**2
+        self.norm_in: nn.Module = nn.LayerNorm(inputs, eps=config.norm_eps) if config.patch_norms else nn.Identity()
+        self.proj = nn.Linear(inputs, config.width, bias=config.patch_bias)
+        self.norm_out: nn.Module = (
+            nn.LayerNorm(config.width, eps=config.norm_eps) if config.patch_norms else nn.Identity()
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, gh*gw, D], row by row."""
-        return F.linear(_flat_patches(pixels, self.patch_size), self.proj.weight, self.proj.bias)
+        x: Tensor = self.norm_out(self.proj(self.norm_in(_flat_patches(pixels, self.patch_size))))
+        return x
 
 
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:

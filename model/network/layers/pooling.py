@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import Mlp
+from model.network.layers.block import ACTIVATIONS, Mlp
 
 
 def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
@@ -23,6 +23,19 @@ def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
     if config.pool == "mean_max":
         return 0.5 * (patches.amax(dim=1) + mean)
     return torch.cat((x[:, 0], mean), dim=1)
+
+
+class PreLogits(nn.Module):
+    """The first of the two layers of a head, and the activation after it."""
+
+    def __init__(self, config: ViTConfig, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, config.head_width or width)
+        self.activation = ACTIVATIONS[config.head_activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, D] to [B, head_width]."""
+        return self.activation(self.fc(x))
 
 
 class AttentionPool(nn.Module):
