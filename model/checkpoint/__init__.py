@@ -55,6 +55,8 @@ def load_checkpoint(
     preprocess: str | None = None,
     labels: str | None = None,
     architecture: str | None = None,
+    weights: str | None = None,
+    keys: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -63,13 +65,13 @@ def load_checkpoint(
     Args:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
-        image_size, preprocess, labels, architecture: see `CheckpointOptions`.
+        image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
-    files = _open(source)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture)
+    files = _open(source, weights)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
@@ -80,11 +82,11 @@ def load_checkpoint(
     raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
 
 
-def _open(source: str) -> Files:
+def _open(source: str, weights: str | None) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     folder_or_file = resolved_source(path, source)
     if folder_or_file is not None:
-        return Folder(path, source) if folder_or_file.is_dir() else SingleFile(path, source)
+        return Folder(path, source) if folder_or_file.is_dir() else SingleFile(path, source, weights)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
         return Repository(source)

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors, without_prefixes
+from model.checkpoint.tensor_files import FOREIGN, PICKLE_SUFFIXES, read_pickle, read_safetensors
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -83,7 +84,8 @@ class Files(ABC):
             return self._sharded()
         path = self.path(PICKLE_FILE)
         if path is not None:
-            return read_pickle(path, self.where(PICKLE_FILE))
+            where = self.where(PICKLE_FILE)
+            return chosen_state_dict(read_pickle(path, where), None, where)[0]
         raise CheckpointError(f"{self.place}: no weights ({WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE})")
 
     def _sharded(self) -> dict[str, Tensor]:
@@ -122,11 +124,21 @@ class Folder(Files):
 
 
 class SingleFile(Files):
-    """One file of weights on this machine, without a config."""
+    """A state dict on this machine without a config: one file, or a backbone's and its head's in one folder.
 
-    def __init__(self, file: Path, source: str) -> None:
+    Attributes:
+        notes: what was left aside of the files, once they were read.
+        file: the only one, or the backbone's.
+
+    Args:
+        weights: which copy of the network; see `containers.chosen_state_dict`.
+    """
+
+    def __init__(self, file: Path, source: str, weights: str | None = None, head: Path | None = None) -> None:
         super().__init__(source, str(file))
         self.file = file
+        self.notes: tuple[str, ...] = ()
+        self._weights, self._head = weights, head
         self._tensors: Mapping[str, Tensor] | None = None
 
     def where(self, name: str) -> str:
@@ -137,16 +149,26 @@ class SingleFile(Files):
         """Return None: beside the weights there is nothing."""
         return None
 
-    def _read(self) -> Mapping[str, Tensor]:
-        suffix = self.file.suffix.lower()
-        if suffix == ".safetensors":
-            return without_prefixes(read_safetensors(self.file))
-        if suffix in PICKLE_SUFFIXES:
-            return without_prefixes(read_pickle(self.file))
-        raise CheckpointError(f"{self.file}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
-
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the file's tensors, which are read once, without usual prefixes that all their names share."""
+        """Return the tensors, which are read once, without what training code puts before all their names."""
         if self._tensors is None:
-            self._tensors = self._read()
+            tensors, self.notes = self._read(self.file)
+            if self._head is not None:
+                head, notes = self._read(self._head)
+                self.notes += notes
+                tensors = {**tensors, **{f"head.{name}": tensor for name, tensor in head.items()}}
+            self._tensors = tensors
         return self._tensors
+
+    def _read(self, file: Path) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+        where, suffix, notes = str(file), file.suffix.lower(), ()
+        if suffix in FOREIGN:
+            raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
+        if suffix == ".safetensors":
+            tensors: Mapping[str, Tensor] = read_safetensors(file)
+            tensors, notes = chosen_state_dict(tensors, self._weights, where)
+        elif suffix in PICKLE_SUFFIXES:
+            tensors, notes = chosen_state_dict(read_pickle(file), self._weights, where)
+        else:
+            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
+        return unwrapped(tensors, self._weights, where), notes

@@ -84,7 +84,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         raise CheckpointError(f"{where}: is a {name}, not a {options.architecture}")
     match = _RELEASED.fullmatch(files.file.name)
     preset = _PRESETS.get((name, match[2])) if match is not None and match[1] == name else None
-    preprocess, labels, notes = options.published(files.file, preset, config.num_classes)
+    preprocess, labels, assumed = options.published(files.file, preset, config.num_classes)
     old = f"{_LAYER.format(0)}.mlp.linear_1.weight" in stored
     tensors = take_model(stored, config, {**_TENSOR_NAMES, **_OLD_MLP_NAMES} if old else _TENSOR_NAMES)
     checkpoint = Checkpoint(
@@ -96,7 +96,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, config, where),
-        notes=notes,
+        assumed=assumed,
     )
     stored.finish()
     return checkpoint

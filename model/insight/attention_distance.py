@@ -45,7 +45,9 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor],
         x = model.embed(pixels)
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            total[layer] += _summed_distance(block.attn, block.attention_input(x), config.prefix_tokens, places, max_scores).cpu()
+            total[layer] += _summed_distance(
+                block.attn, block.attention_input(x), config.prefix_tokens, places, max_scores
+            ).cpu()
             if layer < config.depth - 1:
                 x = block(x)[0]
         images += len(pixels)

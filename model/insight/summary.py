@@ -110,6 +110,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
         "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
     }
+    if checkpoint.assumed:
+        rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:
         rows["notes"] = "; ".join(checkpoint.notes)
     return rows

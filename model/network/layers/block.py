@@ -158,7 +158,8 @@ class Block(nn.Module):
     def attended(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the tokens after the attention, [B, Q, D], of the block's input and the attention's output."""
         x = x[:, : y.shape[1]] + self.drop_path(self.ls1(y))
-        return x if self.norm_first else self.norm1(x)
+        z: Tensor = x if self.norm_first else self.norm1(x)
+        return z
 
     def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if that is known."""
@@ -166,5 +167,5 @@ class Block(nn.Module):
             y = self.mlp(self.norm2(attended) if self.norm_first else attended)
         else:
             y = self.mlp.finish(hidden)
-        x = attended + self.drop_path(self.ls2(y))
+        x: Tensor = attended + self.drop_path(self.ls2(y))
         return x if self.norm_first else self.norm2(x)

@@ -89,7 +89,7 @@ def test_a_released_torchvision_file_gets_its_published_preset_and_says_so(
     checkpoint = load_checkpoint(str(file))
     assert checkpoint.preprocess == PREPROCESS_PRESETS["torchvision-224"]
     assert checkpoint.labels[207] == "golden retriever"
-    assert len(checkpoint.notes) == 2
+    assert len(checkpoint.assumed) == 2
 
 
 def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
