@@ -174,6 +174,7 @@ class Settings(BaseSettings):
     weights: Name | None = Field(
         None, description="`ema`, `raw`, `student`, `teacher` or a key, for files that hold several copies of a network"
     )
+    base: Name | None = Field(None, description="checkpoint that a LoRA folder adapts, instead of the one it names")
     keys: Name | None = Field(None, description="TOML file that maps the names of a state dict; see `inspect --keys`")
     image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.tensor_files import FOREIGN, PICKLE_SUFFIXES, read_pickle, read_safetensors
+from model.checkpoint.tensor_files import (
+    ARCHIVE_SUFFIX,
+    FOREIGN,
+    PICKLE_SUFFIXES,
+    read_archive,
+    read_pickle,
+    read_safetensors,
+)
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -28,9 +35,13 @@ class Files(ABC):
         source: as the operator wrote it.
         place: what messages call the whole: a folder, a file, a repository.
         revision: of a hub repository (a commit); None for what lies here.
+        overlay: an adapter's files, whose preprocessing comes before the base's.
+        merge: merges the adapter into the tensors.
     """
 
     revision: str | None = None
+    overlay: Files | None = None
+    merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
     def __init__(self, source: str, place: str) -> None:
         self.source = source
@@ -72,11 +83,16 @@ class Files(ABC):
         return self._config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle.
+        """Return all tensors, with an adapter merged into them if there is one.
 
         Raises:
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
+        tensors = self._stored()
+        return tensors if self.merge is None else self.merge(tensors)
+
+    def _stored(self) -> Mapping[str, Tensor]:
+        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle."""
         path = self.path(WEIGHTS_FILE)
         if path is not None:
             return read_safetensors(path, self.where(WEIGHTS_FILE))
@@ -128,6 +144,7 @@ class SingleFile(Files):
 
     Attributes:
         notes: what was left aside of the files, once they were read.
+        labels: by the class's index, of files that have them.
         file: the only one, or the backbone's.
 
     Args:
@@ -138,6 +155,7 @@ class SingleFile(Files):
         super().__init__(source, str(file))
         self.file = file
         self.notes: tuple[str, ...] = ()
+        self.labels: dict[str, str] | None = None
         self._weights, self._head = weights, head
         self._tensors: Mapping[str, Tensor] | None = None
 
@@ -149,7 +167,7 @@ class SingleFile(Files):
         """Return None: beside the weights there is nothing."""
         return None
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def _stored(self) -> Mapping[str, Tensor]:
         """Return the tensors, which are read once, without what training code puts before all their names."""
         if self._tensors is None:
             tensors, self.notes = self._read(self.file)
@@ -161,14 +179,16 @@ class SingleFile(Files):
         return self._tensors
 
     def _read(self, file: Path) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-        where, suffix, notes = str(file), file.suffix.lower(), ()
+        where, suffix = str(file), file.suffix.lower()
         if suffix in FOREIGN:
             raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
         if suffix == ".safetensors":
-            tensors: Mapping[str, Tensor] = read_safetensors(file)
-            tensors, notes = chosen_state_dict(tensors, self._weights, where)
+            held: Any = read_safetensors(file)
         elif suffix in PICKLE_SUFFIXES:
-            tensors, notes = chosen_state_dict(read_pickle(file), self._weights, where)
+            held = read_pickle(file)
+        elif suffix == ARCHIVE_SUFFIX:
+            held, self.labels = read_archive(file)
         else:
             raise CheckpointError(f"{where}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
+        tensors, notes = chosen_state_dict(held, self._weights, where)
         return unwrapped(tensors, self._weights, where), notes

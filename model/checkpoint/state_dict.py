@@ -21,7 +21,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.home_made import recognise
 from model.checkpoint.key_map import mapped
-from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
@@ -67,24 +67,32 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors = _with_registers(tensors, where)
     name, given = parse_architecture(options.architecture) if options.architecture else ("", {})
     told: dict[str, Any] = {}
+    has_pooler = any("pooler.dense." in key for key in tensors)
+    if has_pooler and not given.get("pooler"):
+        tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
     library, notes = "timm", files.notes
     if len({match[0].partition(".")[0] for n in tensors if (match := _TIMMS.fullmatch(n))}) < 3:
         before = {id(tensor): n for n, tensor in tensors.items()}
         tensors, told, library = recognise(tensors, where)
         pairs = [f"{before[id(t)]} is {n}" for n, t in tensors.items() if before.get(id(t), n) != n]
         notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
+    if has_pooler:
+        told["head_act"] = "tanh"
     preprocess = options.preprocess_or(None, where) if options.preprocess else None
     asked, config = (
         _own(tensors, told, given, preprocess, where)
         if name in ("", OWN)
         else _timms(name, given, tensors, preprocess, where)
     )
+    if has_pooler and "pooler" not in given:
+        asked["pooler"] = False
     if not name:
         name, asked = _suggestion(tensors, asked)
         raise _question(files, options, name, given, asked, tensors)
-    if asked or preprocess is None or options.labels is None:
+    if asked or preprocess is None or (options.labels is None and files.labels is None):
         raise _question(files, options, name, given, asked, tensors)
     assert config is not None
+    labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
     shaped = _patches(tensors, config, {**told, **given}.get("patch_order"))
     if name == OWN and config.norm_after_pool and "fc_norm.weight" not in shaped:
         shaped = {re.sub(r"^norm\.", "fc_norm.", n): tensor for n, tensor in shaped.items()}
@@ -95,7 +103,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         architecture=name,
         config=config,
         preprocess=preprocess,
-        labels=options.labels_or(None, config.num_classes, where),
+        labels=options.labels_or(labels, config.num_classes, where),
         tensors=native_tensors(native_names(shaped, config), config, where),
         notes=notes,
         assumed=_assumed(config, given, library if name == OWN else name),
@@ -234,7 +242,7 @@ def _own(
     fields = {
         "mlp": "swiglu" if gates == 2 else "plain",
         "mlp_width": deep[1],
-        "attention_width": wide[0] // 3,
+        "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
         "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "norm_before_blocks": "norm_pre.weight" in tensors,
@@ -244,8 +252,6 @@ def _own(
         "distillation_head": "head_dist.weight" in tensors,
         "registers": stored.shape("reg_token")[1] if "reg_token" in tensors else 0,
     }
-    if fields["attention_width"] == width:
-        fields["attention_width"] = None
     with validating(where):
         size = _image_size((rows, columns), edge, preprocess)
         # The number of heads has to divide the width of the attention, which may be another than that of the tokens.
@@ -375,9 +381,10 @@ def _question(
     missing = [*asked] or ([] if options.architecture else ["architecture"])
     if options.preprocess is None:
         missing.append("preprocessing")
-    if options.labels is None:
+    if options.labels is None and files.labels is None:
         missing.append("labels")
-    command += ["--preprocess", options.preprocess or _preprocess(tensors), "--labels", options.labels or "numbers"]
+    command += ["--preprocess", options.preprocess or _preprocess(tensors)]
+    command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
     for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
         command += [flag, value] if value else []
     hints = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import math
 import pathlib
 import pickle
@@ -19,12 +21,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
+ARCHIVE_SUFFIX: Final = ".mar"
 PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 _ADVICE: Final = (
@@ -53,8 +56,8 @@ _DATA: Final[list[Any]] = [
     np.dtype,
     *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"),
     # By the names that NumPy 1 and 2 write.
-    (np._core.multiarray.scalar, "numpy.core.multiarray.scalar"),
-    (np._core.multiarray.scalar, "numpy._core.multiarray.scalar"),
+    (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),
+    (np.float64().__reduce__()[0], "numpy._core.multiarray.scalar"),
 ]
 """What training scripts save beside tensors, and what is made without running anything."""
 
@@ -94,7 +97,7 @@ def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
         return load_file(path, device="cpu")
 
 
-def read_pickle(path: Path, where: str | None = None) -> Any:
+def read_pickle(path: Path | io.BytesIO, where: str | None = None) -> Any:
     """Return what a file that `torch.save` wrote holds: tensors, numbers and text in mappings; no code in it is run.
 
     Raises:
@@ -104,16 +107,38 @@ def read_pickle(path: Path, where: str | None = None) -> Any:
     with reading(where, "not a file that torch.save wrote", *_MALFORMED), warnings.catch_warnings():
         # What torch warns of (other pickle protocols, old formats) it then reads or refuses.
         warnings.simplefilter("ignore", UserWarning)
-        refuse_pointer(path, where)
+        if isinstance(path, Path):
+            refuse_pointer(path, where)
         _refuse_packed(path, where)
         try:
+            if isinstance(path, io.BytesIO):
+                path.seek(0)
             with torch.serialization.safe_globals(_DATA):
                 return torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             text = str(error)
             if isinstance(error, RuntimeError) and "weights_only" not in text:
                 raise
-            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text, path)}") from None
+            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text, where)}") from None
+
+
+def read_archive(path: Path) -> tuple[Any, dict[str, str] | None]:
+    """Return what the state dict of a TorchServe archive holds, and its labels by index or None; its code stays unread.
+
+    Raises:
+        CheckpointError: no such file, damaged, larger than the memory that is free, or as `read_pickle`.
+    """
+    with reading(str(path), "not an archive of TorchServe", *_MALFORMED), zipfile.ZipFile(path) as archive:
+        if sum(info.file_size for info in archive.infolist()) > free_memory():
+            raise CheckpointError(f"{path}: unpacks to more than the memory that is free")
+        name = json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]["serializedFile"]
+        weights, labels = archive.read(name), None
+        if "index_to_name.json" in archive.namelist():
+            named = json.loads(archive.read("index_to_name.json"))
+            labels = {index: label[-1] if isinstance(label, list) else label for index, label in named.items()}
+        if name.endswith(".safetensors"):
+            return load(weights), labels
+    return read_pickle(io.BytesIO(weights), f"{path}/{name}"), labels
 
 
 def refuse_pointer(path: Path, where: str) -> None:
@@ -123,19 +148,19 @@ def refuse_pointer(path: Path, where: str) -> None:
             raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
 
 
-def _refuse_packed(path: Path, where: str) -> None:
+def _refuse_packed(path: Path | io.BytesIO, where: str) -> None:
     """Refuse an archive that unpacks to more than itself: torch packs nothing, but unpacks what others did."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(info.file_size for info in archive.infolist())
-        if size > path.stat().st_size:
+        if size > (path.stat().st_size if isinstance(path, Path) else path.getbuffer().nbytes):
             raise CheckpointError(f"{where}: unpacks to {size} bytes, more than it has: torch.save packs nothing")
 
 
-def _found(text: str, path: Path) -> str:
+def _found(text: str, where: str) -> str:
     """Return what a file holds instead of plain tensors, from torch's message, and advice that is not torch's."""
     if "TorchScript" in text:
-        return _TORCHSCRIPT.format(repr(path.name))
+        return _TORCHSCRIPT.format(repr(Path(where).name))
     named = re.search(r"GLOBAL ([\w.]{1,200})", text)
     if named is None:
         return f"damaged, or of a program other than torch; {_ADVICE}"

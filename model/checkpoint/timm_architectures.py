@@ -72,6 +72,8 @@ class TimmArguments(BaseModel):
     """How a linear layer over patches counts the numbers of one."""
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
+    pooler: bool = False
+    """Whether the head reads the CLS token through transformers' pooler."""
     stem_layers: tuple[int, ...] | None = None
 
     @property

@@ -30,6 +30,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         architecture=settings.architecture,
         weights=settings.weights,
         keys=settings.keys,
+        base=settings.base,
     )
 
 

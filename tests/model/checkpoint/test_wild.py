@@ -91,7 +91,7 @@ def test_one_refusal_prints_the_command_that_serves_a_grey_model(tmp_path: Path)
         assert said in command
         command = command.replace(said, meant)
     _, _, *words = shlex.split(command)
-    options = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    options: dict[str, Any] = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
     assert "final_norm=false" in options["architecture"]
     options["architecture"] += ",pool_include_prefix=false"
     checkpoint = load_checkpoint(options.pop("checkpoint"), **options)
