@@ -111,13 +111,16 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
     names, told = results[0]
     library, defaults = _library(shapes)
     native = {name: _joined([tensors[part] for part in parts]) for name, parts in names.items()}
-    if not native.get("cls_token", torch.empty(1)).numel():
+    token = native.get("cls_token")
+    if token is not None and not token.numel():
         del native["cls_token"]
-        told |= {"class_token": False, "global_pool": "avg"}
-    elif library == "vit-pytorch" and native["cls_token"].ndim == 2:
-        told["global_pool"] = "token"
-    elif library == "vit-pytorch" and "cls_token" not in native and "pos_embed" not in native:
-        told |= {"class_token": False, "global_pool": "avg", "pos_embed": "sincos2d"}
+    if library == "vit-pytorch" and (token is None or token.ndim == 2):
+        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
+        told["global_pool"] = "token" if "cls_token" in native else "avg"
+    if library == "vit-pytorch" and any(name.endswith(".to_out.weight") for name in shapes):
+        told["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
+    if library == "vit-pytorch" and "cls_token" not in native:
+        told |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
     for name in ("cls_token", "dist_token", "reg_token", "pos_embed"):
         if name in native:
             native[name] = native[name].reshape(1, -1, width)

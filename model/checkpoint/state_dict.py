@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
@@ -27,6 +28,7 @@ from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
+from model.network.vit import meta_model
 
 FORMAT: Final = "state_dict"
 
@@ -40,7 +42,7 @@ _RENAMES: Final = (
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
-_TIMMS: Final = re.compile(r"patch_embed\..*|blocks\.0\.(norm1|attn\.qkv)\..*|head\.weight")
+_TIMMS: Final = re.compile(r"patch_embed\..*|blocks\.0\.attn\.qkv\..*|head\.weight")
 _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_pool")
 """Arguments whose values no tensor tells."""
 _PRESENT: Final = {
@@ -94,8 +96,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert config is not None
     labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
     shaped = _patches(tensors, config, {**told, **given}.get("patch_order"))
-    if name == OWN and config.norm_after_pool and "fc_norm.weight" not in shaped:
-        shaped = {re.sub(r"^norm\.", "fc_norm.", n): tensor for n, tensor in shaped.items()}
+    if name == OWN:
+        shaped = _completed(shaped, config)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -244,6 +246,7 @@ def _own(
         "mlp_width": deep[1],
         "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
         "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "norm_before_blocks": "norm_pre.weight" in tensors,
         "patch_norms": "patch_embed.norm_in.weight" in tensors,
@@ -294,6 +297,17 @@ def _patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None
         else:
             result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
     return result
+
+
+def _completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Return the tensors with those that are stated not to be in the file, and the last norm where it is stated."""
+    if config.position_embedding == "sincos2d":
+        tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
+    if config.projection_bias and not any(name.endswith(".attn.proj.bias") for name in tensors):
+        tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
+    if config.norm_after_pool and "fc_norm.weight" not in tensors:
+        return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
