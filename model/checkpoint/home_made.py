@@ -28,7 +28,7 @@ _LIBRARIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     (
         "vit-pytorch",
         r"to_patch_embedding\..*\n(?s:.*)to_qkv\.weight",
-        {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-5, "patch_order": "channels_last"}
+        {"act_layer": "gelu", "norm_eps": 1e-5, "patch_order": "channels_last"}
         | {"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False},
     ),
     (

@@ -123,7 +123,7 @@ STYLES: dict[str, tuple[str, Callable[[State], State]]] = {
         lambda s: apart(s, "heads.{}.query", "heads.{}.key", "heads.{}.value", heads=3),
     ),
     "vit-pytorch of 2021": (
-        "vit,num_heads=3,global_pool=token,norm_eps=1e-6",
+        "vit,num_heads=3,norm_order=pre,global_pool=token,norm_eps=1e-6",
         lambda s: (
             renamed(
                 s,
