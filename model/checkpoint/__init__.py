@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
+
+from torch import Tensor
 
 from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, torchvision
 from model.checkpoint.checkpoint import Checkpoint
@@ -95,6 +98,15 @@ def load_checkpoint(
     if files.config is None:
         raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")
     raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+
+
+def stored_tensors(source: str, weights: str | None = None) -> Mapping[str, Tensor]:
+    """Return the tensors of a state dict under its own names, as `key_map` maps them.
+
+    Raises:
+        CheckpointError: nothing there, or it cannot be read.
+    """
+    return _open(source, weights).tensors()
 
 
 def _open(source: str, weights: str | None) -> Files:

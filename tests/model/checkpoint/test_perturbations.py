@@ -140,8 +140,8 @@ def outcome(number: int, folder: Path, preprocess: str) -> tuple[str, str]:
         return "refused", str(error)
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        error = relative_error(ours(pixels).logits, model(pixels))
-    return ("exact" if error < 1e-4 else "wrong"), f"{number}: {said} {error:.1e} {list(state)}"
+        difference = relative_error(ours(pixels).logits, model(pixels))
+    return ("exact" if difference < 1e-4 else "wrong"), f"{number}: {said} {difference:.1e} {list(state)}"
 
 
 @pytest.mark.timeout(600)
