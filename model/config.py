@@ -54,6 +54,29 @@ class ResNetStem(_Frozen):
         return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
+class ConvolutionalStem(_Frozen):
+    """Convolutions before the patches' own, an activation after each (Xiao et al. 2021, arXiv 2106.14881).
+
+    Each is padded by half of its kernel; batch norms are folded into them.
+    """
+
+    widths: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)]
+    kernels: tuple[Annotated[int, Field(ge=1, le=15)], ...]
+    strides: tuple[Annotated[int, Field(ge=1, le=8)], ...]
+    activation: Activation = "relu"
+
+    @property
+    def stride(self) -> int:
+        """Return the number of input pixels along each axis for one output pixel."""
+        return math.prod(self.strides)
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if not len(self.widths) == len(self.kernels) == len(self.strides):
+            raise ValueError("widths, kernels and strides need one number for each convolution")
+        return self
+
+
 class ViTConfig(_Frozen):
     """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
 
@@ -77,6 +100,7 @@ class ViTConfig(_Frozen):
     """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
 
     stem: ResNetStem | None = None
+    conv_stem: ConvolutionalStem | None = None
     patch_embedding: Literal["convolution", "linear"] = "convolution"
     """How patches become tokens; both compute the same map."""
     patch_bias: bool = True
@@ -134,10 +158,13 @@ class ViTConfig(_Frozen):
             raise ValueError(f"image_size {rows}x{columns} is not a multiple of patch_size {self.patch_size}")
         if rows < self.patch_size or columns < self.patch_size:
             raise ValueError(f"image_size {rows}x{columns} is smaller than patch_size {self.patch_size}")
-        if self.stem is not None and self.patch_size % self.stem.stride:
-            raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {self.stem.stride}")
-        if self.stem is not None and self.patch_embedding != "convolution":
-            raise ValueError("a stem needs patch_embedding 'convolution'")
+        for stem in (self.stem, self.conv_stem):
+            if stem is not None and self.patch_size % stem.stride:
+                raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {stem.stride}")
+            if stem is not None and self.patch_embedding != "convolution":
+                raise ValueError("a stem needs patch_embedding 'convolution'")
+        if self.stem is not None and self.conv_stem is not None:
+            raise ValueError("there is one stem, not two")
         if self.inner_width % self.heads:
             raise ValueError(f"width {self.inner_width} is not a multiple of heads {self.heads}")
         if self.patch_norms and self.patch_embedding != "linear":

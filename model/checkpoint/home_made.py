@@ -24,6 +24,7 @@ _APART: Final = re.compile(
     r"(?:to_|w_?|lin_?|linear_|proj_|fc_)?(?:(q)(?:uery|ueries|s)?|(k)(?:eys?|s)?|(v)(?:alues?|s)?)"
     r"(?:_?(?:proj|lin|linear|layer|net|projection|map))?"
 )
+_BATCH_NORM_EPS: Final = 1e-5
 _LIBRARIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     (
         "vit-pytorch",
@@ -88,6 +89,7 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
     Raises:
         CheckpointError: no mapping is complete and unique; it says which tensor has no place.
     """
+    tensors = _without_batch_norms(tensors, where)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     reasons, results = [], []
     for prefix, blocks in _stacks(shapes):
@@ -328,9 +330,11 @@ def _outside(shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[_Names,
             result[role] = (tokens[0],)
     modules, _ = _modules({name: shape for name, shape in shapes.items() if (name,) not in result.values()})
     told: dict[str, Any] = {}
-    patch = _patches(modules)
+    *stem, patch = _patches(modules)
     _add(result, "patch_embed.proj", [patch], shapes)
-    heads = [module for module in modules.values() if len(module.weight) == 2 and module is not patch]
+    for number, convolution in enumerate(stem):
+        _add(result, f"patch_embed.backbone.{number}", [convolution], shapes)
+    heads = [module for module in modules.values() if len(module.weight) == 2 and module != patch]
     head = _head(result, heads, width, shapes)
     for norm in (module for module in modules.values() if len(module.weight) == 1):
         role = "norm"
@@ -350,13 +354,17 @@ def _outside(shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[_Names,
     return result, told
 
 
-def _patches(modules: Mapping[str, _Module]) -> _Module:
-    convolutions = [module for module in modules.values() if len(module.weight) == 4]
+def _patches(modules: Mapping[str, _Module]) -> list[_Module]:
+    """Return the embedding of patches, and before it the convolutions of a stem."""
+    convolutions = sorted(
+        (module for module in modules.values() if len(module.weight) == 4), key=lambda module: _numbers(module.path)
+    )
     if len(convolutions) > 1:
-        raise _Unclear(
-            f"its patches come from a stem of {len(convolutions)} convolutions, such as {convolutions[0].path!r}, "
-            "where this version reads one"
-        )
+        chained = all(after.weight[1] == before.weight[0] for before, after in itertools.pairwise(convolutions))
+        if not chained or len({_unnumbered(module.path) for module in convolutions}) > 1:
+            named = ", ".join(module.path for module in convolutions[:4])
+            raise _Unclear(f"the order of the {len(convolutions)} convolutions of its stem is not clear: {named}")
+        return convolutions
     linear = [
         module
         for module in modules.values()
@@ -364,7 +372,34 @@ def _patches(modules: Mapping[str, _Module]) -> _Module:
     ]
     if len(convolutions or linear) != 1:
         raise _Unclear(f"it has {len(linear)} embeddings of patches that names tell, expected one")
-    return (convolutions or linear)[0]
+    return convolutions or linear
+
+
+def _without_batch_norms(tensors: Mapping[str, Tensor], where: str) -> Mapping[str, Tensor]:
+    """Return the tensors with each batch norm (epsilon 1e-5, torch's) folded into the convolution before it."""
+    norms = [name.removesuffix(".running_mean") for name in tensors if name.endswith(".running_mean")]
+    result = dict(tensors)
+    for norm in norms:
+        before = [
+            name.removesuffix(".weight")
+            for name, tensor in tensors.items()
+            if tensor.ndim == 4
+            and name.endswith(".weight")
+            and _numbers(name) <= _numbers(norm)
+            and name.split(".")[:1] == norm.split(".")[:1]
+        ]
+        convolution = max(before, key=_numbers, default="")
+        parts = [result.pop(f"{norm}.{kind}", None) for kind in ("weight", "bias", "running_mean", "running_var")]
+        weight = result.get(f"{convolution}.weight")
+        if weight is None or any(part is None or part.shape != weight.shape[:1] for part in parts):
+            raise CheckpointError(f"{where}: the part of {norm!r} is not clear: a batch norm without its convolution")
+        scale, shift, mean, variance = (part.float() for part in parts if part is not None)
+        scale = scale * (variance + _BATCH_NORM_EPS).rsqrt()
+        bias = result.get(f"{convolution}.bias", torch.zeros_like(mean))
+        result[f"{convolution}.weight"] = weight.float() * scale.reshape(-1, 1, 1, 1)
+        result[f"{convolution}.bias"] = (bias.float() - mean) * scale + shift
+        result.pop(f"{norm}.num_batches_tracked", None)
+    return result
 
 
 def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module:

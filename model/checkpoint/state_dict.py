@@ -26,7 +26,7 @@ from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
-from model.config import PreprocessConfig, ViTConfig
+from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network.vit import meta_model
 
@@ -42,7 +42,7 @@ _RENAMES: Final = (
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
-_TIMMS: Final = re.compile(r"patch_embed\..*|blocks\.0\.attn\.qkv\..*|head\.weight")
+_TIMMS: Final = re.compile(r"patch_embed\.(proj\.weight|backbone\..*)|blocks\.0\.attn\.qkv\..*|head\.weight")
 _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_pool")
 """Arguments whose values no tensor tells."""
 _PRESENT: Final = {
@@ -210,26 +210,20 @@ def _own(
         raise CheckpointError(f"{where}: blocks.0.attn.qkv.weight has shape {list(wide)}: not a Vision Transformer's")
     width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
     channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
+    stem = _stem(tensors, stated.get("conv_stem"), where)
+    if stem is not None:
+        channels, edge = stored.shape("patch_embed.backbone.0.weight")[1], edge * stem.stride
     if "blocks.0.attn.q_norm.weight" in tensors and stored.shape("blocks.0.attn.q_norm.weight")[0]:
         stated.setdefault("num_heads", wide[0] // 3 // stored.shape("blocks.0.attn.q_norm.weight")[0])
     prefix = ("cls_token", "dist_token", "reg_token")
     tokens = sum(stored.shape(name)[1] for name in prefix if name in tensors)
 
-    absent = [key for key, is_present in present.items() if not is_present]
-    asked: dict[str, Any] = {} if "num_heads" in stated else {"num_heads": "N"}
-    pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
-    usual = {"norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu", "norm_eps": 1e-6, "global_pool": pool}
-    usual |= dict.fromkeys(absent, False)
-    if "pos_embed" not in tensors:
-        usual["pos_embed"] = "none"
-    if pool in ("avg", "avgmax", "max"):
-        usual |= {} if not present["final_norm"] or "fc_norm.weight" in tensors else {"fc_norm": False}
-        usual |= {"pool_include_prefix": False} if tokens else {}
-    if "pre_logits.fc.weight" in tensors:
-        usual["head_act"] = "tanh"
+    usual = _usual(tensors, stated, present, gates, bool(tokens))
+    if stem is not None and not stated.get("conv_stem"):
+        usual["conv_stem"] = "-relu-".join([*["2"] * len(stem.widths), "1"])
     if len(patch) == 2 and channels > 1:
         usual["patch_order"] = "channels_last"
-    asked |= {key: value for key, value in usual.items() if key not in stated}
+    asked = {key: value for key, value in usual.items() if key not in stated}
     if asked or preprocess is None:
         return asked, None
 
@@ -242,6 +236,7 @@ def _own(
     sizes = {"embed_dim": width, "depth": len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})}
     sizes |= {"patch_size": edge, "in_chans": channels, "reg_tokens": 0, "no_embed_class": not over_prefix}
     fields = {
+        "conv_stem": stem,
         "mlp": "swiglu" if gates == 2 else "plain",
         "mlp_width": deep[1],
         "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
@@ -262,6 +257,50 @@ def _own(
         heads = TimmArguments.model_validate({"img_size": 1, "num_classes": 1, "num_heads": stated["num_heads"]})
         config = plain.vit_config().model_dump() | fields | {"heads": heads.num_heads}
         return {}, ViTConfig.model_validate(config)
+
+
+def _usual(
+    tensors: Mapping[str, Tensor], stated: Mapping[str, Any], present: Mapping[str, bool], gates: int, has_prefix: bool
+) -> dict[str, Any]:
+    """Return the arguments that have to be stated of a network, with what most networks of this kind have."""
+    pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
+    usual = {"num_heads": "N", "norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu", "norm_eps": 1e-6}
+    usual |= {"global_pool": pool} | dict.fromkeys(
+        [key for key, is_present in present.items() if not is_present], False
+    )
+    if "pos_embed" not in tensors:
+        usual["pos_embed"] = "none"
+    if pool in ("avg", "avgmax", "max"):
+        usual |= {} if not present["final_norm"] or "fc_norm.weight" in tensors else {"fc_norm": False}
+        usual |= {"pool_include_prefix": False} if has_prefix else {}
+    if "pre_logits.fc.weight" in tensors:
+        usual["head_act"] = "tanh"
+    return usual
+
+
+def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> ConvolutionalStem | None:
+    """Return the convolutions before the patches' own, whose strides and activations are as stated, else as usual."""
+    shapes = [
+        tuple(t.shape) for n, t in sorted(tensors.items()) if re.fullmatch(r"patch_embed\.backbone\.\d\.weight", n)
+    ]
+    if not shapes:
+        return None
+    words = str(stated).split("-") if stated else ["2", *["relu", "2"] * (len(shapes) - 1), "relu", "1"]
+    strides, activations = words[::2], set(words[1::2])
+    last = tuple(tensors["patch_embed.proj.weight"].shape)[2:]
+    if len(words) != 2 * len(shapes) + 1 or len(activations) != 1 or not all(word.isdecimal() for word in strides):
+        raise CheckpointError(
+            f"{where}: conv_stem {stated!r:.100}: expected {len(shapes) + 1} strides, one activation between each two"
+        )
+    if stated and last != (int(strides[-1]), int(strides[-1])):
+        raise CheckpointError(f"{where}: the last convolution of the stem is {list(last)}, not as large as its stride")
+    with validating(where, "conv_stem "):
+        return ConvolutionalStem(
+            widths=tuple(shape[0] for shape in shapes),
+            kernels=tuple(shape[-1] for shape in shapes),
+            strides=tuple(int(stride) for stride in strides[:-1]),
+            activation=activations.pop(),
+        )
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
@@ -371,8 +410,23 @@ def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[s
     depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     patch = shapes["patch_embed.proj.weight"]
     usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool"}
-    parts = {"ls1.gamma", "q_norm", "norm_pre", "pre_logits", "dist_token", "reg_token", "norm_in", "attn_pool"}
-    if asked.keys() <= usual and len(patch) == 4 and not any(part in name for name in shapes for part in parts):
+    parts = {
+        "ls1.gamma",
+        "q_norm",
+        "norm_pre",
+        "pre_logits",
+        "dist_token",
+        "reg_token",
+        "norm_in",
+        "attn_pool",
+        "backbone",
+    }
+    if (
+        asked.keys() <= usual
+        and len(patch) == 4
+        and patch[1] <= 4
+        and not any(part in name for name in shapes for part in parts)
+    ):
         for size in ("tiny", "small", "base", "large"):
             own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
             hidden = shapes["blocks.0.mlp.fc1.weight"][0]
@@ -415,9 +469,10 @@ def _question(
 
 
 def _preprocess(tensors: Mapping[str, Tensor]) -> str:
-    shape = tuple(tensors["patch_embed.proj.weight"].shape)
+    stem = tensors.get("patch_embed.backbone.0.weight")
+    shape = tuple(tensors["patch_embed.proj.weight"].shape if stem is None else stem.shape)
     channels, edge = (shape[1], shape[2]) if len(shape) == 4 else _flat(shape[1], "patch_embed.proj.weight")
-    tokens = tuple(tensors["pos_embed"].shape)[1] if "pos_embed" in tensors else 0
+    tokens = tuple(tensors["pos_embed"].shape)[1] if "pos_embed" in tensors and stem is None else 0
     pixels = math.isqrt(tokens) * edge or "SIZE"
     mean, deviation = (", ".join([word] * channels) for word in ("MEAN", "STD"))
     return (

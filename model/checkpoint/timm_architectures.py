@@ -72,6 +72,8 @@ class TimmArguments(BaseModel):
     """How a linear layer over patches counts the numbers of one."""
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
+    conv_stem: Annotated[str, Field(max_length=200)] | None = None
+    """Strides of convolutions, and the activations between them: `2-relu-2-relu-1`."""
     pooler: bool = False
     """Whether the head reads the CLS token through transformers' pooler."""
     stem_layers: tuple[int, ...] | None = None

@@ -42,8 +42,8 @@ def patch_filters(model: VisionTransformer, count: int = 28) -> PatchFilters:
         InputError: the patches are those of a convolutional stem's features, not of pixels.
     """
     config = model.config
-    if config.stem is not None:
-        raise InputError("checkpoint", "no patch filters: the patches of a hybrid are features of its ResNet stem")
+    if config.stem is not None or config.conv_stem is not None:
+        raise InputError("checkpoint", "no patch filters: the patches are features of a stem of convolutions")
     patch = model.patch_embed
     weight = (patch.proj if isinstance(patch, PatchEmbed) else patch.get_submodule("proj")).weight
     assert isinstance(weight, Tensor)

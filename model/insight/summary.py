@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import ViTConfig
+from model.config import ConvolutionalStem, ViTConfig
 from model.network.vit import count_parameters, meta_model
 from model.prediction import embedding_width
 
@@ -40,6 +40,8 @@ def _multiply_adds(config: ViTConfig) -> int:
     if config.stem is not None:
         patch_inputs = config.stem.channels * (config.patch_size // config.stem.stride) ** 2
         stem = _stem_multiply_adds(config)
+    if config.conv_stem is not None:
+        patch_inputs, stem = _conv_stem_multiply_adds(config, config.conv_stem)
     embedding = patches * patch_inputs * width
     attention = (tokens * 4 * width + 2 * tokens * tokens) * config.inner_width
     gates = 3 if config.mlp == "swiglu" else 2
@@ -53,6 +55,16 @@ def _multiply_adds(config: ViTConfig) -> int:
     if config.head_width is not None:
         head = (embedding_width(config) + config.num_classes) * config.head_width
     return stem + embedding + blocks + pooling + head
+
+
+def _conv_stem_multiply_adds(config: ViTConfig, stem: ConvolutionalStem) -> tuple[int, int]:
+    """Return the numbers that one patch is made of, and the multiply-adds of the stem."""
+    (rows, columns), channels, total = config.image_size, config.in_channels, 0
+    for width, kernel, stride in zip(stem.widths, stem.kernels, stem.strides, strict=True):
+        rows, columns = math.ceil(rows / stride), math.ceil(columns / stride)
+        total += rows * columns * channels * kernel**2 * width
+        channels = width
+    return channels * (config.patch_size // stem.stride) ** 2, total
 
 
 def _stem_multiply_adds(config: ViTConfig) -> int:
@@ -122,6 +134,8 @@ def _patches(config: ViTConfig) -> str:
     if config.stem is not None:
         layers = "-".join(str(n) for n in config.stem.layers) or "root only"
         text += f", after a ResNetV2 stem ({layers})"
+    if config.conv_stem is not None:
+        text += f", after {len(config.conv_stem.widths)} convolutions ({config.conv_stem.activation})"
     text += ", linear" if config.patch_embedding == "linear" else ""
     return text + (", norms before and after" if config.patch_norms else "")
 

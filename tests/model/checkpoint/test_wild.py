@@ -142,9 +142,31 @@ def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_
         load(state, tmp_path, f"{PLAIN},final_norm=false")
 
 
-def test_a_stem_of_convolutions_is_not_called_another_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_a_stem_of_convolutions(batch_norm: bool, tmp_path: Path) -> None:
+    layers: list[nn.Module] = []
+    for channels, width in ((3, 8), (8, 12)):
+        norm = [nn.BatchNorm2d(width)] if batch_norm else []
+        layers += [nn.Conv2d(channels, width, 3, 2, 1, bias=not batch_norm), *norm, nn.ReLU()]
+    model = made()
+    model.patch_embed["proj"] = nn.Sequential(*layers, nn.Conv2d(12, 48, 1)).eval()
+    randomise(model)
+    for name, statistic in model.named_buffers():
+        if statistic.ndim:
+            statistic.copy_(torch.linspace(0.5, 2, len(statistic)) - int("mean" in name))
+    with pytest.raises(CheckpointError, match="conv_stem=2-relu-2-relu-1"):
+        load(model.state_dict(), tmp_path, PLAIN)
+    checkpoint = load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem=2-relu-2-relu-1")
+    assert_same_logits(checkpoint, model, f"stem of convolutions, batch norm {batch_norm}")
+    assert checkpoint.config.patch_size == 4
+    for wrong in ("2-relu-2", "2-relu-2-gelu-1", "2-relu-2-relu-2", "a-relu-2-relu-1", "2-relu-1-relu-1"):
+        with pytest.raises(CheckpointError, match=r"conv_stem|last convolution|multiple|no square grid|preprocessing"):
+            load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem={wrong}")
+
+
+def test_a_stem_whose_order_is_not_clear_is_not_called_another_network(tmp_path: Path) -> None:
     state = dict(made().state_dict()) | {"patch_embed.stem.weight": torch.zeros(3, 3, 3, 3)}
-    with pytest.raises(CheckpointError, match=r"a stem of 2 convolutions, such as 'my_patch_embed\.\w+'"):
+    with pytest.raises(CheckpointError, match=r"the order of the 2 convolutions of its stem is not clear: my_patch"):
         load({f"my_{name}": tensor for name, tensor in state.items()}, tmp_path, PLAIN)
 
 
