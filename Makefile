@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak swaps fuzz simulate mutants bench bench-peers screenshots
+.PHONY: help run test test-ray check format chaos soak swaps fuzz simulate mutants bench bench-peers gpu-kit screenshots
 .PHONY: dashboard dashboard-picture rules protocol image sbom bundle bundle-check clean
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
+	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
 	@echo "make dashboard-picture  draw it for docs/images, from services that are loaded for MINUTES=10, or from those that"
 	@echo "             PROMETHEUS=http://... has watched; needs Prometheus"
@@ -137,6 +138,14 @@ bench: $(VENV)/.test
 
 bench-peers: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers.make_environments
+
+# Of the Python of the machine with the GPU. What it has stands in benchmarks/gpu_packages.txt.
+PYTHON_THERE ?= 3.12
+GPU_KIT := dist/gpu-kit
+
+gpu-kit: $(VENV)/.test
+	rm -rf $(GPU_KIT)
+	@$(BIN)/python -m benchmarks.gpu_kit $(GPU_KIT) --python $(PYTHON_THERE)
 
 dashboard: $(VENV)/.test
 	$(BIN)/python -m deploy.grafana.dashboard

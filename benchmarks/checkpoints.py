@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CACHE = REPOSITORY / "benchmarks" / ".cache"
+CACHE = Path(os.environ.get("VITSERVE_BENCHMARK_CACHE", REPOSITORY / "benchmarks" / ".cache"))
 
 
 @dataclass(frozen=True)

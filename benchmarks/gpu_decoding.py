@@ -12,19 +12,27 @@ if TYPE_CHECKING:
     from model.config import PreprocessConfig
 
 
-def decode_rate(files: Sequence[bytes], config: PreprocessConfig, seconds: float) -> float:
-    """Pictures per second that all cores decode when they do nothing else; one process a core."""
-    cores = len(os.sched_getaffinity(0))
+def decode_rate(
+    files: Sequence[bytes], config: PreprocessConfig, seconds: float, *, processes: int | None = None, patience: float
+) -> float:
+    """Pictures per second that processes decode and resize when the machine does nothing else.
+
+    Args:
+        processes: None is one a core.
+        patience: seconds that all of it may take.
+
+    Raises:
+        queue.Empty: it took longer.
+    """
+    count = processes or len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(cores)
+    begin = context.Barrier(count)
     results: Any = context.Queue()
-    workers = [
-        context.Process(target=_decode, args=(list(files), config.model_dump_json(), seconds, begin, results))
-        for _ in range(cores)
-    ]
+    work = (list(files), config.model_dump_json(), seconds, begin, results)
+    workers = [context.Process(target=_decode, args=work, daemon=True) for _ in range(count)]
     for worker in workers:
         worker.start()
-    rates = [float(results.get(timeout=seconds + 120)) for _ in workers]
+    rates = [float(results.get(timeout=patience)) for _ in workers]
     for worker in workers:
         worker.join()
     return sum(rates)

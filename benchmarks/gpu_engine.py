@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import statistics
 import sys
 import threading
@@ -24,11 +25,16 @@ from numpy.typing import NDArray
 from model.checkpoint import Checkpoint
 from model.prediction import MapRequest, RequestedOutputs
 from model.runtime.compilation import CompilationState, CompileMode
+from model.runtime.cuda.batch_launcher import DeviceOps
+from model.runtime.cuda.ops import CudaOps
+from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 
 TOP_K = 5
 WARM_SHARE = 0.25
 """Of a measurement's time, spent before it counts."""
+_REPLAYS = 4
+"""Graphs that are launched before the device is waited for."""
 _MARGIN = 0.02
 """Least distance of two scores that rounding to half the digits does not turn round."""
 
@@ -45,6 +51,7 @@ class Ours:
 
     Args:
         batches: sizes that will be measured; only these (and 1) are compiled; none means a service's own.
+        ops: a device in CUDA's place; for tests.
 
     Attributes:
         seconds: from nothing to ready, and how much of it the compiler and the captures took.
@@ -58,9 +65,16 @@ class Ours:
         dtype: str,
         compile_mode: CompileMode,
         batches: Sequence[int] | None,
+        ops: DeviceOps | None = None,
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = checkpoint
+        self._replay: Callable[[], None] | None = None
+        chosen = choose_device(device)
+        if ops is None and chosen.type == "cuda":
+            ops = CudaOps(chosen)
+        if ops is not None:
+            self._note_replays(ops)
         with _logged_seconds() as parts:
             self.predictor = Predictor(
                 checkpoint,
@@ -70,11 +84,47 @@ class Ours:
                 compile_mode=compile_mode,
                 backend="torch",
                 launch_sizes=sorted({1, *batches}) if batches else None,
+                ops=ops,
             )
             self.predictor.warm_up()
             while self.predictor.compilation.state is CompilationState.COMPILING:
                 time.sleep(0.05)
         self.seconds = {"ready": round(time.perf_counter() - started, 2), **parts}
+
+    def _note_replays(self, ops: DeviceOps) -> None:
+        """Keep in `_replay` what ran the graph of the last batch."""
+        capture = ops.capture
+
+        def noting(work: Callable[[], None], stream: Any) -> Callable[[], None]:
+            replay = capture(work, stream)
+
+            def noted() -> None:
+                self._replay = replay
+                replay()
+
+            return noted
+
+        ops.capture = noting  # type: ignore[method-assign]
+
+    @torch.inference_mode()
+    def resident_rate(self, batch: int, seconds: float) -> float | None:
+        """Images per second of batches that lie on the device, whose answers stay there: graphs, one after another.
+
+        None where the batch is no graph: on a CPU, or uncompiled.
+        """
+        self._replay = None
+        self.predictor.predict(random_pictures(self.checkpoint, batch), RequestedOutputs(TOP_K))
+        replay = self._replay
+        if replay is None:
+            return None
+
+        def work() -> None:
+            for _ in range(_REPLAYS):
+                replay()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize(self.predictor.device)
+
+        return rate_of(work, _REPLAYS * batch, seconds)
 
     def rate(self, batch: int, seconds: float, layer: int | None = None) -> float:
         """Images per second of batches of one size, each image with the attention row of a layer if one is named."""
@@ -151,7 +201,8 @@ class Ours:
             the same, and the same of those whose two best scores are `_MARGIN` or more apart, with their number.
         """
         checkpoint = self.checkpoint
-        exact = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", backend="torch")
+        cores = len(os.sched_getaffinity(0))  # beside a GPU ours has left torch with one thread
+        exact = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", backend="torch", threads=cores)
         wanted = _in_steps(exact.logits, pictures, exact.max_batch)
         found = self._in_steps(self.predictor.logits, pictures)
         equal = self.top1(pictures) == wanted.argmax(axis=1)
@@ -203,6 +254,20 @@ def give_memory_back() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
+    """Images per second of calls that do so many images each."""
+    for _ in range(3):  # compiles, and records CUDA graphs
+        work()
+    end = time.perf_counter() + WARM_SHARE * seconds
+    while time.perf_counter() < end:
+        work()
+    done, began = 0, time.perf_counter()
+    while (now := time.perf_counter()) < began + seconds:
+        work()
+        done += images
+    return done / (now - began)
 
 
 def percentiles(work: Callable[[], Any], seconds: float) -> dict[str, float]:

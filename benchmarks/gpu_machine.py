@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_QUERY = "memory.used,clocks.sm,power.draw,temperature.gpu"
-_EVERY = 0.5
+_EVERY = 0.2
 """Seconds between two readings."""
-_PATIENCE = 10
-"""Seconds that a reading may take."""
 
 KINDS: Mapping[str, re.Pattern[str]] = {
     "attention": re.compile(r"flash|fmha|scaled_dot_product|attention|cudnn.*sdpa", re.IGNORECASE),
@@ -42,78 +40,96 @@ def facts(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        found["driver"] = "unknown: nvidia-smi did not answer"
-    return found
+        nvml, _ = _nvml(str(found["uuid"]))
+    except (ImportError, RuntimeError) as error:
+        return found | {"driver": f"unknown: {error}"}
+    return found | {"driver": str(nvml.nvmlSystemGetDriverVersion())}
 
 
-def listing() -> str:
-    """What `nvidia-smi` prints, or why it prints nothing."""
+def listing(patience: float) -> str:
+    """What `nvidia-smi` prints within some seconds, or why it prints nothing."""
     try:
-        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=patience)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi: {error}"
     return done.stdout + done.stderr
 
 
-@contextmanager
-def meter(gpu: str | None) -> Iterator[dict[str, float]]:
-    """Watch memory, clock, power and temperature by `nvidia-smi`; the dictionary is filled when the block ends.
+def _nvml(gpu: str) -> tuple[Any, Any]:
+    """NVIDIA's management library, at work, and its handle of a GPU.
 
-    It stays empty without a GPU's id, and where `nvidia-smi` is not there or reads nothing.
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+        RuntimeError: the library is not there, does not work, or knows no such GPU.
     """
-    found: dict[str, float] = {}
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(gpu)
+    except nvml.NVMLError as error:
+        raise RuntimeError(f"NVML: {error}") from error
+
+
+@contextmanager
+def meter(gpu: str | None) -> Iterator[dict[str, Any]]:
+    """Watch memory, clock, power and temperature by NVML; the dictionary is filled when the block ends.
+
+    It stays empty without a GPU's id, and says why where NVML reads nothing.
+    """
+    found: dict[str, Any] = {}
     if gpu is None:
         yield found
         return
-    lines: list[str] = []
+    try:
+        nvml, handle = _nvml(gpu)
+    except (ImportError, RuntimeError) as error:
+        found["unknown"] = str(error)
+        yield found
+        return
+    readings: list[dict[str, float]] = []
     stop = threading.Event()
-    reader = threading.Thread(target=_read, args=(gpu, lines, stop), daemon=True)
+
+    def read() -> None:
+        while True:
+            readings.append(_reading(nvml, handle))
+            if stop.wait(_EVERY):
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         yield found
     finally:
         stop.set()
-        reader.join(2 * _PATIENCE)
-        found |= _summary(lines)
+        reader.join(10)
+        found |= _summary(readings)
 
 
-def _read(gpu: str, lines: list[str], stop: threading.Event) -> None:
-    # One process a reading: of one that loops, the last lines may be lost in its buffer.
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    while True:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
-        except (OSError, subprocess.TimeoutExpired):
-            return
-        lines += done.stdout.splitlines()
-        if stop.wait(_EVERY):
-            return
-
-
-def _summary(lines: list[str]) -> dict[str, float]:
-    rows: list[list[float]] = []
-    for line in lines:
-        fields = line.split(",")
-        try:
-            rows += [[float(field) for field in fields]] if len(fields) == _QUERY.count(",") + 1 else []
-        except ValueError:  # a field that the GPU does not have
-            continue
-    if not rows:
-        return {}
-    memory, clock, power, temperature = ([row[column] for row in rows] for column in range(4))
-    return {
-        "peak_memory_mib": max(memory),
-        "clock_mhz_lowest": min(clock),
-        "clock_mhz_highest": max(clock),
-        "power_watts_mean": round(sum(power) / len(power), 1),
-        "power_watts_peak": max(power),
-        "temperature_peak": max(temperature),
-        "readings": len(rows),
+def _reading(nvml: Any, handle: Any) -> dict[str, float]:
+    """What the GPU says of itself now; what it does not have is absent."""
+    sources: dict[str, Callable[[], float]] = {
+        "memory_mib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used >> 20,
+        "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
     }
+    found = {}
+    for name, source in sources.items():
+        try:
+            found[name] = float(source())
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def _summary(readings: Iterable[Mapping[str, float]]) -> dict[str, Any]:
+    values: dict[str, list[float]] = {}
+    for reading in readings:
+        for name, value in reading.items():
+            values.setdefault(name, []).append(value)
+    spans = {name: [min(each), round(sum(each) / len(each), 1), max(each)] for name, each in values.items()}
+    return {"least, mean, most": spans, "readings": max(map(len, values.values()), default=0)}
 
 
 def kernels(work: Callable[[], Any], device: str) -> dict[str, Any]:
@@ -127,11 +143,23 @@ def kernels(work: Callable[[], Any], device: str) -> dict[str, Any]:
         work()
         if on_gpu:
             torch.cuda.synchronize(device)
-    times = {
-        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        for event in seen.key_averages()
-    }
-    return shares({name: float(time) for name, time in times.items() if time > 0})
+    return shares(kernel_times(seen.key_averages(), on_gpu=on_gpu))
+
+
+def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
+    """Return the microseconds of each kernel of a profile by its name; on a CPU those of each operator.
+
+    An operator on the CPU is charged with the kernels that it launched, which are events of their own, so only those
+    that ran on the device are counted there; ranges that somebody named are no kernels.
+    """
+    times: dict[str, float] = {}
+    for event in events:
+        if on_gpu and (event.device_type.name != "CUDA" or getattr(event, "is_user_annotation", False)):
+            continue
+        time = float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+        if time > 0:
+            times[event.key] = times.get(event.key, 0.0) + time
+    return times
 
 
 def shares(times: Mapping[str, float]) -> dict[str, Any]:

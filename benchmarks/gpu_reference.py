@@ -1,45 +1,52 @@
 """What the engine is compared with: timm's ViT of the same weights under torch.compile, in a process of its own.
 
-Where timm does not load it is transformers', else a plain ViT of the same shapes; the record says which. Of its own, so
-that neither side's allocator, compiler and CUDA context meet the other's, and its memory is given back when it ends.
+Of its own, so that neither side's allocator, compiler and CUDA context meet the other's, and its memory is given back
+when it ends.
 """
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.gpu_engine import TOP_K, WARM_SHARE, percentiles, random_pictures
+from benchmarks.gpu_engine import TOP_K, percentiles, random_pictures, rate_of
 from benchmarks.gpu_machine import kernels
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.config import ViTConfig
 from model.runtime.device import choose_device, choose_dtype
-
-_PATIENCE = 900
-"""Seconds that one call may take: max-autotune compiles a batch size for minutes."""
 
 
 class ReferenceProcess:
     """A `Reference` in another process; its methods take and return what `Reference`'s do.
 
+    Args:
+        patience: gives the seconds that a call may take: max-autotune compiles a batch size for minutes.
+
     Raises:
         RuntimeError: with the process's own words, when it fails or ends.
     """
 
-    def __init__(self, checkpoint: Path, *, device: str, dtype: str, mode: str | None, library: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        patience: Callable[[], float],
+        device: str,
+        dtype: str,
+        mode: str | None,
+    ) -> None:
+        self._patience = patience
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        options = {"device": device, "dtype": dtype, "mode": mode, "library": library}
+        options = {"device": device, "dtype": dtype, "mode": mode}
         self._process = context.Process(target=_serve, args=(theirs, str(checkpoint), options), daemon=True)
         self._process.start()
         theirs.close()
@@ -60,8 +67,8 @@ class ReferenceProcess:
 
     def _answer(self) -> Any:
         try:
-            if not self._connection.poll(_PATIENCE):
-                raise RuntimeError(f"the reference did not answer within {_PATIENCE} s")
+            if not self._connection.poll(self._patience()):
+                raise RuntimeError("the reference did not answer in time")
             done, answer = self._connection.recv()
         except EOFError:
             self._process.join(10)
@@ -98,16 +105,14 @@ class Reference:
 
     Args:
         mode: of torch.compile; None leaves it uncompiled.
-        library: see `reference_model`.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, device: str, dtype: str, mode: str | None, library: str = "auto"
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, device: str, dtype: str, mode: str | None) -> None:
         self.checkpoint = checkpoint
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
-        model, self.name = reference_model(checkpoint, library)
+        model, name = timm_model(checkpoint)
+        self.name = f"{name}, {'uncompiled' if mode is None else mode}"
         self._model = model.to(self._device, self._dtype).eval().requires_grad_(False)
         mean = torch.tensor(checkpoint.preprocess.mean).reshape(1, -1, 1, 1).to(self._device)
         std = torch.tensor(checkpoint.preprocess.std).reshape(1, -1, 1, 1).to(self._device)
@@ -132,7 +137,7 @@ class Reference:
             scores, indices = self._answer(next(turn).to(self._device, non_blocking=True))
             scores.cpu(), indices.cpu()
 
-        return self._rate(work, batch, seconds)
+        return rate_of(work, batch, seconds)
 
     @torch.no_grad()
     def resident_rate(self, batch: int, seconds: float) -> float:
@@ -145,7 +150,7 @@ class Reference:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
-        return self._rate(work, 4 * batch, seconds)
+        return rate_of(work, 4 * batch, seconds)
 
     @torch.no_grad()
     def latency(self, seconds: float) -> dict[str, float]:
@@ -179,43 +184,19 @@ class Reference:
         tensor = torch.from_numpy(pictures)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
-    @staticmethod
-    def _rate(work: Callable[[], None], images: int, seconds: float) -> float:
-        for _ in range(3):  # compiles, and records CUDA graphs
-            work()
-        end = time.perf_counter() + WARM_SHARE * seconds
-        while time.perf_counter() < end:
-            work()
-        done, began = 0, time.perf_counter()
-        while (now := time.perf_counter()) < began + seconds:
-            work()
-            done += images
-        return done / (now - began)
 
+def timm_model(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
+    """timm's ViT with the checkpoint's weights, and its name for the record.
 
-def reference_model(checkpoint: Checkpoint, library: str = "auto") -> tuple[nn.Module, str]:
-    """A ViT with the checkpoint's weights, and its name for the record.
-
-    Args:
-        library: `timm`, `transformers`, `plain`, or `auto`: the first of these that loads.
+    Raises:
+        ImportError: timm or torchvision is not installed.
     """
-    reasons = []
-    for name, load in (("timm", _timm), ("transformers", _transformers)):
-        if library in (name, "auto"):
-            try:
-                return load(checkpoint)
-            except (ImportError, RuntimeError, OSError) as error:  # both need a torchvision that fits this torch
-                reasons.append(f"{name}: {str(error).splitlines()[0]}")
-    plain = PlainViT(checkpoint.config)
-    plain.load_state_dict(dict(checkpoint.tensors))
-    return plain, f"plain ViT ({'; '.join(['scaled_dot_product_attention', *reasons])})"
-
-
-def _timm(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
+    with suppress(RuntimeError, OSError):  # its operators may be of another torch, and then are declared
+        import torchvision  # noqa: F401, PLC0415
     from tests.timm_reference import declare_torchvision_operators  # noqa: PLC0415  needs pytest
 
     declare_torchvision_operators()
-    import timm  # noqa: PLC0415  optional
+    import timm  # noqa: PLC0415
     from timm.models.vision_transformer import VisionTransformer  # noqa: PLC0415
 
     config = checkpoint.config
@@ -229,58 +210,3 @@ def _timm(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
     )
     found.load_state_dict(dict(checkpoint.tensors))
     return found, f"timm {timm.__version__}"
-
-
-def _transformers(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
-    import transformers  # noqa: PLC0415  optional
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.ViTForImageClassification.from_pretrained(
-                checkpoint.source, attn_implementation="sdpa"
-            )
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            return cast("Tensor", self.model(pixels).logits)
-
-    return Logits(), f"transformers {transformers.__version__}"
-
-
-class PlainViT(nn.Module):
-    """The paper's ViT, written down without any of our tricks; parameters are named as timm's."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        width, patch = config.width, config.patch_size
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(config.in_channels, width, patch, stride=patch)})
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, config.position_tokens, width))
-        self.blocks = nn.Sequential(*(_PlainBlock(config) for _ in range(config.depth)))
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.head = nn.Linear(width, config.num_classes)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] -> logits [B, K]."""
-        x = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
-        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1) + self.pos_embed
-        logits: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
-        return logits
-
-
-class _PlainBlock(nn.Module):
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, config.mlp_width), "fc2": nn.Linear(config.mlp_width, width)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.attn["qkv"](self.norm1(x)).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*qkv.unbind(0))
-        x = x + self.attn["proj"](attended.transpose(1, 2).reshape(batch, tokens, width))
-        return cast("Tensor", x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x)))))

@@ -19,7 +19,10 @@ from typing import Any
 from benchmarks.checkpoints import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
-_VERSIONS = ("vitserve", "torch", "openvino", "transformers", "numpy", "pillow", "fastapi", "uvicorn")
+_VERSIONS = (
+    *("vitserve", "torch", "triton", "openvino", "timm", "transformers", "torchvision"),
+    *("numpy", "pillow", "fastapi", "uvicorn", "uvloop"),
+)
 
 
 class Record:
@@ -49,6 +52,10 @@ class Record:
         for name in names:
             found = found.setdefault(name, {})
         return found
+
+    def reload(self) -> None:
+        """Take what another process has written into the file."""
+        self.data = json.loads(self.path.read_text())
 
     def save(self) -> None:
         """Write the whole record; a reader sees the old one or the new one."""

@@ -88,7 +88,7 @@ class Running:
         self.start_seconds = self.answer_seconds = 0.0
         self._port = port
         self._log = log
-        self._mark = f"{_MARK}={mark}".encode()
+        self._mark = f"{_MARK}={mark}"
 
     @property
     def log(self) -> str:
@@ -97,13 +97,7 @@ class Running:
 
     def pids(self) -> list[int]:
         """Every process of this server, daemons included: those that inherited its mark."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if self._mark in (folder / "environ").read_bytes().split(b"\0"):
-                        found.append(int(folder.name))
-        return sorted(found)
+        return _marked(self._mark)
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL for whatever of it is left after a while.
@@ -220,6 +214,27 @@ def free_port() -> int:
 def _closed(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _marked(mark: str) -> list[int]:
+    """Every process that was started with this variable, `NAME=VALUE`, in its environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return sorted(found)
+
+
+def kill_marked(mark: str, patience: float = 10) -> None:
+    """Kill every process that was started with this variable, `NAME=VALUE`, in its environment, and their children."""
+    deadline = time.monotonic() + patience
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 _BOUNDARY = "benchmark-boundary"

@@ -20,18 +20,20 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""Of pixels of 0...1; divided by less, they would overflow in the network."""
+"""Standard deviation of pixels of 0...1. Divided by less, pixels would overflow in the network."""
 
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A table of values that never changes and has no other fields than those that it names."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ResNetStem(_Frozen):
+class ResNetStem(Frozen):
     """The stem of the ViT paper's hybrid: a ResNetV2 before the Transformer instead of raw patches.
 
     Standardised convolutions and group normalisation (Kolesnikov et al. 2019, BiT); each stage after
@@ -54,7 +56,7 @@ class ResNetStem(_Frozen):
         return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
-class ConvolutionalStem(_Frozen):
+class ConvolutionalStem(Frozen):
     """Convolutions before the patches' own, an activation after each (Xiao et al. 2021, arXiv 2106.14881).
 
     Each is padded by half of its kernel; batch norms are folded into them.
@@ -77,7 +79,7 @@ class ConvolutionalStem(_Frozen):
         return self
 
 
-class ViTConfig(_Frozen):
+class ViTConfig(Frozen):
     """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
 
     Raises:
@@ -243,7 +245,7 @@ class ViTConfig(_Frozen):
         return "pool_query" if self.pool == "attention" else "patch_mean"
 
 
-class PreprocessConfig(_Frozen):
+class PreprocessConfig(Frozen):
     """Preprocessing of an upright RGB picture of any size into the model's input.
 
     The picture is resized to `resize_size` and its centre of `size` is cut out:

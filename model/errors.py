@@ -1,20 +1,5 @@
 """The errors below the server, as types. They know neither HTTP nor exit codes.
 
-    VitError
-      ImageError                the picture cannot be used: its sender's fault
-        UnsupportedImageFormat    not the magic of an allowed format
-        ImageTooLarge             more pixels than the limit allows
-        ImageTooCostly            takes more time or memory to decode than is allowed
-        InvalidImage              an allowed format that does not decode
-      CheckpointError           not readable exactly as it was written
-      DeviceError               a device or dtype that this machine does not have
-        NotFinite                 the model overflows in its dtype
-        NewProcessNeeded          the device works again in a new process, with another option
-      FigureError               a figure that cannot be drawn or written
-      InputError                a parameter that the model does not offer: a layer, head or method
-      TrainingError             a recipe that cannot be run
-        DatasetError              data that cannot be used, in training or evaluation
-
 `service.web.problems` maps them to HTTP statuses and `service.__main__` to exit codes. Each message is one line that
 names the thing and, where there is one, the way out.
 """
@@ -64,7 +49,7 @@ class NotFinite(DeviceError):
 
 
 class NewProcessNeeded(DeviceError):
-    """This process can no longer use the device as it is asked to; a new one, with one option changed, can.
+    """This process can no longer use the device as configured; a new process can, with another value of an option.
 
     Attributes:
         option: name of the option, which is a setting's.

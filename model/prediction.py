@@ -28,10 +28,10 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 """All of them, the default first."""
 
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
-"""Those of the methods whose map is of one class."""
+"""Methods whose map is of a class."""
 
 MAX_CLASSES: Final = 8
-"""Most classes of which one request may want maps."""
+"""Most classes of which one request may have maps."""
 
 Pooling = Literal["head", "cls", "mean"]
 """How an image's tokens become its embedding.
@@ -95,7 +95,7 @@ def parse_maps(
     fusion: str | None = None,
     discard: float | None = None,
 ) -> list[MapRequest]:
-    """Return the maps that a caller asks for: one, or one for each class; None is what was not said.
+    """Return the requests for a caller's map, or for a map of each class; None stands for a parameter not given.
 
     Without a method it is `cls` with a layer or head, `rollout` with a fusion or discard, else the default.
 
@@ -180,9 +180,9 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
     """
     by_label, by_name, longest = _indices(tuple(labels))
     parts = [part.strip() for part in text.split(",")]
-    found: list[int] = []
+    indices: list[int] = []
     while parts:
-        # A label may contain commas itself: as many parts as make one.
+        # A label may contain commas: take as many parts as make a label.
         taken = next(
             (n for n in range(min(len(parts), longest), 1, -1) if ", ".join(parts[:n]).casefold() in by_label), 1
         )
@@ -194,15 +194,15 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
         if len(matches) != 1:
             which = f"is ambiguous: {', '.join(map(str, matches[:5]))} are called that" if matches else "is unknown"
             raise InputError("class", f"class {name[:50]!r} {which}; expected a label or an index below {len(labels)}")
-        found.append(matches[0])
-        if len(found) > MAX_CLASSES:
+        indices.append(matches[0])
+        if len(indices) > MAX_CLASSES:
             raise InputError("class", f"class: more than {MAX_CLASSES} classes")
-    return found
+    return indices
 
 
 @lru_cache(maxsize=4)
 def _indices(labels: tuple[str, ...]) -> tuple[dict[str, list[int]], dict[str, list[int]], int]:
-    """Return the classes of each label and of each name in a label, without regard to case, and most names in one."""
+    """Return the classes of each label and of each name in a label, in any case, and the most names in a label."""
     by_label: dict[str, list[int]] = {}
     by_name: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
@@ -250,7 +250,7 @@ class AttentionMap:
     """The map of one image.
 
     Attributes:
-        request: what was asked for; of a class-specific method its class is known.
+        request: the request; with a class-specific method, its class is filled in.
         values: float32 [grid rows, grid columns], summing to 1.
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
@@ -266,7 +266,7 @@ class EncodedPicture:
     """A picture that the device decodes and resizes.
 
     Attributes:
-        data: a JPEG that `model.images.device_jpeg.device_picture` took for one that a device decodes.
+        data: a JPEG that `model.images.device_jpeg.device_picture` accepted for decoding on a device.
         size: (width, height) in pixels, as it is stored.
         orientation: Exif orientation, 1...8, by which it is turned upright.
     """
@@ -277,7 +277,7 @@ class EncodedPicture:
 
 
 Picture = NDArray[np.uint8] | EncodedPicture
-"""An image of a batch: uint8 [H, W, C], the model's input size, or one that the device decodes to that."""
+"""An image of a batch: uint8 [H, W, C], the model's input size, or a picture that the device decodes to that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class RequestedOutputs:
     Attributes:
         top_k: how many classes, 1 ... num_classes.
         map: which map, if any.
-        logits: whether the logits of all classes are wanted.
+        logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
     """
 
@@ -298,19 +298,19 @@ class RequestedOutputs:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether something is asked for that does not come out of the classification's pass."""
+        """Return whether an output is requested that does not come out of the classification's pass."""
         return self.map is not None and self.map.needs_pass
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What one image gets, from the kernel to the answer; None is what was not asked for.
+    """What one image gets, from the kernel to the answer; None where it was not requested.
 
     Attributes:
         scores: float32 [top_k], highest first.
         indices: int64 [top_k], the classes that the scores belong to.
         logits: float32 [num_classes], before the temperature.
-        embedding: float32 [D], `embedding_width` of what was asked for.
+        embedding: float32 [D], `embedding_width` of the request.
         decoded: uint8 [H, W, C] that the device made of an encoded picture.
         failure: why the other values mean nothing: a score is not finite, or the device could not decode the picture.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -16,12 +17,23 @@ FIELD = "file"
 """Name of the multipart field that carries a picture."""
 
 
+def significant(value: float) -> float:
+    """Return a float32 without the digits that it does not have: 0.8299999833 becomes 0.83."""
+    return float(f"{value:.7g}")
+
+
 class Prediction(BaseModel):
     """One class and its score."""
 
     label: Annotated[str, Field(description="human description; labels may repeat", examples=["tabby, tabby cat"])]
     index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
     score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
+
+    @classmethod
+    def ranked(cls, labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[Self]:
+        """Return the classes `indices` with their float32 `scores`, in the order given."""
+        pairs = zip(indices, scores, strict=True)
+        return [cls(label=labels[index], index=index, score=significant(score)) for index, score in pairs]
 
 
 class RegionDocument(BaseModel):

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, Size
 from model.data import cifar10
-from model.data.decoding import Decoder
-from model.data.image_folder import PictureFiles, find_pictures
+from model.data.image_folder import Decoder, PictureFiles, find_pictures
 from model.data.labelled_images import Images, PixelStorage
 from model.errors import DatasetError
 

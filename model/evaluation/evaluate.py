@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.checkpoint import Checkpoint
-from model.data import cifar10
 from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
-from model.evaluation.robustness import as_png
 from model.images.preprocess import preprocess
-from model.prediction import Outputs, RequestedOutputs
-
-
-class BatchPredictor(Protocol):
-    """The part of `model.runtime.predictor.Predictor` that an evaluation needs."""
-
-    checkpoint: Checkpoint
-    max_batch: int
-
-    def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> Sequence[Outputs]:
-        """Return what is asked of each image of uint8 [B, H, W, C], B <= `max_batch`."""
-        ...
+from model.prediction import RequestedOutputs
+from model.runtime.predictor import Predictor
 
 
 @dataclass(frozen=True)
@@ -62,33 +48,8 @@ class Evaluation:
         return values
 
 
-def evaluate_cifar10(predictor: BatchPredictor, data: Path, *, progress: bool = False) -> Evaluation:
-    """Measure a predictor on CIFAR-10's 10,000 test images.
-
-    A model that takes another size than 32 x 32 pixels sees them as the service would: through its preprocessing.
-
-    Args:
-        data: folder with the binary version of CIFAR-10.
-
-    Raises:
-        DatasetError: the data cannot be read, or the model's labels are not CIFAR-10's.
-    """
-    checkpoint = predictor.checkpoint
-    names = cifar10.read_labels(data)
-    if checkpoint.labels != names:
-        raise DatasetError(f"{data}: classes {', '.join(names)} are not those of the model {checkpoint.name}")
-    images = cifar10.read_test(data)
-    if checkpoint.config.image_size == cifar10.IMAGE_SIZE and checkpoint.config.in_channels == cifar10.CHANNELS:
-        scores = predict_scores(predictor, images.pixels, progress=progress)
-    else:
-        scores = predict_uploads(
-            predictor, len(images), lambda n: as_png(images.pixels[n].transpose(1, 2, 0)), progress=progress
-        )
-    return measure(scores, images.labels, names)
-
-
 def predict_uploads(
-    predictor: BatchPredictor,
+    predictor: Predictor,
     count: int,
     upload: Callable[[int], bytes],
     *,
@@ -119,9 +80,7 @@ def predict_uploads(
         return _predict_batches(predictor, count, lambda batch: np.stack(list(pool.map(read, batch))), progress)
 
 
-def predict_scores(
-    predictor: BatchPredictor, pixels: NDArray[np.uint8], *, progress: bool = False
-) -> NDArray[np.float32]:
+def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
     """Return all scores, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
 
     def read(batch: range) -> NDArray[np.uint8]:
@@ -131,7 +90,7 @@ def predict_scores(
 
 
 def _predict_batches(
-    predictor: BatchPredictor, count: int, read: Callable[[range], NDArray[np.uint8]], progress: bool
+    predictor: Predictor, count: int, read: Callable[[range], NDArray[np.uint8]], progress: bool
 ) -> NDArray[np.float32]:
     """Return the scores, float32 [count, K] in class order, of images that `read` gives as uint8 [B, H, W, C]."""
     classes = predictor.checkpoint.config.num_classes

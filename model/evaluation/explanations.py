@@ -17,7 +17,7 @@ from model.checkpoint import Checkpoint
 from model.errors import DatasetError
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
-from model.explanation.attention_map import cls_map
+from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.prediction import MapRequest, Method
@@ -198,7 +198,7 @@ def _measure_picture(
     for method, maps in methods.items():
         relevance = maps(picture.unsqueeze(0), best.unsqueeze(0))[0].detach()
         lowered = deletion(score, picture, relevance, index, steps=steps)
-        raised = insertion(score, picture, relevance, index, steps=steps, blurred=blurred)
+        raised = insertion(score, picture, blurred, relevance, index, steps=steps)
         results.append(PictureResult(number, method, index, lowered, raised))
     return results, scores[:, index].tolist()
 

@@ -99,21 +99,10 @@ def deletion(
 
 
 def insertion(
-    score: Score,
-    picture: Tensor,
-    relevance: Tensor,
-    class_index: int,
-    *,
-    steps: int = DEFAULT_STEPS,
-    blurred: Tensor | None = None,
+    score: Score, picture: Tensor, blurred: Tensor, relevance: Tensor, class_index: int, *, steps: int = DEFAULT_STEPS
 ) -> float:
-    """Return the area under the score of a class while a blurred picture's patches become sharp; higher is better.
-
-    Args:
-        blurred: the picture to start from; None: `blur` makes it.
-    """
-    start = blur(picture) if blurred is None else blurred
-    return area_under_score(score, start, picture, relevance, class_index, steps=steps)
+    """Return the area under the score of a class while a blurred picture's patches become sharp; higher is better."""
+    return area_under_score(score, blurred, picture, relevance, class_index, steps=steps)
 
 
 def blur(picture: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor
 from model.config import ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block
-from model.network.layers.pooling import AttentionPool
-from model.network.vit import VisionTransformer
+from model.network.vit import AttentionPool, VisionTransformer
 
 
 class Weighed(NamedTuple):
@@ -69,7 +68,7 @@ def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
 
 def finish(block: Block, x: Tensor, weighed: Weighed) -> Tensor:
     """Return the block's output for the tokens that `weighed` has rows of: [B, Q, D]."""
-    return block.finish(block.attended(x, block.attn.proj(_mix(weighed))))
+    return block.finish(block.attended(x, block.attn.proj(mix(weighed))))
 
 
 def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
@@ -92,7 +91,7 @@ def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:
 
 def finish_pool(model: VisionTransformer, pool: AttentionPool, weighed: Weighed) -> Tensor:
     """Return the logits [B, num_classes] of the pooled tokens."""
-    pooled = pool.proj(_mix(weighed)).squeeze(1)
+    pooled = pool.proj(mix(weighed)).squeeze(1)
     logits: Tensor = model.head(model.pre_logits(model.fc_norm(pooled + pool.mlp(pool.norm(pooled)))))
     return logits
 
@@ -107,7 +106,7 @@ def class_scores(logits: Tensor, classes: Tensor) -> Tensor:
     return logits.gather(1, classes.unsqueeze(1)).sum()
 
 
-def _mix(weighed: Weighed) -> Tensor:
+def mix(weighed: Weighed) -> Tensor:
     """Return the values weighed by the attention, heads joined: [B, Q, D]."""
     mixed = weighed.weights.to(weighed.values.dtype) @ weighed.values
     return mixed.transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Weights that relevance multiplies with, put together once for a model whose weights change no more.
+"""Products of weights that relevance needs, computed once for a model whose weights no longer change.
 
 Going back through a block's attention takes its output projection, the scale after it, its values' projection and the
 norm before. Each is linear, and some are as cheap to compute as a few small products; together they are one matrix.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.explanation.explicit_forward import blocks_of
-from model.explanation.frozen_gradients import through_norm_of_one
+from model.explanation.frozen_gradients import through_norm_unscaled
 from model.network.layers.block import Block, LayerScale
 from model.network.vit import VisionTransformer
 
@@ -27,8 +27,8 @@ class FoldedWeights(NamedTuple):
     """What `fold` makes of a model, in its dtype and on its device; of projections as weights of linear layers.
 
     Attributes:
-        lead: what the logits of a class and of its rivals count, float32 [1 + rivals, 1]. They are divided by the
-            largest weight of the heads: the scale of relevance does not matter, but float16 must have it.
+        margin: the factors of the logits of a class and of its rivals in the class's margin, float32 [1 + rivals, 1].
+            They are divided by the heads' largest weight: the scale of relevance does not matter, and float16 holds it.
         last: from the last block's gradient to each head's, [D, D]; of the pooling where that attends. None where the
             head reads all tokens otherwise.
         values: from each head's gradient through its values to what enters the last block, but for its norm's scale,
@@ -36,7 +36,7 @@ class FoldedWeights(NamedTuple):
         hops: as `last`, of each block that relevance is moved through, from the last on: [hops D, D].
     """
 
-    lead: Tensor
+    margin: Tensor
     last: Tensor | None
     values: Tensor | None
     hops: Tensor
@@ -51,17 +51,17 @@ def fold(model: VisionTransformer) -> FoldedWeights:
     joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, width)
     rivals = min(RIVALS, model.config.num_classes - 1)
     largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
-    lead = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
-    lead = lead / largest.clamp_min(torch.finfo(torch.float32).tiny)
+    margin = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
+    margin = margin / largest.clamp_min(torch.finfo(torch.float32).tiny)
     if model.attn_pool is not None:
-        return FoldedWeights(lead, _transposed(model.attn_pool.proj.weight), None, joined)
+        return FoldedWeights(margin, _transposed(model.attn_pool.proj.weight), None, joined)
     if model.config.pool != "cls":
-        return FoldedWeights(lead, None, None, joined)
+        return FoldedWeights(margin, None, None, joined)
     last = blocks[-1]
     weight = last.attn.qkv.weight
-    values = through_norm_of_one(last.norm1, weight[2 * model.config.inner_width :].float())
+    values = through_norm_unscaled(last.norm1, weight[2 * model.config.inner_width :].float())
     by_head = values.reshape(model.config.heads, -1, width).to(weight.dtype)
-    return FoldedWeights(lead, _projection(last), by_head, joined)
+    return FoldedWeights(margin, _projection(last), by_head, joined)
 
 
 def heads_of(model: VisionTransformer) -> list[nn.Linear]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import LayerScale, Mlp, SwiGLU
-from model.network.layers.pooling import PreLogits
+from model.network.layers.block import LayerScale, Mlp, PreLogits, SwiGLU
 
 _NOT_ZERO: Final = 1e-30
-"""Less than what any other number of a network is rounded to."""
+"""Added to hidden values against a division by zero: less than they are rounded to."""
 
 
 def is_traced() -> bool:
@@ -61,7 +60,7 @@ def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient with respect to the input x [..., D] of a LayerNorm, or of nothing, from its output's."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient
-    return through_norm_of_one(layer, gradient) * inverse_deviation(layer, x)
+    return through_norm_unscaled(layer, gradient) * inverse_deviation(layer, x)
 
 
 def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ def inverse_deviation(layer: nn.LayerNorm, x: Tensor) -> Tensor:
     return torch.native_layer_norm(x, (x.shape[-1],), None, None, layer.eps)[2]
 
 
-def through_norm_of_one(layer: nn.Module, gradient: Tensor) -> Tensor:
+def through_norm_unscaled(layer: nn.Module, gradient: Tensor) -> Tensor:
     """Return `through_norm` but for its scale, which does not matter for a token that all relevance goes through."""
     if not isinstance(layer, nn.LayerNorm):
         return gradient
@@ -92,19 +91,6 @@ def with_rivals(logits: Tensor, classes: Tensor | None, count: int) -> Tensor:
     if classes is not None:
         logits = logits.scatter(1, classes.unsqueeze(1), torch.inf)
     return logits.topk(count, dim=1).indices
-
-
-def through_lead(head: nn.Linear, lead: Tensor, ranked: Tensor) -> Tensor:
-    """Return the gradient, float32 [B, in], of a class's lead in a head: its logit less its rivals' mean.
-
-    The logit alone also rises with what all likely classes have in common, an animal or a vehicle of any kind; against
-    the mean of the strongest rivals this cancels out.
-
-    Args:
-        lead: see `model.explanation.folded_weights.FoldedWeights`.
-        ranked: see `with_rivals`.
-    """
-    return (nn.functional.embedding(ranked, head.weight) * lead).sum(dim=1)
 
 
 def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:

@@ -1,4 +1,8 @@
-"""The explanation methods by name, and maps over the patch grid made with them."""
+"""The explanation methods by name, and maps over the patch grid made with them.
+
+Rollout, generic attention explainability and LeGrad follow attention through the blocks and stand here; `relevance` has
+a file of its own. Each returns how much every token mattered.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,167 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from model.explanation.gae import gae
-from model.explanation.legrad import legrad
+from model.explanation.explicit_forward import (
+    block_inputs,
+    blocks_of,
+    class_scores,
+    finish,
+    finish_pool,
+    over_all_tokens,
+    readout,
+    tokens_read,
+    weigh,
+    weigh_pool,
+)
+from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import relevance
-from model.explanation.rollout import rollout
-from model.explanation.token_maps import sharpened_maps, token_maps
+from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
-from model.prediction import METHODS, MapRequest, Method
+from model.prediction import METHODS, Fusion, MapRequest, Method
 
 _WEIGHTS_BYTES: Final = 64 << 20
 """Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""
+
+EXPLANATIONS: Final[tuple[Method, ...]] = tuple(method for method in METHODS if method != "cls")
+"""The methods that have, or can have, a pass of their own: all but `cls`."""
+
+
+@torch.no_grad()
+def rollout(model: VisionTransformer, pixels: Tensor, *, fusion: Fusion = "mean", discard_ratio: float = 0.0) -> Tensor:
+    """Return how much of each input token arrives at what the head reads: float32 [B, N], each row summing to 1.
+
+    Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928; it knows no class. Head fusion and the discarding of the
+    smallest weights are additions that are widely used. Each block's matrix is its fused attention plus the identity,
+    for the residual connection, with rows that sum to 1.
+
+    Args:
+        fusion: how the heads of a block are combined.
+        discard_ratio: share of an image's weights in each block, 0 ... 1, that are set to zero, the smallest first;
+            the attention paid to the CLS token stays.
+    """
+    x = block_inputs(model, pixels, output=model.attn_pool is not None)
+    if model.attn_pool is None:
+        row = readout(model.config, x[0])
+    else:
+        row = _fuse(weigh_pool(model.attn_pool, model.norm(x[-1])).weights, fusion).squeeze(1)
+        row = over_all_tokens(row / row.sum(dim=1, keepdim=True), model.config)
+    keep = 1 if model.config.class_token else 0
+    for block, entering in zip(reversed(blocks_of(model)), reversed(x[: model.config.depth]), strict=True):
+        matrix = _discard(_fuse(weigh(block, entering).weights, fusion), discard_ratio, keep)
+        matrix = matrix + torch.eye(matrix.shape[-1], device=matrix.device)
+        matrix = matrix / matrix.sum(dim=-1, keepdim=True)
+        row = (row.unsqueeze(1) @ matrix).squeeze(1)
+    return row
+
+
+def _fuse(weights: Tensor, fusion: Fusion) -> Tensor:
+    """Combine heads: [B, heads, Q, N] -> [B, Q, N]."""
+    if fusion == "mean":
+        return weights.mean(dim=1)
+    return weights.amax(dim=1) if fusion == "max" else weights.amin(dim=1)
+
+
+def _discard(matrix: Tensor, ratio: float, keep: int) -> Tensor:
+    """Set each image's smallest weights [B, N, N] to zero, except those paid to its first `keep` tokens."""
+    count = int(matrix[0].numel() * ratio)
+    if not count:
+        return matrix
+    smallest = matrix.flatten(1).topk(count, dim=1, largest=False).indices
+    dropped = torch.zeros_like(matrix, dtype=torch.bool).flatten(1).scatter(1, smallest, True).view_as(matrix)
+    dropped[:, :, :keep] = False
+    return matrix.masked_fill(dropped, 0.0)
+
+
+def gae(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
+    """Return the relevance of each token for the class by generic attention explainability: float32 [B, N], >= 0.
+
+    Chefer, Gur and Wolf, ICCV 2021, https://arxiv.org/abs/2103.15679. Attention weighed by its gradient is followed
+    through all blocks: R = I, then R += A R in each block, where A is the mean over the heads of the positive part of
+    gradient x attention. A map needs one row of R, and R is the product of all (I + A), so the row is multiplied from
+    the last block to the first: in the order of the backward pass, and without R.
+
+    The row is the CLS token's, or the mean over the rows of the tokens that the head reads (see `readout`). With
+    attention pooling it begins as the pooling query's own row.
+    """
+    x = block_inputs(model, pixels, output=True)
+    row, gradient = _last_row(model, x.pop(), classes)
+    for block, entering in zip(reversed(blocks_of(model)), reversed(x), strict=True):
+        with torch.enable_grad():
+            leaf = entering.detach().requires_grad_()
+            weighed = weigh(block, leaf)
+            left = finish(block, leaf, weighed)
+            to_weights, gradient = torch.autograd.grad(left, (weighed.weights, leaf), gradient)
+        row = row + (row.unsqueeze(1) @ _positive_mean(weighed.weights.detach(), to_weights)).squeeze(1)
+    return row
+
+
+def _last_row(model: VisionTransformer, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row to begin with, float32 [B, N], and the logit's gradient with respect to the tokens x [B, N, D]."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        if model.attn_pool is None:
+            logits = model.read(leaf)
+            (gradient,) = torch.autograd.grad(class_scores(logits, classes), leaf)
+            return readout(model.config, x), gradient
+        weighed = weigh_pool(model.attn_pool, model.norm(leaf))
+        logits = finish_pool(model, model.attn_pool, weighed)
+        to_weights, gradient = torch.autograd.grad(class_scores(logits, classes), (weighed.weights, leaf))
+    row = _positive_mean(weighed.weights.detach(), to_weights).squeeze(1)
+    return over_all_tokens(row, model.config), gradient
+
+
+def _positive_mean(weights: Tensor, gradient: Tensor) -> Tensor:
+    """Return the mean over the heads of the positive part of gradient x attention: [B, heads, Q, N] -> [B, Q, N]."""
+    return (weights * gradient).relu().mean(dim=1)
+
+
+def legrad(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
+    """Return the relevance of each token for the class by LeGrad: float32 [B, N], not negative.
+
+    Bousselham et al., ICCV 2025, https://arxiv.org/abs/2404.03214. The model's head reads each block's output as if the
+    block were the last. The positive part of that prediction's gradient with respect to the block's attention, averaged
+    over heads and queries, is the layer's map; layers are summed.
+
+    A layer's prediction is pooled as the model's is; the authors' code for CLIP averages all tokens instead of reading
+    the CLS token, which a head that was trained on that token alone makes less of. With attention pooling the pooling
+    query's attention takes the place of the block's, as in their code.
+    """
+    inputs = block_inputs(model, pixels)
+    summed = torch.zeros(inputs[0].shape[:2], device=pixels.device)
+    for block, x in zip(blocks_of(model), inputs, strict=True):
+        summed += _head_gradient(model, block, x, classes).relu().mean(dim=(1, 2))
+    return summed
+
+
+def _head_gradient(model: VisionTransformer, block: Block, x: Tensor, classes: Tensor) -> Tensor:
+    """Return the gradient of the class's logit with respect to the attention that the head's tokens were made with.
+
+    It is [B, heads, Q, N]. The Q queries are the tokens that the head reads: CLS, and the distillation token where it
+    has a head; all where the head pools over tokens. With attention pooling it is the pooling query alone, after the
+    block. The backward pass goes through these tokens' projection, MLP and norms, and not through the network.
+
+    Args:
+        block: the head reads its output.
+        x: the block's input, [B, N, D].
+        classes: int64 [B].
+    """
+    pool = model.attn_pool
+    with torch.no_grad():
+        if pool is None:
+            weighed = weigh(block, x, tokens_read(model.config))
+        else:
+            weighed = weigh_pool(pool, model.norm(block(x)[0]))
+    with torch.enable_grad():
+        weighed.weights.requires_grad_()
+        logits = model.read(finish(block, x, weighed)) if pool is None else finish_pool(model, pool, weighed)
+        (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
+    return over_all_tokens(gradient, model.config)
+
 
 _OF_CLASS: Final[Mapping[Method, Callable[[VisionTransformer, Tensor, Tensor], Tensor]]] = MappingProxyType(
     {"relevance": relevance, "gae": gae, "legrad": legrad}
 )
 """(model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N]."""
-
-EXPLANATIONS: Final[tuple[Method, ...]] = tuple(method for method in METHODS if method != "cls")
-"""The methods that have, or can have, a pass of their own: all but `cls`."""
 
 
 def _tokens(model: VisionTransformer, pixels: Tensor, classes: Tensor, request: MapRequest) -> Tensor:

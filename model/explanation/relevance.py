@@ -1,4 +1,4 @@
-"""Relevance: what each patch brought to a class's lead over its rivals, at little more than a forward pass's cost.
+"""Relevance: what each patch brought to a class's margin over its rivals, at little more than a forward pass's cost.
 
 Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 
@@ -18,25 +18,23 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.explanation.explicit_forward import blocks_of, over_all_tokens, tokens_read
+from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, tokens_read, weigh_pool
 from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
     through_activation,
-    through_lead,
     through_linear,
     through_mlp,
     through_norm,
-    through_norm_of_one,
+    through_norm_unscaled,
     through_pooling,
     through_scale,
     with_rivals,
 )
 from model.network.layers.attention import Attention
-from model.network.layers.block import Block, Kept
-from model.network.layers.pooling import AttentionPool, PreLogits
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.layers.block import Block, Kept, PreLogits
+from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
 
 KEPT: Final = HOPS + 1
 """How many of the last blocks a forward pass must keep for `token_relevance`."""
@@ -55,7 +53,7 @@ def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tens
 
 
 class _Start(NamedTuple):
-    """The relevance of all tokens and what is known of the strongest ones.
+    """The relevance of all tokens, and the strongest of them with their gradients.
 
     Attributes:
         relevance: [B, N].
@@ -73,7 +71,7 @@ class _Start(NamedTuple):
 def token_relevance(
     model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None, weights: FoldedWeights | None = None
 ) -> Tensor:
-    """Return what each token brought to the class's lead, negative where it spoke against: float32 [B, N].
+    """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
 
     The scale of an image's relevance does not matter.
 
@@ -84,18 +82,19 @@ def token_relevance(
     """
     assert output.kept is not None
     weights = weights or fold(model)
-    ranked = with_rivals(output.logits, classes, len(weights.lead))
-    leads = _leads(model, weights, ranked, output.embeddings["head"])
+    ranked = with_rivals(output.logits, classes, len(weights.margin))
+    margins = _margins(model, weights, ranked, output.embeddings["head"])
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
-        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, leads)
+        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, margins)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
         assert weights.last is not None
-        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, leads)
+        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
-        start = _start_at_tokens(model, tokens, leads)
+        to_tokens = through_pooling(model.norm(tokens), margins, model.config)
+        start = _start(tokens, through_norm(model.norm, tokens, to_tokens))
     hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
     if not hops:
         return start.relevance
@@ -104,21 +103,21 @@ def token_relevance(
 
 
 def _start_at_block(
-    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, left: Tensor, leads: Tensor
+    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, output: Tensor, margins: Tensor
 ) -> _Start:
     """Go back from the tokens that the head reads through the last block, whose input has the relevance.
 
     Args:
-        left: the last block's output of these tokens, perhaps of more, [B, read or more, D].
-        leads: see `_leads`.
+        output: the last block's output of these tokens, perhaps of more, [B, read or more, D].
+        margins: see `_margins`.
     """
     assert weights.last is not None
     assert weights.values is not None
     attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
     # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
-    gradient = leads  # [B, read, D]
+    gradient = margins  # [B, read, D]
     if read > 1 and isinstance(model.norm, nn.LayerNorm):
-        gradient = gradient * inverse_deviation(model.norm, left[:, :read])
+        gradient = gradient * inverse_deviation(model.norm, output[:, :read])
     attended, hidden = kept.attended[:, :read], kept.hidden
     hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
@@ -140,39 +139,37 @@ def _start_at_block(
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _leads(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, pooled: Tensor) -> Tensor:
-    """Return the gradient of the lead with respect to what each head reads, [B, heads of the model, D or 2 D].
+def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, pooled: Tensor) -> Tensor:
+    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
-    What it reads is what enters the norm before it, but for the scale of each token.
+    The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
+    classes have in common, an animal or a vehicle of any kind; against the mean of the strongest rivals this cancels
+    out. What a head reads is what enters the norm before it, but for the scale of each token.
+
+    Args:
+        ranked: see `with_rivals`.
+        pooled: what was pooled, [B, D or 2 D].
     """
-    leads = [through_lead(head, weights.lead, ranked) for head in heads_of(model)]
-    joined = torch.stack(leads, dim=1) if len(leads) > 1 else leads[0].unsqueeze(1)
+    margins = [(nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1) for head in heads_of(model)]
+    joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
     if isinstance(model.pre_logits, PreLogits):
         joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
-    joined = through_norm_of_one(model.fc_norm, joined)
-    return through_norm_of_one(model.norm, joined) if model.config.pool == "cls" else joined
+    joined = through_norm_unscaled(model.fc_norm, joined)
+    return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, leads: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
-    width, normed = x.shape[2], model.norm(x)[:, pool.skipped :]
-    q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
-    k, v = (_by_head(part, pool.head_dim) for part in pool.kv(normed).split(width, dim=2))
-    weights = ((q * pool.head_dim**-0.5) @ k.transpose(-2, -1)).float().softmax(dim=-1)
-    pooled = pool.proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
-    to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), leads)
-    gradient = leads + through_norm(pool.norm, pooled, to_mlp)
+    weighed = weigh_pool(pool, model.norm(x))
+    pooled = pool.proj(mix(weighed))
+    to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), margins)
+    gradient = margins + through_norm(pool.norm, pooled, to_mlp)
     to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
     to_values = through_linear(
-        pool.kv, (weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(width, None)
+        pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
     )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return _start(x, through_norm(model.norm, x, to_tokens))
-
-
-def _start_at_tokens(model: VisionTransformer, x: Tensor, leads: Tensor) -> _Start:
-    """Go back from the pooled vector to the tokens that are pooled by a rule."""
-    return _start(x, through_norm(model.norm, x, through_pooling(model.norm(x), leads, model.config)))
 
 
 def _start(x: Tensor, gradient: Tensor) -> _Start:

@@ -53,7 +53,7 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
 
 
 def _high_byte(piece: Image.Image) -> Image.Image:
-    # Pillow hands 16-bit pixels over in the machine's byte order or says otherwise in the dtype.
+    # Pillow hands 16-bit pixels over in the machine's byte order or names another order in the dtype.
     return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
 
 

@@ -3,7 +3,7 @@
     bytes -> unpacked (what the decoder has to see) -> opened, checked -> decoded
 
 The reader of the detected format is called by itself: `PIL.Image.open` would try others too. Pillow's own pixel
-limit is left alone: it is one for the whole process, too late for some formats and too low for an operator who allows
+limit is left alone: it holds for the whole process, too late for some formats and too low for an operator who allows
 more. Ours is checked for every picture, before its pixels are allocated.
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
 from model.images.exif import read_orientation
-from model.images.formats import MinSize, unpack, unpack_bounded
+from model.images.formats import MinSize, unpack
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -76,7 +76,7 @@ def decode(
 ) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
 
-    How long that takes and how much memory is bounded for files that `unpack_bounded` returns; for others, by the
+    How long that takes and how much memory is bounded for files that are `bounded`; for others, by the
     limits of the process (`model.images.decoder_process`).
 
     Args:
@@ -88,12 +88,12 @@ def decode(
 
     Raises:
         UnboundedWork: `bounded`, and the file is not; nothing of it is decoded.
-        UnsupportedImageFormat: not the magic of an allowed format, or one that this installation cannot read.
+        UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
         ImageTooLarge: too many pixels; raised before they are allocated.
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = (unpack_bounded if bounded else unpack)(data)
+    encoded = unpack(data, bounded=bounded)
     try:
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)

@@ -3,7 +3,7 @@
     service --"here is a socket"--> template --fork--> decoder <==job, answer==> service
 
 The template is a fresh interpreter that has imported Pillow and this package, and reads no picture. It makes a decoder
-in 3 ms where a start takes 0.3 s, so that killing one is cheap, and all share its memory. A decoder has
+in 3 ms where a start takes 0.3 s, so that killing a decoder is cheap, and all share its memory. A decoder has
 
 * no keys and no model: the environment of the template is empty, and nothing of the service was ever in its memory;
 * no network, no files, no other programs and no signals to others (a seccomp filter on Linux);
@@ -36,8 +36,7 @@ from PIL import AvifImagePlugin, ImageCms, ImageColor, ImageFilter, ImagePalette
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.photo import upright_photo
-from model.images.preprocess import model_input
+from model.images.preprocess import model_input, upright_photo
 from model.images.region import Region
 
 if sys.platform != "win32":  # where the service imports this module and starts no process
@@ -51,7 +50,7 @@ ANSWER: Final = struct.Struct("<BII")
 """Status, bytes of the JSON and of the pixels."""
 
 HELLO: Final = b"\1"
-"""What a decoder says first: one that is frozen does not."""
+"""The first byte that a decoder sends; a frozen decoder does not."""
 
 DONE: Final = 0
 TOO_MUCH: Final = 1
@@ -88,7 +87,7 @@ _FILTERS: Final = {"x86_64": (0xC000_003E, _DENIED_X86), "aarch64": (0xC000_00B7
 
 
 def main() -> None:
-    """Be the template: fork a decoder for every socket that comes on file descriptor 0, until that is closed."""
+    """Run the template: fork a decoder for every socket that comes on file descriptor 0, until that is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they go to whole groups, and the service may still need its decoders
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -115,7 +114,7 @@ def main() -> None:
 
 
 def _serve(service: socket.socket, address_space: int) -> None:
-    """Be a decoder: answer one job after another, until the socket is closed or a slow job is done."""
+    """Run a decoder: answer jobs in turn, until the socket is closed or a slow job is done."""
     fcntl.fcntl(service, fcntl.F_SETOWN, os.getpid())
     service.sendall(HELLO)
     while head := service.recv(JOB.size, socket.MSG_WAITALL):

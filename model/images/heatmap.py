@@ -1,25 +1,39 @@
-"""Heat maps: a map of where the model looked, in colour over a picture. PIL and numpy, never torch."""
+"""Heat maps: a map of where the model looked, in colour over a picture. PIL and numpy, never torch.
+
+The colour tables have matplotlib's names and colours. Each row of `colormaps.png` is a table, in the order of
+`COLORMAPS`. They were generated once with matplotlib 3.11.2 as `colormaps[name](range(256), bytes=True)[:, :3]`, so
+that serving needs no plotting library. Where they come from:
+
+* viridis, plasma, inferno, magma: Nathaniel J. Smith, Stefan van der Walt and Eric Firing, 2015, CC0
+  (https://bids.github.io/colormap/). Perceptually uniform.
+* cividis: Nunez, Anderton and Renslow, 2018 (https://doi.org/10.1371/journal.pone.0199239). Looks alike to readers
+  with and without colour blindness.
+* turbo: Anton Mikhailov, Google, 2019, Apache-2.0.
+* jet, hot, bone, gray: piecewise linear functions of old, as matplotlib computes them.
+"""
 
 from __future__ import annotations
 
 import io
+import math
+from functools import cache
+from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from model.errors import InputError
-from model.images.colormaps import COLORMAPS, colour_table, with_colorbar
 from model.images.region import Region
 
-__all__ = ["COLORMAPS", "MAX_SIZE", "Look", "draw_heatmap", "encode_png"]
+COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 
 MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
 
 _MIN_DEFAULT_SIZE = 384
-"""Longer side in pixels, at least, where no size is asked for: patches stay visible on small pictures."""
+"""Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
 
 _MIN_FULL_SCALE = 4.0
 """Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
@@ -32,6 +46,11 @@ _STRIP_ROWS = 256
 
 _COMPRESS_LEVEL = 4
 """A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
+
+_MIN_BAR_HEIGHT = 96
+"""Pixels of a drawing with a colour bar: below it, the scale cannot be read."""
+
+_BAR_TITLE = "times even share"
 
 Array = NDArray[np.float32]
 
@@ -138,7 +157,7 @@ def monotone_cubic(values: Array, at: Array) -> Array:
     """Return a smooth curve through the middles of the cells, at each position.
 
     The curve is that of Fritsch and Butland (1984), known as PCHIP: between two neighbours it lies between their
-    values, so that it never overshoots, as a bicubic one does beside a steep edge.
+    values, so that it never overshoots, as a bicubic curve does beside a steep edge.
 
     Arguments and result are those of `nearest`; beyond the first and the last middle the curve is level.
     """
@@ -199,3 +218,55 @@ def _levels(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
     ratios = shares / mean if mean > np.finfo(np.float64).tiny else np.ones_like(shares)
     full_scale = max(_MIN_FULL_SCALE, float(ratios.max()))
     return (np.log(ratios.clip(1.0)) / np.log(full_scale)).astype(np.float32), full_scale
+
+
+@cache
+def colour_table(name: str) -> NDArray[np.uint8]:
+    """Return the colours of a map, lowest value first: uint8 [256, 3] RGB, read-only.
+
+    Raises:
+        InputError: `name` is not one of `COLORMAPS`.
+    """
+    if name not in COLORMAPS:
+        raise InputError("colormap", f"colormap {name!r} is not offered; one of: {', '.join(COLORMAPS)}")
+    with Image.open(Path(__file__).with_name("colormaps.png")) as tables:
+        table: NDArray[np.uint8] = np.asarray(tables)[COLORMAPS.index(name)]
+    return table
+
+
+def with_colorbar(drawing: Image.Image, colours: NDArray[np.uint8], full_scale: float) -> Image.Image:
+    """Return a drawing with a colour bar and its scale on white at its right.
+
+    The scale is logarithmic: it begins at the even share, 1, and ends at `full_scale` times that.
+
+    Args:
+        colours: uint8 [256, 3], lowest value first.
+    """
+    height = max(drawing.height, _MIN_BAR_HEIGHT)
+    text = min(32, max(10, height // 28))
+    font = ImageFont.load_default(text)
+    margin, bar = text, round(1.5 * text)
+    width = 2 * margin + round(max(font.getlength(_BAR_TITLE), bar + 4 * text))
+    canvas = Image.new("RGB", (drawing.width + width, height), "white")
+    canvas.paste(drawing, (0, 0))
+
+    left, top, bottom = drawing.width + margin, 3 * text, height - text
+    levels = np.linspace(255, 0, bottom - top).round().astype(np.intp)
+    canvas.paste(Image.fromarray(colours[levels][:, np.newaxis].repeat(bar, axis=1)), (left, top))
+    pen = ImageDraw.Draw(canvas)
+    pen.text((left, text), _BAR_TITLE, "black", font, anchor="lt")
+    for ratio in tick_ratios(full_scale, most=(bottom - top) // (2 * text)):
+        y = bottom - 1 - round((bottom - top - 1) * math.log(ratio) / math.log(full_scale))
+        pen.line((left + bar, y, left + bar + text // 3, y), "black")
+        pen.text((left + bar + text // 2, y), f"{ratio:.3g}", "black", font, anchor="lm")
+    return canvas
+
+
+def tick_ratios(full_scale: float, most: int) -> list[float]:
+    """Return the ratios that the scale names: both ends and, if `most` is enough for them, powers of 2 between."""
+    powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale)))]
+    # A power close to the end of the scale would overlap its label.
+    powers = [ratio for ratio in powers if ratio < full_scale / 1.4]
+    room = max(0, most - 2)
+    step = math.ceil(len(powers) / room) if room else len(powers) + 1
+    return [1.0, *powers[max(1, step) - 1 :: max(1, step)], full_scale]

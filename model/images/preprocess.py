@@ -1,4 +1,4 @@
-"""The bytes of an upload become the uint8 picture that a model sees, by PIL and numpy, never torch.
+"""The bytes of an upload become the uint8 picture that a model sees, or the photo that is drawn on, without torch.
 
     bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright -> uint8 array
 
@@ -32,11 +32,14 @@ _MAX_WHOLE_SIDE = 4096
 """Up to this many pixels, an axis is resized whole for the sake of exact positions."""
 
 _MAX_SURPLUS = 1.1
-"""How many times the target's pixels are made, along an axis, for the sake of exact positions. 1.5 would leave one
-value in 50,000 a level off instead of one in 5,000 (500 x 375 to 224), for a quarter more time."""
+"""How many times the target's pixels are made, along an axis, for the sake of exact positions. With 1.5 in its place,
+1 of 50,000 values would be a level off instead of 1 of 5,000 (500 x 375 to 224), for a quarter more time."""
 
 _MIN_DECODED_FACTOR = 2
 """How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
+
+_MAX_PHOTO_SIZE = 1024
+"""Longer side of a photo in pixels, at most, where no size is given."""
 
 TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -70,10 +73,7 @@ def preprocess(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> NDArray[np.uint8]:
-    """Return the pixels of `model_input`, which says the rest.
-
-    It is the shorter way for those who draw no maps.
-    """
+    """Return the pixels of `model_input`, for callers who draw no maps."""
     return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode).pixels
 
 
@@ -104,10 +104,7 @@ def model_input(
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
 
     Raises:
-        UnsupportedImageFormat: not the magic of an allowed format.
-        ImageTooLarge: too many pixels; raised before they are allocated.
-        ImageTooCostly: there is not enough memory to decode it.
-        InvalidImage: empty, truncated or corrupt.
+        ImageError: see `model.images.decode.decode`; or its pixels cannot be converted.
         ValueError: `config` has neither 1 nor 3 channels.
     """
     channels = len(config.mean)
@@ -129,6 +126,58 @@ def model_input(
     # A copy in either case: Pillow's own array is read-only.
     pixels = np.repeat(pixels[:, :, np.newaxis], channels, axis=2) if pixels.ndim == 2 else pixels.copy()
     return ModelInput(pixels, region)
+
+
+def upright_photo(
+    data: bytes | bytearray,
+    region: Region,
+    size: int | None = None,
+    *,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    scaled_decode: bool = True,
+    on_size: OnSize = lambda _: None,
+) -> tuple[NDArray[np.uint8], Region]:
+    """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned upright.
+
+    It needs the memory that `model_input` needs, and that of the result.
+
+    Args:
+        region: in pixels of the upright original.
+        size: the longer side in pixels, at most; None: 1024.
+        max_pixels, on_size: see `model_input`.
+        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the result's size.
+
+    Returns:
+        uint8 [H, W, 3] RGB, and where in it the region lies.
+
+    Raises:
+        ImageError: as `model_input`.
+    """
+    longer = _MAX_PHOTO_SIZE if size is None else size
+
+    def shrunk(width: int, height: int) -> tuple[int, int]:
+        factor = min(1.0, longer / max(width, height))
+        return max(1, round(width * factor)), max(1, round(height * factor))
+
+    decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None, on_size=on_size)
+    try:
+        stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
+        small = resize(
+            decoded.image,
+            shrunk(*decoded.size),
+            (0.0, 0.0, *stored),
+            Image.Resampling.BICUBIC,
+            convert=converter(decoded.image, "RGB"),
+        ).convert("RGB")
+    except DECODE_ERRORS as error:
+        raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
+    width, height = decoded.size
+    if decoded.orientation >= 5:
+        width, height = height, width
+    if decoded.orientation in TRANSPOSE:
+        small = small.transpose(TRANSPOSE[decoded.orientation])
+    across, down = small.width / width, small.height / height
+    return np.asarray(small), Region(region.x * across, region.y * down, region.width * across, region.height * down)
 
 
 def min_decoded_size(config: PreprocessConfig) -> MinSize:

@@ -3,8 +3,8 @@
 The result is what Pillow gives for the whole picture, converted, resized and then cropped: the same pixels, or
 one level beside them where a value falls between two (Pillow takes the box in 32-bit floats).
 
-A resize is two passes, one along each axis. Doing them one by one keeps their order in our hands, and lets the
-first take the picture in strips.
+A resize is a pass along each axis. Two calls keep the order of the passes in our hands, and the first can take the
+picture in strips.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def resize(
     pillow_rows_first = passes_rows_first(image.size, size)
     if rows_first is None:
         rows_first = pillow_rows_first
-    # Between the passes stands a picture as wide as the one and as high as the other.
+    # Between the passes stands a picture with a side of the box and a side of the result.
     if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > _MAX_INTERMEDIATE_PIXELS:
         rows_first = size[1] * (box[2] - box[0]) < size[0] * (box[3] - box[1])
     if convert is None and rows_first == pillow_rows_first and max(image.size) <= _MAX_PRECISE_SIDE:
@@ -97,7 +97,7 @@ def resize(
     right, bottom = (min(image.size[axis], math.ceil(box[axis + 2]) + margin[axis]) for axis in (0, 1))
     box = _within((box[0] - left, box[1] - top, box[2] - left, box[3] - top), (right - left, bottom - top))
 
-    # The first pass takes every row (or column) by itself, so strips of them can go through it one by one.
+    # The first pass takes every row (or column) by itself, so strips of them can go through it in turn.
     between: Image.Image | None = None
     if rows_first:
         step = max(1, _STRIP_PIXELS // (bottom - top))

@@ -27,10 +27,10 @@ def in_a_row(
     *,
     max_width: int | None = None,
 ) -> Image.Image:
-    """Return RGB pictures side by side, their upper edges level, on white; a single one as it is.
+    """Return RGB pictures side by side, their upper edges level, on white; a single picture as it is.
 
     Args:
-        count: how many there are. They are taken one by one, and each is made small before the next, so that pictures
+        count: how many there are. They are taken in turn, and each is made small before the next, so that pictures
             that are drawn as they are taken are never in memory whole together.
         max_width: pixels of the row at most: each picture that has more than its share of them is made smaller.
     """
@@ -68,7 +68,7 @@ class ContactSheet:
         self._columns = min(count, max(1, round(math.sqrt(count * height / width))))
         rows = math.ceil(count / self._columns)
         scale = min(
-            _MAX_CELL / max(width, height) * max(1.0, width / height),  # a row of panels gets more than one would
+            _MAX_CELL / max(width, height) * max(1.0, width / height),  # a row of panels gets more than a picture
             (_MAX_SHEET / self._columns - _GAP) / width,
             (_MAX_SHEET / rows - _GAP) / height / 1.25,  # a quarter of the height at most is the caption
         )

@@ -4,89 +4,37 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import ConvolutionalStem, ViTConfig
+from model.config import ViTConfig
 from model.network.vit import count_parameters, meta_model
-from model.prediction import embedding_width
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a model.
-
-    Attributes:
-        parameters: scalars in all parameters.
-        flops: of one image's forward pass: two for each multiply-add of the convolutions, linear
-            layers and attention products; norms, activations and softmax are not counted.
-    """
+class Cost(NamedTuple):
+    """The number of scalars in all parameters of a model, and of floating-point operations of an image's pass."""
 
     parameters: int
     flops: int
 
 
 def cost(config: ViTConfig) -> Cost:
-    """Return the parameters and floating-point operations of an architecture; nothing is allocated.
+    """Return the cost of an architecture; nothing is allocated.
 
-    Operations are those of the published model; what `VisionTransformer.spare_last_block` leaves out is not subtracted.
+    Operations are two for each multiply-add of the convolutions, linear layers and attention products; norms,
+    activations and softmax are not counted. They are those of the published model: what
+    `VisionTransformer.spare_last_block` leaves out is not subtracted.
     """
-    return Cost(count_parameters(meta_model(config)), 2 * _multiply_adds(config))
-
-
-def _multiply_adds(config: ViTConfig) -> int:
-    width, tokens, patches = config.width, config.tokens, math.prod(config.grid)
-    patch_inputs, stem = config.in_channels * config.patch_size**2, 0
-    if config.stem is not None:
-        patch_inputs = config.stem.channels * (config.patch_size // config.stem.stride) ** 2
-        stem = _stem_multiply_adds(config)
-    if config.conv_stem is not None:
-        patch_inputs, stem = _conv_stem_multiply_adds(config, config.conv_stem)
-    embedding = patches * patch_inputs * width
-    attention = (tokens * 4 * width + 2 * tokens * tokens) * config.inner_width
-    gates = 3 if config.mlp == "swiglu" else 2
-    blocks = config.depth * (attention + tokens * gates * width * config.mlp_width)
-    pooling = 0
-    if config.pool == "attention":
-        seen = tokens if config.pool_prefix else patches
-        # Keys and values of what is seen; the query, two products, the projection and the MLP of one token.
-        pooling = seen * 2 * width * width + 2 * seen * width + 2 * width * width + 2 * width * config.mlp_width
-    head = config.num_classes * width * (2 if config.pool == "cls_mean" or config.distillation_head else 1)
-    if config.head_width is not None:
-        head = (embedding_width(config) + config.num_classes) * config.head_width
-    return stem + embedding + blocks + pooling + head
-
-
-def _conv_stem_multiply_adds(config: ViTConfig, stem: ConvolutionalStem) -> tuple[int, int]:
-    """Return the numbers that one patch is made of, and the multiply-adds of the stem."""
-    (rows, columns), channels, total = config.image_size, config.in_channels, 0
-    for width, kernel, stride in zip(stem.widths, stem.kernels, stem.strides, strict=True):
-        rows, columns = math.ceil(rows / stride), math.ceil(columns / stride)
-        total += rows * columns * channels * kernel**2 * width
-        channels = width
-    return channels * (config.patch_size // stem.stride) ** 2, total
-
-
-def _stem_multiply_adds(config: ViTConfig) -> int:
-    assert config.stem is not None
-    rows, columns = (math.ceil(edge / 2) for edge in config.image_size)
-    total = rows * columns * 64 * config.in_channels * 49
-    rows, columns = math.ceil(rows / 2), math.ceil(columns / 2)
-    channels = 64
-    for stage, depth in enumerate(config.stem.layers):
-        out, stride = 256 * 2**stage, 1 if stage == 0 else 2
-        middle = out // 4
-        for block in range(depth):
-            before = rows * columns
-            if block == 0 and stride == 2:
-                rows, columns = math.ceil(rows / 2), math.ceil(columns / 2)
-            after = rows * columns
-            inputs = channels if block == 0 else out
-            total += before * inputs * middle + after * (9 * middle * middle + middle * out)
-            if block == 0:
-                total += after * inputs * out  # the shortcut
-        channels = out
-    return total
+    model = meta_model(config)
+    model.spare_last_block = False
+    # The counter does not know every fused kernel of attention.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
+    return Cost(count_parameters(model), counter.get_total_flops())
 
 
 def summarise(checkpoint: Checkpoint) -> dict[str, str]:
@@ -113,7 +61,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         f"centre crop {_by(preprocess.size)}",
         "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
         # Quoted, as the names of ImageNet's classes have commas themselves.
-        "labels": f"{len(checkpoint.labels):,}: {', '.join(map(_quoted, checkpoint.labels[:3]))}"
+        "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
         + (", …" if len(checkpoint.labels) > 3 else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f", temperature {checkpoint.temperature:g}",
@@ -195,10 +143,6 @@ def _pooling(config: ViTConfig) -> str:
 
 def _by(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
-
-
-def _quoted(label: str) -> str:
-    return json.dumps(label, ensure_ascii=False)
 
 
 def _list(values: tuple[float, ...]) -> str:

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import Block, Kept
+from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
-from model.network.layers.pooling import AttentionPool, PreLogits, pool_tokens
 from model.network.layers.position import sincos2d_position_embedding
 from model.prediction import Pooling, embedding_width
 
@@ -44,14 +44,63 @@ class ViTOutput(NamedTuple):
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype, by `embedding_name`: all but a mean of patches that
-            the last block did not compute.
+        embeddings: [B, `embedding_width`], in the model's dtype, by their `embedding_name`. The mean of the patches is
+            missing where the last block did not compute them.
     """
 
     logits: Tensor
     attention: Tensor | None
     kept: KeptPass | None = None
     embeddings: Mapping[Pooling, Tensor] = MappingProxyType({})
+
+
+def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
+    """Pool by a fixed rule: [B, N, D] -> [B, D], or [B, 2 D] for `cls_mean`."""
+    if config.pool == "cls":
+        return x[:, 0]
+    patches = x if config.pool_prefix else x[:, config.prefix_tokens :]
+    if config.pool == "max":
+        return patches.amax(dim=1)
+    mean = patches.mean(dim=1)
+    if config.pool == "mean":
+        return mean
+    if config.pool == "mean_max":
+        return 0.5 * (patches.amax(dim=1) + mean)
+    return torch.cat((x[:, 0], mean), dim=1)
+
+
+class AttentionPool(nn.Module):
+    """A learned query attends to the tokens, then an MLP (Zhai et al. 2022; big_vision's MAP head)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.head_dim = width // config.heads
+        self.skipped = 0 if config.pool_prefix else config.prefix_tokens
+        self.latent = nn.Parameter(torch.zeros(1, 1, width))
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Map [B, N, D] to ([B, D], [B, heads, N] float32 or None).
+
+        Tokens that the pooling does not look at have attention 0.
+        """
+        batch, _, width = x.shape
+        seen = x[:, self.skipped :]
+        q = self.q(self.latent).reshape(1, 1, self.heads, self.head_dim).transpose(1, 2).expand(batch, -1, -1, -1)
+        k, v = self.kv(seen).reshape(batch, -1, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        row = None
+        if return_attention:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)  # [B, heads, 1, seen]
+            row = F.pad(scores.float().softmax(dim=-1).squeeze(2), (self.skipped, 0))
+        pooled = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, width)
+        pooled = self.proj(pooled)
+        return pooled + self.mlp(self.norm(pooled)), row
 
 
 class VisionTransformer(nn.Module):
@@ -171,19 +220,10 @@ class VisionTransformer(nn.Module):
             self._embeddings(normed, pooled, with_patches=not spared),
         )
 
-    def read(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Map the last block's output to logits, and to the attention of the pooling query, if the model has it.
-
-        Args:
-            x: [B, N, D], or only the tokens that the head reads, [B, read, D].
-            return_attention: whether to return the attention row, too.
-
-        Returns:
-            [B, num_classes], and [B, heads, N] float32 or None.
-        """
+    def read(self, x: Tensor) -> Tensor:
+        """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits [B, num_classes]."""
         x = self.norm(x)
-        pooled, row = self._pool(x, return_attention)
-        return self._classify(x, pooled), row
+        return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to (what the head reads [B, D] or [B, 2 D], the pooling query's [B, heads, N] or None)."""
@@ -203,12 +243,12 @@ class VisionTransformer(nn.Module):
         """Return `ViTOutput.embeddings` of the normed tokens, of which the patches may be missing."""
         config = self.config
         # Two heads read two tokens: their mean, as in timm.
-        found: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
+        embeddings: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
         if config.class_token and embedding_name(config, "cls") == "cls":
-            found["cls"] = self.fc_norm(x[:, 0])
+            embeddings["cls"] = self.fc_norm(x[:, 0])
         if with_patches and embedding_name(config, "mean") == "mean":
-            found["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
-        return found
+            embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
+        return embeddings
 
 
 def embedding_name(config: ViTConfig, pool: Pooling) -> Pooling:

@@ -14,8 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from model.network.layers.attention import Attention
-from model.network.layers.attention_kernels import chunked_attention, mean_row_at_once
+from model.network.layers.attention import Attention, chunked_attention, mean_row_at_once
 from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer

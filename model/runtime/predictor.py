@@ -20,8 +20,7 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
-from model.explanation.attention_map import attention_maps
-from model.explanation.token_maps import Floats, sharpened_maps
+from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.prediction import (
     CLASS_SPECIFIC,

@@ -22,18 +22,21 @@ from tqdm import tqdm
 
 from model.config import ViTConfig
 from model.errors import TrainingError
-from model.network.layers.attention import Attention
-from model.network.layers.attention_kernels import plain_attention
+from model.network.layers.attention import Attention, plain_attention
 from model.runtime.device import choose_dtype
-from model.training.initialise import initial_model
-from model.training.mixed_precision import MixedPrecisionOptimiser
-from model.training.optimisers import Schedule
+from model.training.optimisers import MixedPrecisionOptimiser, Schedule
 from model.training.recipe import Recipe
-from model.training.state import EpochMetrics, read_state, write_metrics, write_state
+from model.training.run_folder import (
+    BEST_FILE,
+    STATE_FILE,
+    EpochMetrics,
+    read_state,
+    write_metrics,
+    write_state,
+)
+from model.training.start import initial_model
 from model.training.training_data import TrainingData, augmented_batches
 
-STATE_FILE: Final = "last.pt"
-BEST_FILE: Final = "best.pt"
 _VALIDATION_BATCH: Final = 500
 _VALIDATION_TOKENS: Final = 40_000
 """Bounds a validation batch of large images, and so its memory."""
@@ -68,6 +71,8 @@ class Trainer:
 
     Args:
         config: the architecture, fitted to the data.
+        data: at least a batch; validation pictures have the size of the model's input, and training pictures are not
+            smaller, unless the recipe resizes crops.
         folder: where state and metrics go; made if absent.
         initial: all weights by the model's parameter names, instead of the recipe's initialisation.
         clock: seconds from any start, never falling.
@@ -77,8 +82,7 @@ class Trainer:
         history: their metrics.
 
     Raises:
-        TrainingError: fewer training images than one batch, pictures that do not fit the architecture or
-            an architecture that does not fit the recipe; or initial weights that are not the model's.
+        TrainingError: the architecture does not fit the recipe.
     """
 
     def __init__(
@@ -92,7 +96,6 @@ class Trainer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        data.check(recipe, config)
         if recipe.patch_dropout.rate and config.relative_position_bias:
             raise TrainingError("patch_dropout: not with relative_position_bias, which needs every patch")
         self.recipe, self.config, self.data, self.folder, self.device = recipe, config, data, folder, device

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from model.config import Pool, Size, ViTConfig
+from model.config import Frozen, Pool, Size, ViTConfig
 from model.errors import TrainingError, first_problem
 
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
@@ -22,11 +22,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Architecture(_Table):
+class Architecture(Frozen):
     """The part of a `ViTConfig` that the data do not decide."""
 
     patch_size: Annotated[int, Field(ge=1)]
@@ -46,7 +42,7 @@ class Architecture(_Table):
             raise TrainingError(f"architecture: {first_problem(error)}") from None
 
 
-class Initialisation(_Table):
+class Initialisation(Frozen):
     """Options for the initialisation of the weights."""
 
     positions: Literal["random", "sincos"] = "sincos"
@@ -55,7 +51,7 @@ class Initialisation(_Table):
     """Half of the patch embedding starts as the whitening filters of the training patches."""
 
 
-class Optimiser(_Table):
+class Optimiser(Frozen):
     """`adamw` for all parameters, or `muon` for the blocks' matrices and AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "muon"
@@ -75,7 +71,7 @@ class Optimiser(_Table):
     """Gradients of all parameters together are scaled down to this 2-norm where they exceed it; 0: never."""
 
 
-class Augmentation(_Table):
+class Augmentation(Frozen):
     """Random changes to each image by itself, drawn anew in every epoch and made in the order of the fields."""
 
     crop_padding: Annotated[int, Field(ge=0)] = 4
@@ -108,7 +104,7 @@ class Augmentation(_Table):
         return self
 
 
-class Mixing(_Table):
+class Mixing(Frozen):
     """Mixing of a batch's images in pairs, and of their labels in the same proportion.
 
     Where both alphas are given, each batch takes one of the two with equal probability.
@@ -124,7 +120,7 @@ class Mixing(_Table):
     """Share of the batches that are mixed."""
 
 
-class PatchDropout(_Table):
+class PatchDropout(Frozen):
     """Training on a part of the patches: cheaper steps, and a regulariser (Liu et al. 2022)."""
 
     rate: Share = 0.0
@@ -133,7 +129,7 @@ class PatchDropout(_Table):
     """Share of the schedule after which all patches are used, so that the model ends on whole images."""
 
 
-class Recipe(_Table):
+class Recipe(Frozen):
     """All choices that determine a run's result; written into its checkpoint.
 
     Raises:

@@ -1,26 +1,64 @@
-"""The folder of a run: checks before the run, its lock, and the records made when the run begins."""
+"""The folder of a run: checks before the run, its lock, and the files that the run writes.
+
+Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
+"""
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import os
-from collections.abc import Iterator
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from model.data.datasets import Dataset, FolderDataset
 from model.errors import TrainingError
-from model.training.loop import STATE_FILE
-from model.training.recipe import Recipe, to_toml
-from model.training.state import METRICS_FILE
+from model.training.recipe import Recipe, parse_recipe, to_toml
 
+STATE_FILE: Final = "last.pt"
+BEST_FILE: Final = "best.pt"
+METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.toml"
 SPLIT_FILE: Final = "split.csv"
 CARD_FILE: Final = "MODEL_CARD.md"
 LAST_FOLDER: Final = "last"
 _LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE})
 """What a run that was ended before its first epoch may have left behind."""
+_VERSION: Final = 1
+"""Of the state."""
+
+
+@dataclass(frozen=True)
+class EpochMetrics:
+    """A row of `metrics.csv`.
+
+    Attributes:
+        epoch: counted from 1.
+        images: number of images trained on in this epoch.
+        learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
+        train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed
+            image counts as its own, unmixed label.
+        validation_loss, validation_accuracy: without augmentation or smoothing; None where not evaluated.
+        images_per_second: of training alone.
+        seconds: wall time since the run began, evaluation included, interruptions not.
+    """
+
+    epoch: int
+    images: int
+    learning_rate: float
+    train_loss: float
+    train_accuracy: float
+    validation_loss: float | None
+    validation_accuracy: float | None
+    images_per_second: float
+    seconds: float
 
 
 def prepare_folder(out: Path, dataset: Dataset, data: Path, *, resume: bool) -> None:
@@ -88,7 +126,53 @@ def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new text, whole."""
+    """Write the whole text of a file."""
+    with _replaced(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_metrics(folder: Path, history: Iterable[EpochMetrics]) -> None:
+    """Write `metrics.csv`."""
+    with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(EpochMetrics)])
+        writer.writeheader()
+        writer.writerows(vars(row) for row in history)
+
+
+def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
+    """Replace the state on disk."""
+    with _replaced(path) as part:
+        torch.save({"version": _VERSION, "recipe": recipe.model_dump_json(), **state}, part)
+
+
+def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Read the state that `write_state` wrote.
+
+    Args:
+        recipe: the run's recipe. The state's must equal it, with defaults for fields that it does not name.
+        device: where the tensors go.
+
+    Raises:
+        TrainingError: no state there, unreadable, or of another recipe.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        # Torch's own message advises to load it without the protection against code.
+        raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        raise TrainingError(f"{path}: not a training state of this version; start afresh in another folder")
+    if parse_recipe(str(state.get("recipe")), str(path)) != recipe:
+        raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
+    return state
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield where to write; what is written there then takes the place of the file at `path`, at once."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    yield part
     part.replace(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,29 +21,46 @@ from model.config import PreprocessConfig
 from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
-from model.evaluation.evaluate import Evaluation
+from model.evaluation.calibration import fit_temperature
+from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.device import choose_device
+from model.runtime.predictor import Predictor
 from model.training import run_folder
-from model.training.export import (
-    STORED_DTYPE,
-    CalibratedCheckpoint,
-    log_scores,
-    measure_calibrated,
-    round_and_calibrate,
-)
-from model.training.loop import STATE_FILE, Trainer
+from model.training.loop import Trainer
 from model.training.recipe import RECIPES, Recipe, to_toml
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card
 from model.training.run_record import RunRecord, describe_device, installed_versions
 from model.training.start import Start, start_from
-from model.training.state import EpochMetrics
 from model.training.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
 _MARGIN: Final = 256 / 224
 """Training pictures that random parts are resized from are kept larger than the model's input by this factor."""
+
+
+STORED_DTYPE: Final = torch.float16
+"""Dtype of the weights on disk."""
+
+MIN_CALIBRATION_IMAGES: Final = 30
+"""The fewest validation images that a temperature is fitted to; from fewer it would be noise."""
+
+
+@dataclass(frozen=True)
+class CalibratedCheckpoint:
+    """A checkpoint as it is stored and served, with its evaluations.
+
+    Attributes:
+        checkpoint: float32, rounded to `STORED_DTYPE`, with its temperature.
+        predictor: runs the same weights without the temperature.
+        validation, validation_uncalibrated: on the validation set, with the temperature and without it.
+    """
+
+    checkpoint: Checkpoint
+    predictor: Predictor
+    validation: Evaluation
+    validation_uncalibrated: Evaluation
 
 
 def default_recipe(data: Path, checkpoint: str | None) -> Path:
@@ -87,33 +104,33 @@ def run(
     run_folder.prepare_folder(out, dataset, data, resume=resume)
     with run_folder.folder_lock(out):
         start = start_from(recipe, len(dataset.labels), dataset.image_size)
-        _check_batch_size(recipe, dataset)
+        if (count := dataset.train_count) < recipe.batch_size:
+            raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
         sizes = (len(dataset.labels), dataset.train_count, dataset.validation_count)
         logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
         run_folder.record_start(out, recipe, dataset, resume=resume)
         size = _training_size(recipe, start, dataset)
         train, validation = dataset.load(size, start.preprocess, storage, progress=progress)
         if start.weights is None:
-            start = _with_statistics(start, train)
+            mean, std = channel_statistics(train.pixels)
+            start = replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
         trainer = _make_trainer(recipe, start, train, validation, out, training_device)
-        if resume and (out / STATE_FILE).exists():
+        if resume and (out / run_folder.STATE_FILE).exists():
             trainer.load()
             run_folder.write_text(out / run_folder.RECIPE_FILE, to_toml(recipe))
         trainer.run(_log_epoch, progress=progress)
         last, kept, kept_epoch = _calibrated(trainer, start, dataset.labels, validation, device, progress)
-        test = _measure_test(kept, dataset, storage, progress) if dataset.has_test else None
+        test = None
+        if dataset.has_test:
+            images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
+            logits = _log_scores(kept.predictor, images, progress=progress)
+            test = _measure_calibrated(logits, images, kept.checkpoint)
         record = _record(trainer, start, dataset, kept, kept_epoch, test)
         _write_results(out, record, trainer, last.checkpoint, kept.checkpoint)
-    text = "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s"
+    text = "%s: %s accuracy %.2f%% after %.0f s of training"
     split, accuracy = "validation" if record.test is None else "test", 100 * record.measured.accuracy
-    logger.info(text, data, split, accuracy, record.seconds, out)
+    logger.info(text, data, split, accuracy, record.seconds)
     return record
-
-
-def _check_batch_size(recipe: Recipe, dataset: Dataset) -> None:
-    count = dataset.train_count
-    if count < recipe.batch_size:
-        raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
@@ -126,11 +143,6 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
         return preprocess
     rows, columns = dataset.image_size or tuple(round(side * _MARGIN) for side in preprocess.size)
     return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
-
-
-def _with_statistics(start: Start, train: Images) -> Start:
-    mean, std = channel_statistics(train.pixels)
-    return replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
 
 
 def _make_trainer(
@@ -172,13 +184,46 @@ def _calibrated(
     return last, calibrate(trainer.best_weights), trainer.best_epoch
 
 
-def _measure_test(
-    kept: CalibratedCheckpoint, dataset: Dataset, storage: PixelStorage, progress: bool
-) -> tuple[Evaluation, Evaluation]:
-    """Measure the test set with the fitted temperature and without it."""
-    images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
-    logits = log_scores(kept.predictor, images, progress=progress)
-    return measure_calibrated(logits, images, kept.checkpoint)
+def round_and_calibrate(
+    checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool
+) -> CalibratedCheckpoint:
+    """Measure the very numbers that will be served, and fit the temperature to them.
+
+    The temperature is left at 1 where the validation images are fewer than `MIN_CALIBRATION_IMAGES`, or where all are
+    answered right, so that a lower temperature would always look better.
+
+    Args:
+        checkpoint: float32; its temperature is not used.
+        validation: images that were not trained on, in the checkpoint's size.
+        device: see `model.runtime.device.choose_device`.
+
+    Raises:
+        CheckpointError: a weight is not finite, or too large for the stored dtype.
+    """
+    rounded = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
+    stored = replace(checkpoint, tensors=rounded, temperature=1.0)
+    predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
+    logits = _log_scores(predictor, validation, progress=progress)
+    truth = torch.from_numpy(validation.labels)
+    all_right = bool((logits.argmax(dim=1) == truth).all())
+    if not all_right and len(truth) >= MIN_CALIBRATION_IMAGES:
+        stored = replace(stored, temperature=fit_temperature(logits, truth))
+    return CalibratedCheckpoint(stored, predictor, *_measure_calibrated(logits, validation, stored))
+
+
+def _log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
+    """Return the log of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
+    scores = torch.from_numpy(predict_scores(predictor, images.pixels, progress=progress))
+    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
+
+
+def _measure_calibrated(logits: Tensor, images: Images, checkpoint: Checkpoint) -> tuple[Evaluation, Evaluation]:
+    """Evaluate logits [N, K] with the checkpoint's temperature and without it."""
+    calibrated, uncalibrated = (
+        measure((logits / temperature).softmax(dim=1).numpy(), images.labels, checkpoint.labels)
+        for temperature in (checkpoint.temperature, 1.0)
+    )
+    return calibrated, uncalibrated
 
 
 def _record(
@@ -218,7 +263,7 @@ def _write_results(out: Path, record: RunRecord, trainer: Trainer, last: Checkpo
     native.write(out, kept, dtype=STORED_DTYPE, training=record.record())
 
 
-def _log_epoch(metrics: EpochMetrics) -> None:
+def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
     accuracy = metrics.validation_accuracy
     validation = "" if accuracy is None else f", validation accuracy {accuracy:.2%}"
     trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"

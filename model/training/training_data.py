@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ViTConfig
-from model.errors import TrainingError
 from model.training.augment.augment import augment, random_erasing
 from model.training.augment.mixing import mix
 from model.training.recipe import Recipe
@@ -45,19 +44,6 @@ class TrainingData:
         mean = torch.tensor(self.mean, device=pixels.device).reshape(1, -1, 1, 1)
         std = torch.tensor(self.std, device=pixels.device).reshape(1, -1, 1, 1)
         return (pixels.float() / 255 - mean) / std
-
-    def check(self, recipe: Recipe, config: ViTConfig) -> None:
-        """Raise TrainingError if the images are too few for the recipe or do not fit the architecture."""
-        if len(self.labels) < recipe.batch_size:
-            raise TrainingError(f"{len(self.labels)} training images do not fill one batch of {recipe.batch_size}")
-        expected = [config.in_channels, *config.image_size]
-        validation, stored = list(self.validation_pixels.shape[1:]), list(self.pixels.shape[1:])
-        suffix = f"the model takes {expected} (channels, rows, columns)"
-        if validation != expected:
-            raise TrainingError(f"validation pictures are {validation}, {suffix}")
-        too_small = any(side < least for side, least in zip(stored[1:], expected[1:], strict=True))
-        if stored[0] != expected[0] or (too_small and not recipe.augmentation.resized_crop):
-            raise TrainingError(f"training pictures are {stored}, {suffix}")
 
 
 def augmented_batches(

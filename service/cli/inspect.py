@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import FigureError, ImageError, InputError
 from model.insight import figures
-from service.cli.image_files import find_images, read_pixels
+from service.cli.image_files import find_images, read_input, report_left_out, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
@@ -113,7 +112,7 @@ def _print_summary(checkpoint: Checkpoint) -> None:
 
 def _draw_filters(model: VisionTransformer, path: Path) -> str:
     """Draw the principal components of the patch filters; raises `InputError` when this model has none."""
-    from model.insight.embeddings import patch_filters  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import patch_filters  # noqa: PLC0415  torch takes seconds to import
 
     filters = patch_filters(model)
     figures.patch_filters(filters.components.numpy(), filters.explained.numpy(), path)
@@ -122,7 +121,7 @@ def _draw_filters(model: VisionTransformer, path: Path) -> str:
 
 def _draw_positions(model: VisionTransformer, path: Path) -> str:
     """Draw how alike the position embeddings are; raises `InputError` when this model has none."""
-    from model.insight.embeddings import position_similarity  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import position_similarity  # noqa: PLC0415  torch takes seconds to import
 
     figures.position_similarity(position_similarity(model).numpy(), path)
     return f"{model.config.grid[0]}x{model.config.grid[1]} positions"
@@ -132,7 +131,7 @@ def _draw_attention(
     checkpoint: Checkpoint, model: VisionTransformer, images: Iterator[NDArray[np.uint8]], out: Path
 ) -> str:
     """Draw the mean attention distance, write its numbers, and return a line about them."""
-    from model.insight.attention_distance import (  # noqa: PLC0415  torch takes seconds to import
+    from model.insight.analyses import (  # noqa: PLC0415  torch takes seconds to import
         even_attention_distance,
         mean_attention_distance,
     )
@@ -154,10 +153,10 @@ def _readable(
     """Yield the pixels of each file, uint8 [H, W, C]; a file that cannot be read is named on stderr and left out."""
     for file in tqdm(files, desc="attention", unit="img", disable=None):
         try:
-            yield read_pixels(file, config, settings)
+            yield read_input(file.read_bytes(), config, settings).pixels
         except (ImageError, OSError) as error:
             on_unreadable(file)
-            print(f"vitserve: {file}: left out: {error}", file=sys.stderr)  # noqa: T201
+            report_left_out(file, error)
 
 
 def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessConfig) -> Iterator[Tensor]:
@@ -172,10 +171,7 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
 
 
 def _write_distances(distance: NDArray[np.float64], path: Path) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["layer", "head", "distance_px"])
-            writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
-    except OSError as error:
-        raise FigureError(f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["layer", "head", "distance_px"])
+        writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))

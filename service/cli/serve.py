@@ -14,9 +14,9 @@ from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.http.lifecycle import exit_now
+from service.http.listening import address_family, grpc_port_kept
 from service.settings import Settings, unknown_variables
 from service.tracing.start import check_environment
-from service.web.ports import address_family, grpc_port_kept
 from service.web.single_process import run_single_process
 
 logger = logging.getLogger("vitserve")

@@ -16,8 +16,8 @@ worker then waits at the same address for its successor.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import mmap
 import secrets
 import socket
 import struct
@@ -44,6 +44,8 @@ class EngineChannel:
         slot_bytes: bytes of the longest encoded picture.
         pixels: memory for images, sized by the engine when it knows their size.
         failure: why the engine failed; empty as long as it did not.
+        options: see `change_option`.
+        device_name: the device's name from when an engine was first ready: `cpu` where the settings say `auto`.
     """
 
     def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int, slot_bytes: int = 0) -> None:
@@ -55,20 +57,23 @@ class EngineChannel:
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
         self.failure = SharedText()
-        self._device_name = mmap.mmap(-1, 64)
+        self.options = SharedText()
+        self.device_name = SharedText()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("")  # the kernel finds a free abstract address
         # Twice the workers: the connections of some that died may still wait beside their successors'.
         self.listener.listen(max(128, 2 * len(counters.worker_state)))
 
-    @property
-    def device_name(self) -> str:
-        """Return the device's name from when an engine was first ready, `cpu` where the settings say `auto`."""
-        return self._device_name[:].rstrip(b"\0").decode() or self.device
+    def change_option(self, option: str, value: str | int) -> bool:
+        """Let the engine's successors start with another value than the settings'; return whether that is new."""
+        before = self.changed_options()
+        self.options.write(json.dumps(before | {option: value}))
+        return before.get(option) != value
 
-    @device_name.setter
-    def device_name(self, name: str) -> None:
-        self._device_name[: len(name)] = name.encode()
+    def changed_options(self) -> dict[str, str | int]:
+        """Return the settings that the engine is to start with instead of those of the service."""
+        changed: dict[str, str | int] = json.loads(self.options.read() or "{}")
+        return changed
 
     def connect(self) -> socket.socket:
         """Return a non-blocking connection, accepted or waiting to be.

@@ -43,7 +43,7 @@ class EngineServer:
         def engine_changed() -> None:
             if self.engine.info is not None:
                 self.channel.grow_pixels(self.workers, self.engine.info)
-                self.channel.device_name = self.engine.info.device
+                self.channel.device_name.write(self.engine.info.device)
             self._publish_status()
             on_change()
 
@@ -105,7 +105,7 @@ class _WorkerConnection(FrameProtocol):
         if isinstance(frame, protocol.Hello) and self._worker is None:
             authentic = hmac.compare_digest(frame.key, self._server.channel.key)
             if not authentic or frame.worker >= self._server.workers:
-                raise protocol.FrameError("a stranger")
+                raise protocol.FrameError("no worker of this service")
             self._worker = frame.worker
             self._server.connections.add(self)
             self.publish_status()

@@ -1,4 +1,4 @@
-"""Lets a web worker use an engine of another process; `service.cluster.channel` draws how."""
+"""Lets a web worker use an engine of another process, or several of them; `service.cluster.channel` draws how."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
 
@@ -50,8 +50,8 @@ class RemoteEngine:
         index, counters = self._channel.index, self._channel.counters
         depth = int(counters.queue_depth[index]) if self.ready else 0
         # Whatever becomes of an engine, its metrics keep their labels.
-        device, restarts = self._channel.device_name, int(counters.restarts[index])
-        return replace(self._status, device=device, queue_depth=depth, restarts=restarts)
+        device = self._channel.device_name.read() or self._channel.device
+        return replace(self._status, device=device, queue_depth=depth, restarts=int(counters.restarts[index]))
 
     @property
     def ready(self) -> bool:
@@ -115,6 +115,62 @@ class RemoteEngine:
         self._status = status
         if changed:
             self._on_change()
+
+
+class Balancer:
+    """Sends each image to the engine, of several with the same model, that has the shortest queue over all workers."""
+
+    def __init__(self, engines: Sequence[RemoteEngine]) -> None:
+        self.engines = tuple(engines)
+        self._last = 0
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Return the description of the model, with the devices of all loaded engines, or None."""
+        infos = [engine.info for engine in self.engines if engine.info is not None]
+        if not infos:
+            return None
+        return replace(infos[0], device=",".join(info.device for info in infos))
+
+    @property
+    def status(self) -> EngineStatus:
+        """Return the status of the first ready engine, with the queue depths and restarts of all."""
+        statuses = [engine.status for engine in self.engines]
+        first = next((status for status in statuses if status.state == "ready"), statuses[0])
+        return replace(
+            first,
+            device=",".join(status.device for status in statuses),
+            queue_depth=sum(status.queue_depth for status in statuses),
+            restarts=sum(status.restarts for status in statuses),
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Return whether at least one engine takes images."""
+        return any(engine.ready for engine in self.engines)
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Start all engines."""
+        for engine in self.engines:
+            engine.start(on_change)
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        """See `Engine.infer`."""
+        return await self._least_loaded().infer(request, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close all engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    def _least_loaded(self) -> RemoteEngine:
+        """Return the ready engine with the fewest images; of equals, the next in turn."""
+        count = len(self.engines)
+        in_turn = [(self._last + 1 + step) % count for step in range(count)]
+        ready = [index for index in in_turn if self.engines[index].ready]
+        if not ready:
+            raise EngineUnavailable(self.status.reason)
+        self._last = min(ready, key=lambda index: self.engines[index].outstanding)
+        return self.engines[self._last]
 
 
 class _Pending(NamedTuple):

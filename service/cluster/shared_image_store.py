@@ -24,7 +24,7 @@ import numpy as np
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster.shared_memory import SharedFile, whole_pages
-from service.web.image_store import StoreUsage
+from service.web.image_stores.memory import StoreUsage
 
 _RING = struct.Struct("<QQQQ")
 """The first picture, the place after the last, the bytes of a cell, and the number of pictures that were pushed out."""

@@ -25,7 +25,6 @@ from typing import Self
 from model.errors import VitError
 from service.engine.base import ModelRunner
 from service.engine.batching import State
-from service.engine.launch import Outcome, Waiting
 from service.engine.messages import (
     BatchReport,
     EngineState,
@@ -34,7 +33,7 @@ from service.engine.messages import (
     InferenceResult,
     ModelInfo,
 )
-from service.engine.streams import Streams, reason_of
+from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.errors import DeadlineExceeded, EngineUnavailable
 
 logger = logging.getLogger(__name__)

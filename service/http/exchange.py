@@ -1,15 +1,18 @@
-"""One request and its answer, between a connection and the ASGI application."""
+"""One request and its answer, between a connection and the ASGI application, and what is refused of its head."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Scope
+
+from service.errors import ExpectationFailed, HttpVersionNotSupported, MalformedRequest, UnsupportedTransferCoding
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,12 @@ Header = tuple[bytes, bytes]
 
 _EXTENSION = "vitserve.exchange"
 """Key of the exchange among a scope's extensions."""
+
+# A name, an IPv4 or bracketed IPv6 address, and a port; it is empty where the target has no host.
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
+
+DISCARDED_BYTES = 1 << 20
+"""Length of a body that is worth reading to its end after a refusal: a new connection costs both sides more."""
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NO_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -37,7 +46,7 @@ class Exchange:
     """The state of a request that the HTTP protocol and the application share.
 
     Attributes:
-        discards_body: the protocol throws away what the answer leaves unread of the body.
+        discards_body: the protocol reads and discards what the answer leaves unread of the body.
         broken_framing: how the body broke its framing; None while it has not.
         arriving: the body while the application reads it, else None.
         status: of the answer; None until it starts.
@@ -51,7 +60,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange of a request; a new one under a server that is not ours."""
+    """Return the exchange of a request; a new `Exchange` under another server."""
     extensions = scope.setdefault("extensions", {})
     exchange: Exchange = extensions.get(_EXTENSION) or extensions.setdefault(_EXTENSION, Exchange())
     return exchange
@@ -111,7 +120,7 @@ class HttpExchange(Exchange):
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the whole answer is out, and the body is read on only so that the caller sees it."""
+        """Return whether the whole answer is out, and the rest of the body is read so that the caller sees it."""
         return self.status is not None and not self.complete and self._length == 0
 
     def add_body(self, data: bytes) -> int:
@@ -122,12 +131,12 @@ class HttpExchange(Exchange):
         return self._body_bytes
 
     def end_body(self) -> None:
-        """Take note that no more of the body comes."""
+        """Mark the body as ended."""
         self.more_body = False
         self._changed.set()
 
     def disconnect(self) -> None:
-        """Tell the application that the caller is gone."""
+        """End the application's wait for the body, as the caller is gone."""
         self.disconnected = True
         self._changed.set()
 
@@ -159,10 +168,9 @@ class HttpExchange(Exchange):
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer: its head goes out together with the first bytes of its body.
+        """Send a part of the answer, or raise `RuntimeError` if it is out of order or has an invalid header.
 
-        Raises:
-            RuntimeError: the parts are not those of an answer, in order, or a header is none.
+        The head goes out together with the first bytes of the body.
         """
         if not (self._connection.writable.is_set() or self.disconnected):
             await self._connection.writable.wait()
@@ -230,7 +238,7 @@ class HttpExchange(Exchange):
 
 
 def head_bytes(status: int, headers: list[Header]) -> bytes:
-    """Return the head of an answer; raises `RuntimeError` if a name or a value is none that a header may have."""
+    """Return the head of an answer; raises `RuntimeError` if a header is invalid."""
     lines = [_status_line(status)]
     for name, value in headers:
         if _NAME.fullmatch(name) is None or _NO_VALUE.search(value) is not None:
@@ -244,3 +252,51 @@ def head_bytes(status: int, headers: list[Header]) -> bytes:
 def _status_line(status: int) -> bytes:
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
     return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+def check_head(version: str, headers: Iterable[Header]) -> None:
+    """Check the protocol's version and the headers, names in lower case, that say how to read a request.
+
+    Raises:
+        HttpVersionNotSupported: it is neither HTTP/1.1 nor HTTP/1.0.
+        MalformedRequest: no valid Host, or several, or an invalid framing of the body.
+        UnsupportedTransferCoding: a body that is more than chunked.
+        ExpectationFailed: an expectation other than 100-continue.
+    """
+    if version not in ("1.1", "1.0"):
+        raise HttpVersionNotSupported(f"HTTP/{version}: this server speaks HTTP/1.1")
+    old = version == "1.0"
+    hosts, codings, expectation = [], [], b"100-continue"
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value.strip())
+        elif name == b"transfer-encoding":
+            codings += [coding.strip().lower() for coding in value.split(b",")]
+        elif name == b"expect" and not old:
+            expectation = value.strip().lower()
+    if len(hosts) > 1 or (not hosts and not old):
+        raise MalformedRequest(f"{len(hosts)} Host headers: expected one")
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise MalformedRequest("the Host header names no host")
+    if codings and old:
+        raise MalformedRequest("Transfer-Encoding needs HTTP/1.1")
+    if codings and (codings.count(b"chunked") > 1 or codings[-1] != b"chunked"):
+        raise MalformedRequest("Transfer-Encoding: chunked comes last, and once")
+    if len(codings) > 1:
+        raise UnsupportedTransferCoding("Transfer-Encoding: only chunked is understood")
+    if expectation != b"100-continue":
+        raise ExpectationFailed("Expect: only 100-continue can be met")
+
+
+def may_discard(version: str, headers: Iterable[Header]) -> bool:
+    """Return whether the connection can go on after a refusal, with the rest of the body read and discarded.
+
+    Its end must be known and near, and it must be certain to come: after `Expect: 100-continue` it may not.
+    """
+    length = b"0"
+    for name, value in headers:
+        if name == b"content-length":
+            length = value
+        elif name in (b"transfer-encoding", b"expect") or (name == b"connection" and value.lower() != b"keep-alive"):
+            return False
+    return version == "1.1" and int(length) <= DISCARDED_BYTES

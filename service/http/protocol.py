@@ -23,10 +23,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, MethodNotAllowed, ReceivingFull, ServiceError
-from service.http.connections import Rank, make_room, rank_of
-from service.http.exchange import Header, HttpExchange, head_bytes
-from service.http.head import check_head, may_discard
-from service.http.unread_answers import UnreadAnswers
+from service.http.connections import Rank, UnreadAnswers, make_room, rank_of
+from service.http.exchange import Header, HttpExchange, check_head, head_bytes, may_discard
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
@@ -34,7 +32,7 @@ _MAX_WAITING = 8  # requests that came before their answers; a single read may h
 _MAX_BODY_BYTES = 64 << 10
 """Bytes of a body that wait for the application before the connection is read no further."""
 SURPLUS = 64
-"""Connections beyond the limit: those that are refused, until their callers have read so, or that close slowly."""
+"""Connections beyond the limit: those whose refusal is on its way, and those that close slowly."""
 HEAD_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 HEARING_SECONDS = 0.5
@@ -50,25 +48,17 @@ class Application(Protocol):
         """Serve one ASGI connection."""
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
-        """Return status, headers and body of the answer to bytes that never become a request, which is counted.
-
-        Args:
-            headers: those that came, names in lower case.
-        """
+        """Count bytes that never become a request, of which `headers` came, and return status, headers and body."""
 
 
 class HttpProtocol(asyncio.Protocol):
-    """Serves HTTP/1.1. Refuses heads, chunk extensions and trailers that are too large or too slow, and disconnects
-    callers that send requests and do not read the answers.
+    """Serves HTTP/1.1. Refuses heads, chunk extensions and trailers that are too large or too slow.
 
-    Broken framing of a body is reported to the request's handler, which answers it; anything else that is not HTTP is
-    answered here with a problem document, unless earlier requests still wait for their answers: those go out, then the
-    connection closes, as it does when very many wait. A caller that offers another protocol is answered in this one; a
-    tunnel (CONNECT) is refused in the same way as what is not HTTP, with 405.
-
-    Args:
-        max_connections: of the process; beyond it, the connections that wait longest for a request are closed.
-        on_connection: called when a connection is made.
+    Broken framing of a body is reported to the request's handler, which answers it. Any other bytes that are not HTTP,
+    and a CONNECT, are answered here with a problem document. If earlier requests still wait for their answers, those go
+    out instead, and the connection closes. So it does when very many requests wait. A caller that offers another
+    protocol is answered in this one. When the process has more than `max_connections`, those that have waited longest
+    for a request are closed.
     """
 
     transport: asyncio.Transport
@@ -103,15 +93,12 @@ class HttpProtocol(asyncio.Protocol):
         self._timer_is_for_head = False
         self._is_reading = True
         self._is_refused = False
-        self._is_surplus = False
-        """Whether it was refused because there were too many."""
+        self._is_surplus = False  # refused because there were too many connections
         self._turn = next(_TURNS)
         self._newest: HttpExchange | None = None
-        self._running: HttpExchange | None = None
-        """The request that is being answered, or was last."""
+        self._running: HttpExchange | None = None  # or was answered last
         self._waiting: deque[tuple[HttpExchange, Scope]] = deque()
-        self._overhead = 0
-        """Bytes since the last that belonged to a body or ended a request."""
+        self._overhead = 0  # bytes since the last that belonged to a body or ended a request
         self._offers_upgrade = False
         self._url = b""
         self._headers: list[Header] = []
@@ -129,13 +116,13 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def rank(self) -> Rank | None:
-        """Return how soon this connection may be closed for another, see `service.http.connections`."""
+        """Return how soon this connection may be closed for another, see `Connection.rank`."""
         if self._is_surplus or self.transport.is_closing():
             return None
         return rank_of(self._newest, self._turn, self._loop.time() - self._made)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the clock: a connection that never asks anything is closed; so are others, if there are too many."""
+        """Start the timer of the first request; if there are too many connections, close others or refuse this."""
         self.transport = cast(asyncio.Transport, transport)
         self._made = self._loop.time()
         self._connections.add(self)
@@ -151,16 +138,16 @@ class HttpProtocol(asyncio.Protocol):
     def _has_room(self) -> bool:
         """Return whether there is room for this connection, or others gave way to it."""
         others = [c for c in self._connections if isinstance(c, HttpProtocol) and c is not self]
-        # What closes, but has an answer to send, holds its descriptor.
+        # A connection that closes, but has an answer to send, holds its descriptor.
         held = sum(not (c.transport.is_closing() or c._is_surplus) for c in others)
         is_full = held >= self._max_connections or len(others) >= self._max_connections + SURPLUS
         return not is_full or make_room(others)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks, and tell the request that is being answered."""
+        """Stop the timers, and end the request that is being answered."""
         self._connections.discard(self)
         self._stop_timer()
-        self._unread_answers.remove(self)
+        self._unread_answers.remove(self.transport)
         self.writable.set()
         if self._running is not None:
             self._running.disconnect()
@@ -169,7 +156,7 @@ class HttpProtocol(asyncio.Protocol):
         self._is_refused = True
 
     def close(self) -> None:
-        """Close the connection, but that of a request whose body crawls only after its answer."""
+        """Close the connection; if a request's body crawls, only after the answer to it."""
         newest = self._newest
         if newest is None or newest.status is not None or newest.arriving is None:
             self.transport.close()
@@ -178,11 +165,11 @@ class HttpProtocol(asyncio.Protocol):
             newest.arriving.give_way()
 
     def shutdown(self) -> None:
-        """Close the connection once what is on its way has been heard; the server has stopped listening."""
+        """Close the connection when requests that are on their way have arrived; the server has stopped listening."""
         self._close_after_turns(_HEARING_TURNS)
 
     def _close_after_turns(self, turns: int) -> None:
-        # A loop that is late runs its timers before it reads: time alone would not let it hear anything.
+        # A loop that is late runs its timers before it reads, so there are several, with reads in between.
         if turns > 0:
             self._loop.call_later(HEARING_SECONDS / _HEARING_TURNS, partial(self._close_after_turns, turns - 1))
         elif self._newest is None or self._newest.complete:
@@ -191,8 +178,8 @@ class HttpProtocol(asyncio.Protocol):
             self._newest.keep_alive = False
 
     def data_received(self, data: bytes) -> None:
-        """Bound the parser's unlimited inputs: headers, chunk extensions, trailers, and waiting for them."""
-        if self._is_refused:  # what still comes has no meaning any more
+        """Bound what the parser does not: headers, chunk extensions, trailers, and the time that they take."""
+        if self._is_refused:
             return
         self._overhead += len(data)
         if not self._timer_is_for_head:
@@ -207,7 +194,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._overhead > _MAX_HEAD_BYTES:
             self._refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
         elif newest is None or (newest.complete and (self._overhead or newest.more_body)):
-            self._start_head_timer()  # a new head has begun, or a body is thrown away
+            self._start_head_timer()  # a new head has begun, or a body is discarded
 
     def _parse(self, data: memoryview) -> int:
         """Return the number of bytes parsed: at least one, and all of them unless a head asks for another protocol."""
@@ -222,12 +209,11 @@ class HttpProtocol(asyncio.Protocol):
     def _decline_upgrade(self) -> None:
         """Parse the head again without its offer, so that what follows is its body; refuse a CONNECT.
 
-        No server need accept an offer, and Java's client makes one (h2c) with each of its first requests. A CONNECT
-        stays one however its headers are changed, and what follows it is not HTTP.
+        No server need accept an offer. Java's client offers h2c with each of its first requests. The bytes after a
+        CONNECT are not HTTP.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
-            # No method is allowed on the other host that a CONNECT names.
             self._refuse(MethodNotAllowed("CONNECT: this server is no proxy"))
             return
         lines = [method + b" " + self._url + b" HTTP/" + self._parser.get_http_version().encode()]
@@ -237,7 +223,7 @@ class HttpProtocol(asyncio.Protocol):
         self._parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
-        """Forget the head of the request before."""
+        """Drop the head of the previous request."""
         self._url = b""
         self._headers = []
 
@@ -262,7 +248,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._offers_upgrade:
             return
         self._stop_timer()
-        # A whole head may come in one read, and what follows it would reset the count of framing bytes.
+        # A whole head may come in one read, and a body behind it would reset the count of overhead.
         if len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers) > _MAX_HEAD_BYTES:
             self._refuse(MalformedRequest(f"a head of more than {_MAX_HEAD_BYTES} bytes"))
             return
@@ -319,7 +305,7 @@ class HttpProtocol(asyncio.Protocol):
         task.add_done_callback(self._server_state.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body on; reset the count of framing bytes: the reader of the body bounds it."""
+        """Pass a piece of the body on, and reset the count of overhead: the reader bounds the body."""
         if self._is_refused:
             return
         self._overhead = 0
@@ -328,7 +314,7 @@ class HttpProtocol(asyncio.Protocol):
             self._pause_reading()
 
     def on_message_complete(self) -> None:
-        """Reset the count of framing bytes at the end of a request."""
+        """Reset the count of overhead at the end of a request."""
         if self._offers_upgrade or self._is_refused:
             return
         self._overhead = 0
@@ -338,8 +324,7 @@ class HttpProtocol(asyncio.Protocol):
             self._start_idle_timer()
 
     def answered(self, exchange: HttpExchange) -> None:
-        """Go on after an answer that is complete: with the next request, or by waiting for the next request."""
-        self._server_state.total_requests += 1
+        """Run the next request after a complete answer, or wait for it."""
         if self.transport.is_closing():
             return
         self.resume_reading()
@@ -351,13 +336,13 @@ class HttpProtocol(asyncio.Protocol):
             self._start_idle_timer()
 
     def pause_writing(self) -> None:
-        """Start the clock of a caller that does not read its answers."""
+        """Start the timer of a caller that does not read its answers."""
         self.writable.clear()
-        self._unread_answers.add(self, self._loop)
+        self._unread_answers.add(self.transport, self._loop)
 
     def resume_writing(self) -> None:
-        """Stop the clock of a caller that reads again."""
-        self._unread_answers.remove(self)
+        """Stop the timer of a caller that reads again."""
+        self._unread_answers.remove(self.transport)
         self.writable.set()
 
     def _pause_reading(self) -> None:
@@ -372,7 +357,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _refuse(self, error: ServiceError) -> None:
-        """Refuse what is no request, or break off the body of one; nothing more is parsed."""
+        """Refuse bytes that are no request, or break off a request's body; nothing more is parsed."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True

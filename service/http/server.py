@@ -1,7 +1,7 @@
 """uvicorn, with the shutdown that API clients need: drain first, then stop listening, exit 0.
 
-By itself uvicorn closes its listener at the first SIGTERM and raises the signal again at the end; a
-load balancer that still sends requests would see refused connections, and the exit code would be 143.
+By itself uvicorn closes its listener at the first SIGTERM. A load balancer that still sends requests would see refused
+connections. At the end uvicorn raises the signal again, and the exit code would be 143.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, cast
 
 import uvicorn
 
-from service.http.accepting import Acceptor
-from service.http.connections import DescriptorWatch, connection_limit
+from service.http.connections import DescriptorWatch, UnreadAnswers, connection_limit
 from service.http.lifecycle import Lifecycle, exit_now, stop_signals
+from service.http.listening import Acceptor
 from service.http.protocol import Application, HttpProtocol
-from service.http.unread_answers import UnreadAnswers
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,10 +29,9 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75
 
 _UNSENT_BYTES = 128 << 10
-"""Bytes of a connection's answers that the kernel takes beyond what is on its way.
+"""Bytes of a connection's answers that the kernel takes beyond those on their way; `UnreadAnswers` bounds the rest.
 
-By itself it takes 2.5 MiB: 300 callers who ask for a file of 1.7 MB and hardly read had 690 MiB of its memory, and the
-event loop copied their bytes at once. What it does not take, `UnreadAnswers` bounds.
+By itself the kernel takes 2.5 MiB: 300 callers who hardly read a file of 1.7 MB had 690 MiB of its memory.
 """
 
 _BACKLOG = 2048
@@ -45,11 +43,11 @@ class Server(uvicorn.Server):
 
     SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503;
     then it stops listening, finishes what it accepted, and returns, at the latest after `drain_timeout`.
-    A second SIGTERM or SIGINT ends the process at once. SIGHUP is the same wish, unless `on_hang_up` takes it.
+    A second SIGTERM or SIGINT ends the process at once. SIGHUP drains, too, unless `on_hang_up` handles it.
 
     Args:
-        beside: started with the server and run until the event loop ends; it shows others that the loop turns.
-        on_hang_up: returns whether it has done what SIGHUP asks for.
+        beside: started with the server and run until the event loop ends; it proves to others that the loop turns.
+        on_hang_up: returns whether it has handled SIGHUP.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """Return the port listened on, which differs from the setting when that is 0; the server has started."""
+        """Return the port of the started server, which differs from the setting when that is 0."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
 
@@ -138,7 +136,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look for exhausted file descriptors, and do what uvicorn does ten times a second."""
+        """Check for exhausted file descriptors, and do what uvicorn does ten times a second."""
         self._descriptors.check()
         return await super().on_tick(counter)
 
@@ -158,7 +156,7 @@ class Server(uvicorn.Server):
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)
             exit_now(128 + number)
-        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: that is one wish to stop.
+        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
         self._hung_up = number == signal.SIGHUP
 
     def drain(self) -> None:

@@ -2,9 +2,8 @@
 
 Each event loop increments a cell. With one process a thread reads the cell and ends the process, so that whatever
 supervises it starts it again. With several processes the cells lie in shared memory, and the supervisor reads them. A
-busy machine may delay the turn of a healthy event loop by seconds, but it does not keep a whole process from the
-processor. So the supervisor takes a process for frozen after a short silence only if the process used no processor time
-meanwhile; otherwise after a long silence.
+busy machine may delay the turn of a healthy event loop by seconds, but it lets a process use some processor time. So a
+process is frozen after a short silence without processor time, or after a long silence.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BEAT_SECONDS = 0.5
 _FROZEN_SECONDS = 3.0
 _STUCK_SECONDS = 30.0
 _FROZEN_AT_START_SECONDS = 60.0
-"""A starting process may wait for the disk while it holds the interpreter's lock: it maps a gigabyte of libraries."""
+"""A process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock."""
 
 _LOOK_SECONDS = 1.0
 _LONGEST_LOOK = 1.5
@@ -43,12 +42,7 @@ async def keep_beating(cells: NDArray[np.uint64], index: int) -> None:
 
 @dataclass(eq=False)
 class Pulse:
-    """Decides from successive looks whether a process is frozen.
-
-    Attributes:
-        silent_seconds: without a beat.
-        idle_seconds: without a beat and without processor time.
-    """
+    """Decides from successive looks whether a process is frozen: idle is silent, and without processor time."""
 
     beat: int = 0
     cpu_seconds: float = 0.0
@@ -57,13 +51,7 @@ class Pulse:
     idle_seconds: float = 0.0
 
     def look(self, now: float, beat: int, cpu_seconds: float = 0.0) -> None:
-        """Look at a process; call it about every second.
-
-        Args:
-            now: monotonic seconds.
-            beat: the count of its event loop.
-            cpu_seconds: processor time that it has used.
-        """
+        """Note the count of a process' event loop and its processor time; call it about every second."""
         # The observer may have been stopped too, perhaps with the whole machine: that time does not count.
         passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
         self.silent_seconds = self.silent_seconds + passed if beat == self.beat else 0.0
@@ -72,11 +60,7 @@ class Pulse:
         self.beat, self.cpu_seconds, self.looked_at = beat, cpu_seconds, now
 
     def is_frozen(self, now: float, beat: int, cpu_seconds: float, *, starting: bool) -> bool:
-        """Look at a process, and return whether it is frozen; see `look`.
-
-        Args:
-            starting: whether it has yet to begin its work, so that long calls are expected of it.
-        """
+        """Look at a process, and return whether it is frozen; a `starting` process may make long calls."""
         self.look(now, beat, cpu_seconds)
         if starting:
             return self.idle_seconds >= _FROZEN_AT_START_SECONDS
@@ -84,16 +68,7 @@ class Pulse:
 
 
 class Watchdog:
-    """Looks at the beats of an event loop from a thread of its own.
-
-    Args:
-        timeout: seconds without a beat after which the process ends with 1.
-        clock: monotonic seconds.
-        end: ends the process with an exit code.
-
-    Attributes:
-        beats: the cell of the event loop.
-    """
+    """Ends the process with 1 when its event loop has not turned for `timeout` seconds, from a thread of its own."""
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ full, or the collector does not answer, spans are dropped. The variables `OTEL_.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import threading
@@ -28,9 +27,9 @@ from opentelemetry.trace import format_span_id, format_trace_id, get_current_spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from service.tracing.batch_spans import BatchTracer
 from service.tracing.http import HttpMetrics
-from service.tracing.request_spans import RequestTracer
+from service.tracing.spans import BatchTracer, RequestTracer
+from vitserve import __version__
 
 _SCOPE: Final = "vitserve"
 _LAST_EXPORT_SECONDS: Final = 3.0
@@ -99,7 +98,7 @@ def resource_of_process() -> Resource:
     """Return who exports: the service, as `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` say, and this process."""
     ours: dict[str, AttributeValue] = {
         "service.name": "vitserve",
-        "service.version": importlib.metadata.version("vitserve"),
+        "service.version": __version__,
         "service.instance.id": str(uuid.uuid4()),  # two workers' metrics are two streams
         "process.pid": os.getpid(),
     }

@@ -1,19 +1,35 @@
-"""Admission: a bound on the images that are decoded, queued or computed at once.
+"""Admission: bounds on what requests take of the service, from the head to the answer.
 
-A request is refused at its head, before its body is read, when no place is free. It takes its places when its body is
-here, so that slow callers keep none, and releases them with the answer, the error or the disconnect. Bodies that are
-still arriving are bounded by `service.web.receiving`.
+    the head is here        a place must be free, but the request takes none yet; slow callers keep nobody out
+    the body arrives        its bytes are counted until the request is answered; bodies that crawl give way
+    the body is here        the request takes a place for each image, and releases it with the answer or the error
+    there is no room        it is refused at once, or waits for its turn where refusals themselves are too many
+
+A body crawls when it arrives more slowly than `MIN_BODY_RATE`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
 from typing import Final, Self
 
-from service.errors import QueueFull
+from service.errors import QueueFull, ReceivingFull
 from service.http.exchange import Exchange
+
+MIN_BODY_RATE: Final = 4096
+"""Bytes a second below which a body crawls."""
+
+GRACE_SECONDS: Final = 1.0
+"""Seconds by which a body may be behind its rate before it crawls. A burst of bytes earns no more than that either."""
+
+PROMISE_SECONDS: Final = 0.1
+"""Age up to which a body is expected to be here soon, and to take a place."""
 
 _REFUSALS_PER_ANSWER: Final = 5
 """At five times its capacity the service refuses everyone at once."""
@@ -61,7 +77,7 @@ class Limiter:
 class Permit:
     """The places of one request; a context manager that releases them.
 
-    All or none: when `extend` fails, the request fails, and leaving the context releases what it had.
+    A request gets all of its places or none: when `extend` fails, leaving the context releases what it had.
     """
 
     def __init__(self, limiter: Limiter) -> None:
@@ -82,12 +98,146 @@ class Permit:
         self._held = 0
 
 
-class RefusalPace:
-    """Lets callers wait who are refused, and ask again at once although they are told to wait.
+class ByteBudget:
+    """Counts how many of `capacity` bytes of memory for bodies are taken. Belongs to one event loop."""
 
-    A refusal costs 0.2 ms. A hundred callers who come back at once would take the core that answers others. So for each
-    request that is answered some refusals go out at once, and further ones wait for their turn. A connection that
-    waits gives way to newcomers, and is forgotten when its caller leaves. Belongs to one event loop.
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.in_use = 0
+
+    def take(self, count: int) -> bool:
+        """Take `count` bytes; return whether there was room for them."""
+        if self.in_use + count > self.capacity:
+            return False
+        self.in_use += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Give back `count` bytes."""
+        self.in_use -= count
+
+
+class Body:
+    """A request's body, an `ArrivingBody` of `service.http.exchange`.
+
+    Attributes:
+        size: bytes of it that are counted.
+        gave_way: whether it was ended because others needed its room.
+        began: reading of the clock when it was first expected.
+        paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
+    """
+
+    def __init__(self, receiving: Receiving) -> None:
+        self.size = 0
+        self.gave_way = False
+        self.began = 0.0
+        self.paid_until = 0.0
+        self._receiving = receiving
+
+    def crawls(self) -> bool:
+        """Return whether it arrives more slowly than it must, see `Receiving.crawls`."""
+        return self._receiving.crawls(self)
+
+    def give_way(self) -> None:
+        """End it, if it still arrives: another caller needs its connection."""
+        self._receiving.give_way(self)
+
+
+class Receiving:
+    """The bodies of one web worker that are being received.
+
+    Args:
+        spacious: bodies that may arrive at the same time before those that crawl are ended.
+        turnover: seconds in which newcomers may take over the room of all bodies. Hostile callers that were ended
+            return at once; spread over this time, they do not delay others.
+    """
+
+    def __init__(
+        self, budget: ByteBudget, *, spacious: int, turnover: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._budget = budget
+        self._spacious = spacious
+        self._turnover = turnover
+        self._next_end = -math.inf
+        self._clock = clock
+        self._arriving: dict[Body, Callable[[], None]] = {}
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[Body]:
+        """Return a new body, whose bytes count until the context ends."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self._give_back(body)
+
+    @contextlib.contextmanager
+    def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
+        """Let a body arrive while the context lasts; `end` is called if it gives way, and must end it soon.
+
+        Where many arrive already, the slowest of those that crawl gives way to it.
+        """
+        self._make_room()
+        body.began = self._clock()
+        body.paid_until = body.began + GRACE_SECONDS
+        self._arriving[body] = end
+        try:
+            yield
+        finally:
+            self._arriving.pop(body, None)
+
+    def crawls(self, body: Body) -> bool:
+        """Return whether a body that arrives has been slower than its rate since it began, less `PROMISE_SECONDS`.
+
+        Another caller needs its connection at once, so it gets no grace.
+        """
+        return body in self._arriving and body.began + body.size / MIN_BODY_RATE + PROMISE_SECONDS < self._clock()
+
+    def give_way(self, body: Body) -> None:
+        """End a body, if it still arrives: others need its room."""
+        end = self._arriving.pop(body, None)
+        if end is not None:
+            body.gave_way = True
+            self._give_back(body)
+            end()
+
+    def newcomers(self, most: int) -> int:
+        """Return how many bodies began to arrive less than `PROMISE_SECONDS` ago, at most `most`."""
+        since = self._clock() - PROMISE_SECONDS
+        recent = takewhile(lambda body: body.began >= since, reversed(self._arriving))
+        return sum(1 for _ in islice(recent, most))
+
+    def add(self, body: Body, count: int) -> None:
+        """Count bytes that arrived; raises `ReceivingFull` if there is no room even when bodies that crawl give way."""
+        body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, self._clock() + GRACE_SECONDS)
+        while not self._budget.take(count):
+            crawling = [other for other in self._crawling() if other is not body and other.size]
+            if not crawling:
+                raise ReceivingFull(f"{self._budget.capacity} bytes of pictures are being received already")
+            self.give_way(max(crawling, key=lambda other: other.size))
+        body.size += count
+
+    def _make_room(self) -> None:
+        now, count = self._clock(), len(self._arriving)
+        if count >= self._spacious and now >= self._next_end and (crawling := self._crawling()):
+            self._next_end = now + self._turnover / count
+            self.give_way(min(crawling, key=lambda other: other.paid_until))
+
+    def _crawling(self) -> list[Body]:
+        now = self._clock()
+        return [body for body in self._arriving if body.paid_until < now]
+
+    def _give_back(self, body: Body) -> None:
+        self._budget.give_back(body.size)
+        body.size = 0
+
+
+class RefusalPace:
+    """Delays refusals of callers that come back at once, against their `Retry-After`.
+
+    A refusal costs 0.2 ms. A hundred callers who come back at once would take the core that answers others. So each
+    answer lets some refusals go out at once, and further ones wait for their turn. A connection that waits gives way
+    to newcomers, and is forgotten when its caller leaves. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -105,25 +255,22 @@ class RefusalPace:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_WAIT):
-                    await turn.event.wait()
+                    await turn.wait()
         finally:
             exchange.arriving = None
             with contextlib.suppress(ValueError):  # an answer has let it go
                 self._waiting.remove(turn)
 
     def answered(self) -> None:
-        """Count an answer, and let those go who have waited longest."""
+        """Count an answer, and let the refusals go out that have waited longest."""
         self._credit = min(_MOST_CREDIT, self._credit + _REFUSALS_PER_ANSWER)
         while self._credit and self._waiting:
             self._credit -= 1
             self._waiting.popleft().give_way()
 
 
-class _Turn:
+class _Turn(asyncio.Event):
     """A refusal that waits, an `ArrivingBody` of its connection: the first to be closed for another."""
-
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
 
     def crawls(self) -> bool:
         """Return that the connection may be closed."""
@@ -131,4 +278,4 @@ class _Turn:
 
     def give_way(self) -> None:
         """Let the refusal go out now."""
-        self.event.set()
+        self.set()

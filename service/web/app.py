@@ -5,49 +5,46 @@ Engines are handed in: nothing here imports a model or torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from service.api_keys import parse_keys
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
-from service.settings import MEMORY, Settings
-from service.web.admission import Limiter, RefusalPace
-from service.web.image_store import AtHand, ImageStore, MemoryImageStore, SharedPictures
+from service.metrics.metrics import Metrics, Sources
+from service.settings import MEMORY, Settings, parse_keys
+from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
+from service.web.image_stores import KeptPictures
+from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
+from service.web.image_stores.redis import RedisImageStore
 from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
-from service.web.middleware import LingerLimits, ProblemMiddleware, RequestContextMiddleware
-from service.web.openapi import describe_keys, drop_null_parameters
-from service.web.pipeline import Lanes, Pipeline, Pipelines
-from service.web.receiving import MIN_BODY_RATE, ByteBudget, Receiving
-from service.web.redis_image_store import RedisImageStore
+from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
+from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (
     attention,
     classify,
-    documentation,
     embed,
     inference_protocol,
     model_repository,
     operations,
-    page,
+    pages,
 )
-from service.web.routes.endpoint import Endpoint, no_such_path
+from service.web.routes.endpoint import Application, Endpoint, no_such_path
+from vitserve import __version__
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
-VERSION = importlib.metadata.version("vitserve")
+VERSION: str = __version__
 
 _ROUTERS = (
     classify.router,
@@ -56,30 +53,14 @@ _ROUTERS = (
     operations.router,
     inference_protocol.router,
     model_repository.router,
-    documentation.router,
+    pages.documentation,
 )
-_PUBLIC = documentation.PUBLIC | page.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}
-
-
-class _Application(FastAPI):
-    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, which names the operations that take a key."""
-        if self.openapi_schema is None:
-            document = super().openapi()
-            drop_null_parameters(document)
-            describe_keys(document, self.state.public, required=self.state.keys_required)
-        return super().openapi()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
-        await self.router(scope, receive, send)
+_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | {"/healthz", "/readyz"}
 
 
 def kept_pictures(
     settings: Settings, store: ImageStore | None, metrics: Metrics, clock: Callable[[], float]
-) -> SharedPictures:
+) -> KeptPictures:
     """Return where pictures are kept: in Redis, in `store`, or in memory of this process; raises `SettingsError`."""
     limits = {"ttl": settings.recent_ttl, "max_bytes": settings.recent_bytes, "clock": clock}
     url = settings.recent_url.get_secret_value()
@@ -102,38 +83,30 @@ def create_app(
     tracer: RequestTracer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
-    linger: LingerLimits | None = None,
-    hold_seconds: float = 0.5,
 ) -> RequestContextMiddleware:
     """Return the ASGI application around an engine.
 
     Args:
-        engine: started when the application starts, closed when it stops.
+        engine: of the models that are served one after another; started and closed with the application.
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
-        limiter: one that other processes count in too; by default this application's own.
-        image_store: one that other processes keep pictures in too; by default this application's own.
-        byte_budget: one that other processes take bytes from too; by default this application's own.
-        key_limiter: one that other processes count in too; by default this application's own.
-        tracer: makes the spans of requests; None if nobody asked for them.
-        clock: monotonic seconds, for requests' deadlines and durations.
-        hold_seconds: after which a request that finds no engine is refused, see `ProblemMiddleware`.
+        limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
+        tracer: makes the spans of requests; None without tracing.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
     pictures = kept_pictures(settings, image_store, metrics, clock)
     receiving = Receiving(
         byte_budget or ByteBudget(settings.max_receiving_bytes),
-        min_rate=MIN_BODY_RATE,
         spacious=max(1, settings.queue_size // 8),
         turnover=settings.request_timeout / 2,
         clock=clock,
     )
-    lanes = Lanes(settings, metrics.decoder_restarts.inc)
+    pools = Pools(settings, metrics.decoder_restarts.inc)
 
     def engine_changed() -> None:
-        for replica in engine.engines:
+        for replica in engine.current.engine.engines:
             if replica.info is not None:
                 metrics.set_model(replica.info, VERSION)
         on_engine_change()
@@ -145,43 +118,47 @@ def create_app(
             if settings.grpc_port is not None:
                 from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
 
-                calls = serving(pipelines, guard, outermost.count, port=settings.grpc_port, hold_seconds=hold_seconds)
-                await beside.enter_async_context(calls)
+                await beside.enter_async_context(serving(pipelines, guard, outermost.count, settings.grpc_port))
             yield
         await engine.close()
-        lanes.close()
+        pools.close()
         await pictures.close()
         outermost.log.end_second()
 
-    app = _Application(
+    app = Application(
         title="vitserve",
         version=VERSION,
         description="Image classification with a Vision Transformer.",
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # `service.web.routes.documentation` has it
+        openapi_url=None,  # `service.web.routes.pages` has it
     )
 
     def make_pipeline(generation: Generation) -> Pipeline:
-        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, lanes, clock, tracer)
+        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock, tracer)
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
-    routers = (page.router, *_ROUTERS) if settings.page else _ROUTERS
+    routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
     app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
-    metrics.watch_engines(lambda: [replica.status for replica in engine.engines])
-    metrics.watch_recent(pictures.usage)
-    metrics.watch_reloads(lambda: engine.reloads)
-    metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
+    metrics.watch(
+        Sources(
+            statuses=lambda: [replica.status for replica in engine.current.engine.engines],
+            recent=pictures.usage,
+            places=lambda: (limiter.taken, limiter.capacity),
+            reloads=lambda: engine.reloads,
+        )
+    )
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
     pace = RefusalPace()
-    layers: ASGIApp = ProblemMiddleware(ApiKeyMiddleware(app, guard, public), metrics, pace, hold_seconds=hold_seconds)
+    layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
+    layers = ProblemMiddleware(layers, metrics, pace)
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -191,9 +168,7 @@ def create_app(
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(
-        layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock, linger=linger
-    )
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock)
     return outermost
 
 

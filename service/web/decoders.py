@@ -34,16 +34,16 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
-from service.web.lanes import Deadline
+from service.web.work import Deadline
 
 logger = logging.getLogger("vitserve")
 
 _QUICK_SECONDS: Final = 0.15
 _MAX_TEXT: Final = 4096
 _HELLO_SECONDS: Final = 3.0
-"""Time in which a new decoder says that it lives."""
+"""Time in which a new decoder sends its first bytes."""
 _LEAST_SECONDS: Final = 0.5
-"""Processor time of a photo whose picture took all of it."""
+"""Processor time of a photo whose picture took all of its time."""
 
 _PIXEL_BYTES: Final = 6.5
 """Address space of a decoder at most, for each pixel that is allowed: 416 MB for 64 million."""
@@ -53,8 +53,7 @@ _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Each thread of these libraries takes address space, which is what memory is limited by."""
 
 _KEPT_VARIABLES: Final = ("LD_LIBRARY_PATH", "PYTHONHOME")
-"""What an interpreter may need to start. All else stays here: some of it are keys."""
-
+"""What an interpreter may need to start. Other variables may hold keys."""
 
 _IsShape = Callable[[tuple[int, ...]], bool]
 """Whether pixels of this shape may be the answer to a job."""
@@ -73,11 +72,9 @@ class Decoded:
 
 
 class Decoders:
-    """Decodes files in processes of their own, which are started when they are first needed.
+    """Decodes files in processes of their own, which start when they are needed, and does `quick` jobs at once.
 
-    Args:
-        quick: quick jobs at once.
-        on_restart: called for each process that died or was killed at a job.
+    `on_restart` is called for each process that died or was killed at a job.
     """
 
     def __init__(self, settings: Settings, *, quick: int, on_restart: Callable[[], object] = lambda: None) -> None:
@@ -94,12 +91,10 @@ class Decoders:
         self._control: asyncio.Task[socket.socket] | None = None
 
     async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
-        """Return the picture in a file as the model sees it.
+        """Return the picture in a file as the model sees it; see `model.images.preprocess.model_input`.
 
-        Raises:
-            ImageError: see `model.images.preprocess.model_input`; `ImageTooCostly` too where it takes too long.
-            DeadlineExceeded: the time was up before the picture was decoded.
-            EngineUnavailable: no process can be started.
+        Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and `EngineUnavailable` if no
+        process can be started.
         """
         shape = (*config.size, len(config.mean))
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)
@@ -107,22 +102,15 @@ class Decoders:
     async def photo(
         self, data: bytearray, region: Region, size: int | None, deadline: Deadline, *, spent: float = 0.0
     ) -> Decoded:
-        """Return the whole photo in a file, and where in it the region lies; see `model.images.photo.upright_photo`.
+        """Return the photo in a file and where the region lies in it; see `model.images.preprocess.upright_photo`.
 
-        Args:
-            spent: seconds that decoding the file took before, which are a part of its time.
-
-        Raises:
-            ImageError, DeadlineExceeded, EngineUnavailable: as `model_input`.
+        Decoding the file took `spent` seconds before, which are a part of its time. Raises as `model_input`.
         """
-        job = {"region": region, "size": size}
-        return await self._run(
-            job,
-            data,
-            deadline,
-            lambda got: len(got) == 3 and got[2] == 3 and 0 < min(got) <= max(got) <= MAX_SIZE,
-            spent=spent,
-        )
+
+        def is_photo(shape: tuple[int, ...]) -> bool:
+            return len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
+
+        return await self._run({"region": region, "size": size}, data, deadline, is_photo, spent=spent)
 
     async def _run(
         self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape, *, spent: float = 0.0
@@ -158,12 +146,9 @@ class Decoders:
     async def _attempt(
         self, decoder: socket.socket, job: dict[str, Any], data: bytearray, is_shape: _IsShape
     ) -> Decoded | ImageError | None:
-        """Return a decoder's answer to a job, or None if it is no quick one.
+        """Return a decoder's answer to a job, or None if a quick job takes too long; raises `_Died`.
 
-        The decoder is killed if its answer is none, or if the caller leaves: closing its socket does that.
-
-        Raises:
-            _Died: it ended instead of answering.
+        Closing its socket kills the decoder, when its answer is invalid or the caller leaves.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -251,13 +236,13 @@ def _pixels(answer: Decoded | ImageError) -> Decoded:
 
 
 def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape) -> Decoded | ImageError:
-    """Return an answer as it was meant; raises `ValueError`, `LookupError` or `TypeError` if it is not a valid one."""
+    """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or `TypeError` if invalid."""
     if status != DONE:
         return ERRORS[status - 2](text.decode(errors="replace"))
     facts = json.loads(text)
     shape, region = tuple(map(int, facts["shape"])), Region(*map(float, facts["region"]))
     if not is_shape(shape) or not all(map(math.isfinite, region)):
-        raise ValueError("not what was asked for")
+        raise ValueError("pixels of another shape")
     return Decoded(ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"]))
 
 

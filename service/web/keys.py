@@ -1,31 +1,31 @@
-"""Asks for API keys, and limits the requests that each has in flight."""
+"""API keys: which requests need a key, and how many requests each key has in flight."""
 
 from __future__ import annotations
 
 import hmac
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api_keys import ApiKey
 from service.errors import TooManyRequests, Unauthorized
 from service.metrics.metrics import Metrics
+from service.settings import ApiKey
 from service.web.middleware import PROBES, request_context
 
 _ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
 
 
-def asks_admin_key(path: str) -> bool:
-    """Return whether the route of a path asks for the admin key, and so for no other."""
+def needs_admin_key(path: str) -> bool:
+    """Return whether the route of a path takes the admin key, and so no other."""
     return _ADMIN.fullmatch(path) is not None
 
 
 class KeyLimiter:
-    """Counts the requests in flight of each key, at most `limit` of one; 0 is no limit. Belongs to one event loop."""
+    """Counts the requests in flight of each key, at most `limit` each; 0 is no limit. Belongs to one event loop."""
 
     def __init__(self, keys: int, limit: int) -> None:
         self.limit = limit
@@ -45,23 +45,9 @@ class KeyLimiter:
         """Count one request less."""
         self.in_use[key] -= 1
 
-    @contextmanager
-    def request(self, key: int) -> Iterator[None]:
-        """Count one request while it is handled."""
-        self.acquire(key)
-        try:
-            yield
-        finally:
-            self.release(key)
-
 
 class KeyGuard:
-    """Finds the key of a request, and counts the requests that each key has in flight.
-
-    Args:
-        keys: those that are known.
-        limiter: of the same keys, in the same order.
-    """
+    """Identifies the key of a request, and counts the requests that each key has in flight."""
 
     def __init__(self, keys: Sequence[ApiKey], limiter: KeyLimiter, metrics: Metrics) -> None:
         self._keys = keys
@@ -69,11 +55,7 @@ class KeyGuard:
         self._metrics = metrics
 
     def find(self, authorization: str) -> int | None:
-        """Return the number of a request's key, None if none is needed; raises `Unauthorized`.
-
-        Args:
-            authorization: see `bearer_token`.
-        """
+        """Return the number of the key in an `Authorization` header, None without keys; raises `Unauthorized`."""
         if not self._keys:
             return None
         offered = bearer_token(authorization)
@@ -92,12 +74,16 @@ class KeyGuard:
     @contextmanager
     def request(self, key: int) -> Iterator[None]:
         """Count one request of a key while it is handled; raises `TooManyRequests`."""
-        with self._limiter.request(key), self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
-            yield
+        self._limiter.acquire(key)
+        try:
+            with self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
+                yield
+        finally:
+            self._limiter.release(key)
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` on every path but the public ones, unless there are no keys."""
+    """Requires `Authorization: Bearer KEY` on every path, except public ones and those that take the admin key."""
 
     def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str]) -> None:
         self._app = app
@@ -105,32 +91,19 @@ class ApiKeyMiddleware:
         self._public = frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection.
-
-        Raises:
-            Unauthorized: its key is missing or wrong.
-            TooManyRequests: its key has as many requests in flight as it may.
-        """
-        if scope["type"] != "http" or scope["path"] in self._public or asks_admin_key(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        key = self._guard.find(Headers(scope=scope).get("authorization", ""))
-        if key is None:
-            await self._app(scope, receive, send)
-            return
-        request_context(scope).key_name = self._guard.name(key)
-        if scope["path"] in PROBES:
-            await self._app(scope, receive, send)
-            return
-        with self._guard.request(key):
+        """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
+        counted: AbstractContextManager[None] = nullcontext()
+        if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
+            key = self._guard.find(Headers(scope=scope).get("authorization", ""))
+            if key is not None:
+                request_context(scope).key_name = self._guard.name(key)
+                if scope["path"] not in PROBES:
+                    counted = self._guard.request(key)
+        with counted:
             await self._app(scope, receive, send)
 
 
 def bearer_token(authorization: str) -> bytes | None:
-    """Return what a header `Authorization: Bearer` offers, its bytes as they were sent, or None.
-
-    Args:
-        authorization: the header's value, latin-1; empty where there is none.
-    """
+    """Return the token of an `Authorization: Bearer` header (latin-1) as the bytes that were sent, or None."""
     scheme, _, given = authorization.partition(" ")
     return given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None

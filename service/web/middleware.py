@@ -15,7 +15,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
@@ -34,21 +34,12 @@ from service.errors import (
 from service.http.exchange import Header, exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.web import problems
 from service.web.admission import RefusalPace
-from service.web.problems import (
-    CLIENT_DISCONNECTED,
-    INFERENCE_PROTOCOL,
-    INTERNAL_ERROR,
-    MEDIA_TYPE,
-    body,
-    problem_of,
-    protocol_body,
-    refusal_of,
-)
 from service.web.request_log import Answered, RequestLog
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTrace, RequestTracer
+    from service.tracing.spans import RequestTrace, RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +55,16 @@ _CONTEXT = "vit.context"
 _UNPARSED = "unparsed"
 """Endpoint under which is counted what never became a request."""
 
+HOLD_SECONDS = 0.5
+"""Time after which `EngineUnavailable` is answered."""
 
-@dataclass(frozen=True, slots=True)
-class LingerLimits:
-    """Limits on the unread body that is read and thrown away after an early refusal.
-
-    Attributes:
-        seconds: of reading altogether.
-        idle_seconds: without a byte.
-        max_bytes: of the body.
-    """
-
-    seconds: float = 10.0
-    idle_seconds: float = 2.0
-    max_bytes: int = 256 << 20
+LINGER_SECONDS, LINGER_IDLE_SECONDS, LINGER_BYTES = 10.0, 2.0, 256 << 20
+"""Limits on the rest of a body that is read and discarded after a refusal: in all, without a byte, and its size."""
 
 
 def request_id_from(given: str) -> str:
-    """Return the caller's id for its request if it is fit for headers and logs, else one of ours, no secret."""
-    # The system's generator lets other threads run Python, and under load this one waits milliseconds for its turn.
+    """Return the caller's id for its request if it is fit for headers and logs, else a random id, no secret."""
+    # The system's generator lets other threads run Python, and under load this thread waits milliseconds for its turn.
     return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
@@ -91,22 +73,29 @@ def request_context(scope: Scope) -> RequestContext:
     return cast(RequestContext, scope[_CONTEXT])
 
 
+async def hold_back(error: Exception) -> None:
+    """Wait before `EngineUnavailable` is answered; other errors are answered at once.
+
+    Callers that try again at once would take the processors from the engine that is starting.
+    """
+    if isinstance(error, EngineUnavailable):
+        await asyncio.sleep(HOLD_SECONDS)
+
+
 class RequestContext:
     """The context of one request: its answer on the way out, and the unread rest of its body.
 
     Attributes:
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
-        endpoint: path of the route that answers, None until there is one.
-        key_name: of the API key, None without one.
-        refusal: code of the problem that it is refused with for want of room; None if it is not.
+        endpoint: path of the route that answers, None until it is known.
+        key_name: of the API key, None without a key.
+        refusal: code of the problem if it is refused because there is no room, else None.
         trace: its span, None if there is none.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float, linger: LingerLimits
-    ) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated one the first counts
+    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of repeated headers the first counts
         self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         self.started = started
         self.status: int | None = None
@@ -118,7 +107,6 @@ class RequestContext:
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
-        self._linger_limits = linger
         self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         self._lingers = False
 
@@ -159,14 +147,12 @@ class RequestContext:
         await self._send(message)
 
     async def _linger(self) -> None:
-        left = self._linger_limits.max_bytes
-        try:
-            async with asyncio.timeout(self._linger_limits.seconds):
+        left = LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
                 while self._unread and left > 0:
-                    async with asyncio.timeout(self._linger_limits.idle_seconds):
+                    async with asyncio.timeout(LINGER_IDLE_SECONDS):
                         left -= len((await self._receive_any()).get("body", b""))
-        except TimeoutError:
-            return
 
 
 class RequestContextMiddleware:
@@ -175,12 +161,7 @@ class RequestContextMiddleware:
     Args:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
-        tracer: makes the spans of requests, but of probes; None if nobody asked for them.
-        pace: of the refusals, is told of each answer.
-        clock: monotonic seconds.
-
-    Attributes:
-        log: of the requests.
+        tracer: makes the spans of requests, except those of probes; None without tracing.
     """
 
     def __init__(
@@ -193,7 +174,6 @@ class RequestContextMiddleware:
         *,
         pace: RefusalPace | None = None,
         clock: Callable[[], float] = time.monotonic,
-        linger: LingerLimits | None = None,
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -205,7 +185,6 @@ class RequestContextMiddleware:
         self._lifecycle = lifecycle
         self._tracer = tracer
         self._clock = clock
-        self._linger = linger or LingerLimits()
         self._pace = pace or RefusalPace()
         self.log = RequestLog()
 
@@ -214,7 +193,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock(), self._linger)
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:
@@ -231,7 +210,7 @@ class RequestContextMiddleware:
             if counted:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
-            status = context.status or CLIENT_DISCONNECTED
+            status = context.status or problems.CLIENT_DISCONNECTED
             if counted and status < HTTPStatus.BAD_REQUEST:
                 self._pace.answered()
             answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
@@ -240,13 +219,7 @@ class RequestContextMiddleware:
     def count(
         self, answered: Answered, route: str | None, *, refusal: str | None = None, trace: RequestTrace | None = None
     ) -> None:
-        """Count and log a request that was answered.
-
-        Args:
-            route: path of the route that answered, None if there is none.
-            refusal: code of the problem that says that there was no room for it, None if there was.
-            trace: is ended, after the line is logged.
-        """
+        """Count and log a request that the route of a path answered, and end its trace; see `RequestContext`."""
         path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
         route = path if path in self._endpoints else route
         endpoint = route or "other"
@@ -254,7 +227,7 @@ class RequestContextMiddleware:
         self._duration(endpoint).observe(seconds)
         if key_name is not None:
             self._key_requests(key_name, str(status)).inc()
-        if status == CLIENT_DISCONNECTED:
+        if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         if path in PROBES:
             self.log.answered(logging.DEBUG, answered)
@@ -263,19 +236,19 @@ class RequestContextMiddleware:
         if trace is not None:
             if trace.exemplar is not None:
                 self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
-            sent = None if status == CLIENT_DISCONNECTED else status
+            sent = None if status == problems.CLIENT_DISCONNECTED else status
             trace.end(sent, route, seconds, request_id=answered.request_id, key_name=key_name)
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
-        """Return status, headers and body for what is no request, or a connection too many; count and log it."""
-        problem = problem_of(error)
+        """Count and log a refusal of bytes that are no request, or of a connection; see `Application.refuse`."""
+        problem = problems.problem_of(error)
         request_id = request_id_from(dict(reversed(headers)).get(b"x-request-id", b"").decode("latin-1"))
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
             self.log.unparsed(problem.status, problem.detail, request_id)
-        content = body(problem, request_id)
-        own = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
+        content = problems.body(problem, request_id)
+        own = {"content-type": problems.MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
         named = own | {name.lower(): value for name, value in problem.headers.items()}
         return problem.status, [(name.encode(), value.encode()) for name, value in named.items()], content
 
@@ -283,15 +256,13 @@ class RequestContextMiddleware:
 class ProblemMiddleware:
     """Answers what its layers raise with a problem document, and counts it.
 
-    A defect of ours is raised again after its answer, so that it is logged. `EngineUnavailable` is answered after
-    `hold_seconds`: callers that try again at once would take the processors from the engine that is starting.
+    A defect of ours is raised again after its answer, so that it is logged.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace, *, hold_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace) -> None:
         self._app = app
         self._metrics = metrics
         self._pace = pace
-        self._hold_seconds = hold_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -302,21 +273,20 @@ class ProblemMiddleware:
         except Exception as error:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
-            problem = problem_of(error)
-            request_context(scope).refusal = refusal_of(problem)
-            if (trace := request_context(scope).trace) is not None:
-                trace.error_type = problem.code
-            # A probe that is told to wait is no refusal; one without a key is.
+            problem, context = problems.problem_of(error), request_context(scope)
+            context.refusal = problems.refusal_of(problem)
+            if context.trace is not None:
+                context.trace.error_type = problem.code
+            # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                if isinstance(error, EngineUnavailable):
-                    await asyncio.sleep(self._hold_seconds)
-                elif isinstance(error, QueueFull):
+                await hold_back(error)
+                if isinstance(error, QueueFull):
                     await self._pace.turn(exchange_of(scope))
-            if scope["path"].startswith(INFERENCE_PROTOCOL):
-                content, kind = protocol_body(problem), "application/json"
+            if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
+                content, kind = problems.protocol_body(problem), "application/json"
             else:
-                content, kind = body(problem, request_context(scope).request_id), MEDIA_TYPE
+                content, kind = problems.body(problem, context.request_id), problems.MEDIA_TYPE
             await Response(content, problem.status, problem.headers, kind)(scope, receive, send)
-            if problem.code == INTERNAL_ERROR:
+            if problem.code == problems.INTERNAL_ERROR:
                 raise

@@ -1,6 +1,13 @@
 """The path of an image through the service: admission, body, decoding, queue, answer.
 
-Each step is one method, so that routes read as the list of steps that they are.
+Each step is one method, so that routes read as the list of steps that they are. `Pipeline.compute` joins two of them:
+
+    VIT_DECODE=cpu      decode -> infer(pixels)
+    VIT_DECODE=device   plain baseline JPEG? -> infer(JPEG) -> answer, and the pixels that the model saw
+                          | no, or the device could not decode it
+                          +-> decode -> infer(pixels)
+
+The first way reports every error of a picture, so that the words are the same for both.
 """
 
 from __future__ import annotations
@@ -9,25 +16,27 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
+from model.images.device_jpeg import device_picture
 from model.images.formats import UnboundedWork
-from model.images.preprocess import model_input
+from model.images.preprocess import ModelInput, model_input
 from model.prediction import Picture, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable
 from service.errors import (
     DeadlineExceeded,
+    Draining,
     EngineUnavailable,
     InferenceFailed,
     MissingImage,
@@ -40,16 +49,15 @@ from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
-from service.web.admission import Limiter, Permit
+from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
-from service.web.image_store import SharedPictures
-from service.web.lanes import Deadline, Lane
+from service.web.image_stores import KeptPictures
 from service.web.middleware import request_context
-from service.web.receiving import Body, Receiving
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
+from service.web.work import Deadline, ThreadPool, all_of, unless_disconnected
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 T = TypeVar("T")
 
@@ -60,25 +68,25 @@ MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
 
 
-class Lanes:
-    """What works beside the event loop of one process: threads of each kind, and the processes that decode pictures."""
+class Pools:
+    """The threads and the decoder processes that work beside the event loop of a process."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
-        self.pictures = Lane("decode", threads)
-        self.documents = Lane("documents", 1, background=True)
-        self.drawing = Lane("drawing", 1, capacity=MAX_DRAWINGS, background=True)
+        self.pictures = ThreadPool("decode", threads)
+        self.documents = ThreadPool("documents", 1, background=True)
+        self.drawing = ThreadPool("drawing", 1, capacity=MAX_DRAWINGS, background=True)
         self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
 
     def check(self) -> None:
         """Raise `EngineUnavailable` if a thread does not come back from its work."""
-        for lane in (self.pictures, self.documents, self.drawing):
-            lane.check()
+        for pool in (self.pictures, self.documents, self.drawing):
+            pool.check()
 
     def close(self) -> None:
         """Drop what waits, take nothing more, and end the processes."""
-        for lane in (self.pictures, self.documents, self.drawing):
-            lane.close()
+        for pool in (self.pictures, self.documents, self.drawing):
+            pool.close()
         self.decoders.close()
 
 
@@ -92,20 +100,16 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Everything a request needs on its way; `clock` gives monotonic seconds.
-
-    Attributes:
-        generation: the model that the request belongs to.
-    """
+    """Everything that requests of one `generation` of the model need on their way; `clock` gives monotonic seconds."""
 
     generation: Generation
     settings: Settings
     metrics: Metrics
     limiter: Limiter
     receiving: Receiving
-    pictures: SharedPictures
+    pictures: KeptPictures
     lifecycle: Lifecycle
-    lanes: Lanes
+    pools: Pools
     clock: Callable[[], float] = time.monotonic
     tracer: RequestTracer | None = None
 
@@ -121,36 +125,32 @@ class Pipeline:
             raise EngineUnavailable(self.engine.status.reason)
         return info
 
+    def check_open(self) -> None:
+        """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
+        if self.lifecycle.draining:
+            raise Draining("the service is about to stop: try another instance")
+        self.model()
+
     def check_ready(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests, or should get none."""
-        self.lifecycle.check()
-        self.model()
-        self.lanes.check()
-
-    def admit(self) -> AbstractContextManager[Permit]:
-        """Take a place in the service before any work; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
-        self.lifecycle.check()
-        self.model()
-        return self._held(self.limiter.permit())
+        self.check_open()
+        self.pools.check()
 
     @contextmanager
-    def _held(self, permit: Permit) -> Iterator[Permit]:
-        with permit, self._counted():
+    def admit(self) -> Iterator[Permit]:
+        """Hold a place and the model until the context ends; raises `Draining`, `EngineUnavailable` or `QueueFull`."""
+        self.check_open()
+        with self.limiter.permit() as permit, self.generation.request():
             yield permit
-
-    def _counted(self) -> AbstractContextManager[None]:
-        """Keep the request's model until the context ends."""
-        return self.generation.request()
 
     def check_room(self) -> None:
         """Raise what `admit` would raise, and take no place.
 
-        Bodies that have just begun to arrive will take places. Without counting them, many callers would be let in at
-        each place that becomes free, and all but one refused when their bodies are here. Such bodies keep at most half
-        of the places, as a caller can begin one and never end it.
+        Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
+        for each free place, and most of them refused when their bodies are here. Such bodies keep at most half of the
+        places, as a caller can begin a body and never end it.
         """
-        self.lifecycle.check()
-        self.model()
+        self.check_open()
         self.limiter.check()
         self.limiter.check(1 + self.receiving.newcomers(self.limiter.capacity // 2))
 
@@ -168,7 +168,7 @@ class Pipeline:
     @contextmanager
     def upload(self) -> Iterator[Upload]:
         """Return what a request holds whose body is still to come, until the context ends."""
-        with self.receiving.body() as body, Permit(self.limiter) as permit, self._counted():
+        with self.receiving.body() as body, Permit(self.limiter) as permit, self.generation.request():
             yield Upload(body, permit)
 
     def deadline(self, request: Request) -> Deadline:
@@ -179,14 +179,30 @@ class Pipeline:
         """Return when the time of a request is up whose head came at this reading of the clock."""
         return Deadline(started + self.settings.request_timeout, self.clock)
 
-    async def read(self, request: Request, upload: Upload, *, files: int = 1) -> list[UploadedFile]:
+    async def answer_picture(self, request: Request, answer: Callable[[bytearray], Awaitable[T]]) -> T:
+        """Admit a request, read the only picture in its body, and return what `answer` makes of it.
+
+        Raises `ClientDisconnected` when the caller leaves, and what the steps raise.
+        """
+        with self.admit_upload(request) as upload:
+            [file] = await self._read(request, upload, files=1)
+            if isinstance(file, UploadTooLarge):
+                raise file
+            return await unless_disconnected(request.receive, answer(file))
+
+    async def answer_pictures(
+        self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """Return what `answer` makes of each picture in a body and its position; see `answer_picture`."""
+        with self.admit_upload(request) as upload:
+            files = await self._read(request, upload, files=self.settings.max_images_per_request)
+            answers = all_of(answer(position, file) for position, file in enumerate(files))
+            return await unless_disconnected(request.receive, answers)
+
+    async def _read(self, request: Request, upload: Upload, *, files: int) -> list[UploadedFile]:
         """Return the files in the body, at most `files`, and take a place for each.
 
-        Raises:
-            RequestTimeout: the body did not arrive in time, or crawled while its room was wanted.
-            QueueFull: there are not as many places as files.
-            ReceivingFull: there is no memory for the body.
-            ServiceError: see `service.web.upload.read_files`.
+        Raises `QueueFull`, and what `receive` and `service.web.upload.read_files` raise.
         """
         limits = UploadLimits(self.settings.max_upload_bytes, self.settings.max_request_bytes, files)
         numbers = itertools.count(2)
@@ -199,28 +215,20 @@ class Pipeline:
         return uploaded
 
     async def read_body(self, request: Request, upload: Upload) -> bytearray:
-        """Return the whole body, which is of another form than pictures; raises as `read`, and takes no place."""
-        limit, deadline = self.settings.max_request_bytes, self.deadline(request)
-        return await self.receive(
-            request.receive, upload, deadline, lambda receive: read_whole(request.headers, receive, limit)
-        )
+        """Return the whole body, which is of another form than pictures; raises as `receive`, and takes no place."""
+        read = partial(read_whole, request.headers, limit=self.settings.max_request_bytes)
+        return await self.receive(request.receive, upload, self.deadline(request), read)
 
     async def receive(
         self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
     ) -> T:
-        """Return what `read` makes of the body that comes from `source`; its bytes and time are bounded."""
-        started = self.clock()
-        try:
-            found = await self._receive_bounded(source, upload, deadline, read)
-        except ServiceError as error:
-            self.stage_failed("read", self.clock() - started, error)
-            raise
-        self.stage_ended("read", self.clock() - started)
-        return found
+        """Return what `read` makes of the body that comes from `source`; its bytes and time are bounded.
 
-    async def _receive_bounded(
-        self, source: Receive, upload: Upload, deadline: Deadline, read: Callable[[Receive], Awaitable[T]]
-    ) -> T:
+        Raises:
+            RequestTimeout: the body did not arrive in time, or crawled while others needed its room.
+            ReceivingFull: there is no memory for the body.
+        """
+
         def give_way() -> None:
             if not time_limit.expired():
                 time_limit.reschedule(0.0)
@@ -230,55 +238,73 @@ class Pipeline:
             self.receiving.add(upload.body, len(message.get("body", b"")))
             return message
 
-        try:
-            async with asyncio.timeout(deadline.remaining()) as time_limit:
-                with self.receiving.arriving(upload.body, give_way):
-                    return await read(receive)
-        except TimeoutError:
-            if upload.body.gave_way:
-                raise RequestTimeout("the body came too slowly while others waited for its room") from None
-            raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
+        started = self.clock()
+        with self._traced("read"):
+            try:
+                async with asyncio.timeout(deadline.remaining()) as time_limit:
+                    with self.receiving.arriving(upload.body, give_way):
+                        content = await read(receive)
+            except TimeoutError:
+                if upload.body.gave_way:
+                    raise RequestTimeout("the body came too slowly while others waited for its room") from None
+                raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
+        self._stage_ended("read", self.clock() - started)
+        return content
 
-    async def read_one(self, request: Request, upload: Upload) -> bytearray:
-        """Return the bytes of the only file in the body; raises what `read` raises, and `UploadTooLarge`."""
-        [file] = await self.read(request, upload)
-        if isinstance(file, UploadTooLarge):
-            raise file
-        return file
+    async def compute(
+        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
+    ) -> tuple[Decoded, InferenceResult]:
+        """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`."""
+        if self.settings.decode == "device":
+            computed = await self._compute_on_device(data, deadline, requested)
+            if computed is not None:
+                return computed
+        decoded = await self.decode(data, deadline)
+        return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+
+    async def _compute_on_device(
+        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
+    ) -> tuple[Decoded, InferenceResult] | None:
+        """Let the device decode and compute a file; return None if it cannot decode it."""
+        check = partial(device_picture, data, self.model().preprocess, max_pixels=self.settings.max_image_pixels)
+        with self._traced("decode"):
+            picture, seconds = await self.pools.pictures.run(partial(_timed, check), deadline)
+        if picture is None:
+            self.metrics.device_decodes.labels("unsuited").inc()
+            return None
+        self._stage_ended("decode", seconds)
+        encoded, region = picture
+        try:
+            result = await self.infer(encoded, deadline, requested)
+        except NotDecoded:
+            self.metrics.device_decodes.labels("failed").inc()
+            return None
+        self.metrics.device_decodes.labels("decoded").inc()
+        assert result.outputs.decoded is not None, "an engine hands back what it decoded"
+        return Decoded(ModelInput(result.outputs.decoded, region), seconds), result
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to one picture of the model's size, on a decode thread or in a process of its own.
+        """Decode a file to a picture of the model's size, on a decode thread or in a process of its own.
 
-        Raises:
-            ImageError: see `model.images.preprocess.preprocess`.
-            MissingImage: there are no bytes.
-            DeadlineExceeded: the time was up before the picture was decoded.
+        Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
         if not data:
             raise MissingImage("the picture is empty")
         config = self.model().preprocess
-        remaining = deadline.remaining()
-        try:
-            decoded = await self.lanes.pictures.run(partial(self._decode_bounded, data, config), deadline)
+        with self._traced("decode"):
+            decoded = await self.pools.pictures.run(partial(self._decode_bounded, data, config), deadline)
             if decoded is None:
-                decoded = await self.lanes.decoders.model_input(data, config, deadline)
-        except (ImageError, ServiceError) as error:
-            self.stage_failed("decode", remaining - deadline.remaining(), error)
-            raise
-        self.stage_ended("decode", decoded.seconds)
+                decoded = await self.pools.decoders.model_input(data, config, deadline)
+        self._stage_ended("decode", decoded.seconds)
         return decoded
 
     def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
         """Return the picture in a file whose structure bounds the work; None for all others."""
-        started = time.perf_counter()
-        bounds = self.settings
+        work = partial(model_input, data, config, max_pixels=self.settings.max_image_pixels, bounded=True)
         try:
-            picture = model_input(
-                data, config, max_pixels=bounds.max_image_pixels, scaled_decode=bounds.scaled_decode, bounded=True
-            )
+            return Decoded(*_timed(partial(work, scaled_decode=self.settings.scaled_decode)))
         except UnboundedWork:
             return None
-        return Decoded(picture, time.perf_counter() - started)
 
     async def infer(self, pixels: Picture, deadline: Deadline, requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
@@ -288,43 +314,46 @@ class Pipeline:
         traceparent = None if self.tracer is None else self.tracer.traceparent()
         request = InferenceRequest(pixels, requested, traceparent)
         remaining = deadline.remaining()
-        try:
-            result = await self._infer(request, remaining)
-        except ServiceError as error:
-            stage = "inference" if isinstance(error, InferenceFailed | NotDecoded) else "queue"
-            self.stage_failed(stage, remaining - deadline.remaining(), error)
-            raise
+        with self._traced("queue"):
+            try:
+                async with asyncio.timeout(remaining + _LATE_SECONDS):
+                    result = await self.engine.infer(request, timeout=remaining)
+            except TimeoutError:
+                raise DeadlineExceeded("the model did not answer in time") from None
         self.metrics.stages["queue"].observe(result.queue_seconds)
         self.metrics.stages["inference"].observe(result.inference_seconds)
         if self.tracer is not None:
             self.tracer.computed(result)
         return result
 
-    async def _infer(self, request: InferenceRequest, remaining: float) -> InferenceResult:
-        try:
-            async with asyncio.timeout(remaining + _LATE_SECONDS):
-                return await self.engine.infer(request, timeout=remaining)
-        except TimeoutError:
-            raise DeadlineExceeded("the model did not answer in time") from None
-
-    def stage_ended(self, stage: str, seconds: float) -> None:
+    def _stage_ended(self, stage: str, seconds: float) -> None:
         """Count the seconds of a stage that an image has behind it."""
         self.metrics.stages[stage].observe(seconds)
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
-    def stage_failed(self, stage: str, seconds: float, error: Exception) -> None:
-        """Tell the tracer of a stage that ended in an error."""
-        if self.tracer is not None:
-            self.tracer.failed(stage, seconds, error)
+    @contextmanager
+    def _traced(self, stage: str) -> Iterator[None]:
+        """Report an error of a stage to the tracer."""
+        started = self.clock()
+        try:
+            yield
+        except (ImageError, ServiceError) as error:
+            if self.tracer is not None:
+                is_launched = isinstance(error, InferenceFailed | NotDecoded)
+                self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
+            raise
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return a result, and the seconds that it took."""
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
 
 
 class Pipelines:
-    """The pipeline of the model that is current: one for each, as making it takes 20 µs.
-
-    Args:
-        make: makes the pipeline of a generation.
-    """
+    """Keeps the pipeline of the current model, as it takes 20 µs to make the pipeline of a generation."""
 
     def __init__(self, engine: Swappable, make: Callable[[Generation], Pipeline]) -> None:
         self.engine = engine

@@ -82,21 +82,20 @@ CLIENT_DISCONNECTED = 499
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return an error's row in the table, and let go of what it came by.
+    """Return the problem of an error, and drop the error's traceback and context.
 
-    An error without a row is a defect of ours, and its message stays here.
+    An error that is not in the table is a defect of ours, and its message stays here.
     """
     for kind in type(error).__mro__:
         if kind in TABLE:
-            # Its frames hold the picture, and the tasks in them hold the error: a circle that lasts until the garbage
-            # collector comes by.
+            # Its frames hold the picture, and the tasks in them hold the error: a circle until the next collection.
             error.__traceback__ = error.__context__ = None
             return Problem(*TABLE[kind], _printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
 def refusal_of(problem: Problem) -> str | None:
-    """Return the code of a problem that says nothing of the request but that there is no room for it now, else None."""
+    """Return the code of a problem that there is no room for a request now, else None."""
     return problem.code if problem.status in (429, 503) else None
 
 
@@ -120,7 +119,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the text in one line: line breaks and what else does not print as escapes."""
+    """Return the text in one line, with escapes for line breaks and other characters that do not print."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

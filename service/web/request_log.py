@@ -1,4 +1,4 @@
-"""The log line of each request, and one line a second for refusals that are many."""
+"""The log line of each request, and a line for each second with many refusals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ _MAX_PATH = 200
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered, over HTTP or gRPC.
-
-    Attributes:
-        status: of HTTP; `CLIENT_DISCONNECTED` where the caller left.
-        seconds: from its head to the end of its answer.
-        key_name: of its API key, None without one.
-    """
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on."""
 
     method: str
     path: str
@@ -41,8 +35,8 @@ class Answered:
 class RequestLog:
     """Logs requests. Belongs to one event loop.
 
-    Under a flood most requests are refused, and a line costs as much as the refusal itself. So of the refusals of one
-    second only the first have their own lines, and one line at its end tells how many more there were, by reason.
+    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only the first refusals
+    of a second have their own lines. A line at its end counts the others, by reason.
     """
 
     def __init__(self) -> None:
@@ -78,11 +72,7 @@ class RequestLog:
         logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
 
     def has_own_line(self, reason: str) -> bool:
-        """Return whether a request that is refused now is to be logged by itself; if not, it is counted here.
-
-        Args:
-            reason: code of the problem that it is answered with.
-        """
+        """Return whether a request that is refused now has its own line; if not, count its problem code."""
         if not self._own_lines:
             asyncio.get_running_loop().call_later(1.0, self.end_second)
         if self._own_lines < LINES_A_SECOND:

@@ -1,7 +1,7 @@
 """Read the files in a request's body, bounded at every step.
 
-Nothing is written to disk, nothing is kept of parts that are no file, and a body that is too large
-is refused when the limit is passed, not when its end is reached.
+Nothing is written to disk, and nothing is kept of parts that are no file. A body that is too large is refused when the
+limit is passed, not when its end is reached.
 """
 
 from __future__ import annotations
@@ -50,13 +50,9 @@ class UploadLimits:
 async def read_files(
     headers: Headers, receive: Receive, limits: UploadLimits, on_further_file: Callable[[], None]
 ) -> list[UploadedFile]:
-    """Read the body: one raw picture, or the parts named `file` of a multipart form.
+    """Return the files in a body: the raw picture, or at least one part named `file` of a multipart form.
 
-    Args:
-        on_further_file: called before the second and each later file is read; may refuse it.
-
-    Returns:
-        At least one file, in the order sent.
+    `on_further_file` is called before the second and each later file is read, and may refuse it.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
@@ -70,20 +66,20 @@ async def read_files(
     kind, options = parse_options_header(headers.get("content-type", ""))
     multipart = kind == b"multipart/form-data"
     limit = limits.body_bytes if multipart else min(limits.file_bytes, limits.body_bytes)
-    declared = _content_length(headers)
-    if declared > limit:
-        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+    declared = _declared_length(headers, limit)
     refusal = _refusal(headers, kind, options.get(b"boundary"))
     if refusal is not None and declared:
         raise refusal
-    reader = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else _RawBody()
+    form = _FormBody(options[b"boundary"], limits, on_further_file) if multipart and refusal is None else None
+    raw = bytearray()
+    feed = raw.extend if form is None else form.feed
     total = 0
     try:
         async for chunk in _bounded(receive, limit):
             total += len(chunk)
             if refusal is None:
                 try:
-                    reader.feed(chunk)
+                    feed(chunk)
                 except MalformedRequest as error:
                     refusal = error
             if refusal is not None and declared:
@@ -93,46 +89,57 @@ async def read_files(
             raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
         if refusal is not None:
             raise refusal
-        files = reader.finish()
-        if kind == b"application/x-www-form-urlencoded" and _is_stripped(files[0]):
+        if kind == b"application/x-www-form-urlencoded" and _is_stripped(raw):
             raise UnsupportedMediaType(f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}")
-        return files
+        return [raw] if form is None else form.finish()
     except BaseException:
-        # The error, and with it what its traceback holds, lives on while the rest of the body is read and thrown away.
-        reader.clear()
+        # The error, and with it what its traceback holds, lives on while the rest of the body is discarded.
+        raw.clear()
+        if form is not None:
+            form.clear()
         raise
     finally:
-        reader.close()
+        if form is not None:
+            form.close()
 
 
 async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
-    """Read a body of any form, at most `limit` bytes.
-
-    Raises:
-        UploadTooLarge: it has more.
-        UnsupportedMediaType: it is declared as compressed.
-        ClientDisconnected: the caller went away.
-    """
-    declared = _content_length(headers)
-    if declared > limit:
-        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
-    encoding = headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the body as it is")
-    reader = _RawBody()
+    """Read a body of any form, at most `limit` bytes; raises as `read_files`."""
+    _declared_length(headers, limit)
+    if refusal := _compressed(headers, "body"):
+        raise refusal
+    body = bytearray()
     try:
         async for chunk in _bounded(receive, limit):
-            reader.feed(chunk)
-        return reader.body
+            body += chunk
+        return body
     except BaseException:
-        reader.clear()  # see `read_files`
+        body.clear()  # see `read_files`
         raise
 
 
-def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
+def _declared_length(headers: Headers, limit: int) -> int:
+    """Return the Content-Length, 0 without the header; raises `UploadTooLarge` or `MalformedRequest`."""
+    try:
+        declared = int(headers.get("content-length", "0"))
+    except ValueError:
+        raise MalformedRequest("Content-Length is not a number") from None
+    if declared > limit:
+        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+    return declared
+
+
+def _compressed(headers: Headers, content: str) -> UnsupportedMediaType | None:
+    """Return the error of a body that is declared as compressed, else None."""
     encoding = headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
-        return UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the picture as it is")
+    if encoding == "identity":
+        return None
+    return UnsupportedMediaType(f"Content-Encoding {encoding[:50]!r}: send the {content} as it is")
+
+
+def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceError | None:
+    if compressed := _compressed(headers, "picture"):
+        return compressed
     if kind == b"multipart/form-data":
         return None if boundary else MalformedRequest("multipart/form-data without a boundary")
     # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's content decides.
@@ -142,24 +149,13 @@ def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceEr
     return None
 
 
-def _is_stripped(file: UploadedFile) -> bool:
+def _is_stripped(picture: bytearray) -> bool:
     """Return whether a body is a JPEG or PNG from which `curl -d` took every line break and NUL.
 
-    Both formats hold NULs: the length of a JPEG's scan header is two bytes, of which the first is zero (ITU-T T.81,
-    B.2.3), and so is that of a PNG's first chunk. So no whole picture is taken for one.
+    Whole pictures hold NULs: the length of a JPEG's scan header is two bytes, of which the first is zero (ITU-T T.81,
+    B.2.3), and so is that of a PNG's first chunk.
     """
-    return (
-        not isinstance(file, UploadTooLarge)
-        and file.startswith(_STRIPPED)
-        and not any(byte in file for byte in (b"\0", b"\n", b"\r"))
-    )
-
-
-def _content_length(headers: Headers) -> int:
-    try:
-        return int(headers.get("content-length", "0"))
-    except ValueError:
-        raise MalformedRequest("Content-Length is not a number") from None
+    return picture.startswith(_STRIPPED) and not any(byte in picture for byte in (b"\0", b"\n", b"\r"))
 
 
 async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
@@ -175,25 +171,6 @@ async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
         yield chunk
         if not message.get("more_body", False):
             return
-
-
-class _RawBody:
-    """A body that is one file."""
-
-    def __init__(self) -> None:
-        self.body = bytearray()
-
-    def feed(self, chunk: bytes) -> None:
-        self.body += chunk
-
-    def finish(self) -> list[UploadedFile]:
-        return [self.body]
-
-    def clear(self) -> None:
-        self.body.clear()
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _FormBody:

@@ -1,8 +1,18 @@
-"""Settings of the property tests: no time limit an example, for machines that are busy."""
+"""Settings of the property tests: no time limit an example, for machines that are busy. Waits of applications."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from service.web import middleware
 
 settings.register_profile("service", deadline=None)
 settings.load_profile("service")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse at once where there is no engine, and give up soon on bodies that do not go on."""
+    monkeypatch.setattr(middleware, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(middleware, "LINGER_IDLE_SECONDS", 0.3)

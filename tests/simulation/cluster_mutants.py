@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from service.cluster import channel, engine_server, protocol, remote_engine
-from service.cluster.balancer import Balancer
 from service.cluster.channel import FrameProtocol
+from service.cluster.remote_engine import Balancer
 from service.errors import ClientDisconnected
 from service.http import watchdog
-from service.web import awaiting, pipeline
+from service.web import pipeline
+from service.web import work as web_work
 from tests.simulation import requests
 from tests.simulation.transport import SimulatedChannel
 
@@ -186,7 +187,7 @@ def caller_not_watched(patch: pytest.MonkeyPatch) -> None:
 
     async def until_one_is_done(receive: Any, work: Any) -> Any:
         task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(awaiting._disconnect(receive))
+        watcher = asyncio.ensure_future(web_work._disconnect(receive))
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         watcher.cancel()
         if task.done():

@@ -19,8 +19,8 @@ from service.errors import (
     QueueFull,
     ServiceError,
 )
-from service.web.awaiting import all_of, unless_disconnected
 from service.web.pipeline import Pipeline
+from service.web.work import all_of, unless_disconnected
 from tests.simulation.device import GOOD, image, is_own
 from tests.simulation.scenario import RequestPlan
 from tests.simulation.scheduler import Process

@@ -7,14 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.balancer import Balancer
 from service.cluster.engine_server import EngineServer
-from service.cluster.remote_engine import RemoteEngine
-from service.engine import launch as launching
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.engine import streams
-from service.engine.launch import Outcome, Waiting
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
+from service.engine.streams import Outcome, Waiting, launch
 from tests.simulation.device import Device, number_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Network
@@ -95,9 +93,9 @@ class WatchedEngine(LocalEngine):
         """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""
         world, now = self._world, self.process.time()
         if any(entry.item.requested.needs_pass for entry in batch):
-            if len(batch) > streams.EXPLAINED_AT_ONCE:
+            if len(batch) > streams.MAX_EXPLANATION_BATCH:
                 world.scheduler.violate(f"{len(batch)} images are explained at once")
-            if len(self._streams._queue) and now - batch[0].arrived < streams.PATIENCE - _TICK:
+            if len(self._streams._queue) and now - batch[0].arrived < streams.MAX_EXPLANATION_WAIT - _TICK:
                 world.scheduler.violate("an explanation does not wait for classification")
         for entry in batch:
             number = number_of(entry.item.pixels)
@@ -131,7 +129,7 @@ class WatchedEngine(LocalEngine):
                 continue
             if explained:
                 # It lets others go first, but not for ever.
-                patient_until = arrived + streams.PATIENCE
+                patient_until = arrived + streams.MAX_EXPLANATION_WAIT
                 alone_since = patient_until if self._alone_since is None else min(self._alone_since, patient_until)
                 free_since = max(arrived, model.unexplaining_since, alone_since)
             else:
@@ -148,7 +146,7 @@ def watched_launch(
 ) -> tuple[list[Outcome], BatchReport]:
     """Check a launch, and do it."""
     runner.engine.on_launch(batch)
-    return launching.launch(runner, batch, release, clock)
+    return launch(runner, batch, release, clock)
 
 
 class ErrorLog(logging.Handler):
@@ -157,7 +155,7 @@ class ErrorLog(logging.Handler):
     A stranger's bytes may be called an error, a worker's or an engine's never.
     """
 
-    _EXPECTED = ("service.engine.launch", "service.engine.local", "service.engine.streams")
+    _EXPECTED = ("service.engine.local", "service.engine.streams")
 
     def __init__(self, network: Network) -> None:
         super().__init__(logging.ERROR)

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 import vitserve
 import vitserve.client
+from service.web import app
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.timeout(60)  # processes start
@@ -64,6 +65,14 @@ def test_what_a_program_sees_has_the_name_by_which_it_is_imported() -> None:
 
 
 def test_version_is_the_installed_one() -> None:
-    assert vitserve.__version__ == version("vitserve")
+    assert vitserve.__version__ == version("vitserve") == app.VERSION
     with pytest.raises(AttributeError, match="no attribute 'versio'"):
         vitserve.versio  # noqa: B018
+
+
+def test_a_tree_that_was_copied_and_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", not_installed)
+    assert vitserve.__version__ == "0+unknown"

@@ -101,7 +101,7 @@ def _without_exif(data: bytes) -> bytes:
     hidden: bytearray | None = None
     start = data.find(b"Exif")
     while start >= 0:
-        # Item information entries of version 2 have an identifier of 16 bits, those of version 3 one of 32.
+        # Item information entries of version 2 have an identifier of 16 bits, those of version 3 have 32 bits.
         if data[start - 12 : start - 7] == b"infe\2" or data[start - 14 : start - 9] == b"infe\3":
             hidden = hidden or bytearray(data.replace(_XMP_TYPE, _HIDDEN_TYPE))
             hidden[start : start + 4] = b"skip"

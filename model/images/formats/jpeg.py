@@ -36,7 +36,7 @@ _MAX_BOUNDED_COEFFICIENTS = 40_000_000
 """Of a picture that is decoded as a whole: 80 MB, the photo of 24 megapixels with half of the chroma in each way."""
 
 _MAX_BOUNDED_PASSES = 400_000_000
-"""Coefficients times scans: a scan that says nothing new takes 0.7 ns for each."""
+"""Coefficients times scans: a scan without new data takes 0.7 ns for each."""
 
 _SCAN_COEFFICIENTS = 400_000
 """What a scan counts beside its coefficients, so that there are at most a thousand."""
@@ -62,7 +62,6 @@ class Jpeg(EncodedImage):
     """A JPEG file without application segments, comments and what follows the picture.
 
     Attributes:
-        buffered: the decoder holds all coefficients before it makes the first pixel.
         scalable: the decoder can make the picture at 1/2, 1/4 and 1/8.
         first_scan: progressive JPEG, Huffman codes: where in `data` the header of the first scan begins.
     """
@@ -72,7 +71,6 @@ class Jpeg(EncodedImage):
     reader = JpegImageFile
     may_be_bounded = True
 
-    buffered: bool = False
     scalable: bool = False
     first_scan: int | None = None
 
@@ -83,12 +81,13 @@ class Jpeg(EncodedImage):
         kept = [view[:2]]
         exif = xmp = None
         frame, header = 0, b""
-        buffered, bounded, first_scan = False, False, None
+        bounded, first_scan = False, None
         for number, (marker, begin, start, position) in enumerate(_segments(data, 2)):
             if marker == _SOS:
                 if frame == _PROGRESSIVE:
                     first_scan = sum(map(len, kept))
                 kept.append(view[begin:])
+                # Such a decoder holds all coefficients before it makes the first pixel.
                 buffered = frame == _PROGRESSIVE or data[start + 2 : start + 3] < header[7:8]
                 scans = _count_scans(data, start) + 1 if buffered else 0
                 small = number < _MAX_BOUNDED_SEGMENTS and len(data) <= _MAX_BOUNDED_FILE
@@ -111,7 +110,6 @@ class Jpeg(EncodedImage):
             b"".join(kept),
             orientation=read_orientation(exif, xmp),
             bounded=bounded,
-            buffered=buffered,
             scalable=frame in _DCT,
             first_scan=first_scan,
         )
@@ -215,7 +213,7 @@ def has_baseline_frame(data: bytes | bytearray, position: int) -> bool:
 
 
 def _not_subsampled(image: ImageFile.ImageFile) -> set[int]:
-    """Return the identifiers of the components that have as many samples as the most finely sampled one."""
+    """Return the identifiers of the components that are sampled most finely."""
     assert isinstance(image, JpegImageFile)
     layers = image.layer  # of each the identifier, horizontal and vertical sampling factor, quantisation table
     finest = max(columns for _, columns, _, _ in layers), max(rows for _, _, rows, _ in layers)

@@ -30,7 +30,7 @@ _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 
 
 class Png(EncodedImage):
-    """A PNG file without its ancillary chunks, and without pixels that do not follow the first ones at once."""
+    """A PNG file without its ancillary chunks, and without IDAT chunks that do not follow the first at once."""
 
     name = "PNG"
     magic = re.compile(rb"\x89PNG\r\n\x1a\n")
@@ -55,7 +55,7 @@ class Png(EncodedImage):
             pixels_ended = pixels_ended or (previous == b"IDAT" and kind != b"IDAT")
             previous = kind
             if kind == b"IHDR" and position > 8:
-                # Pillow takes the last one, whatever the first one says of the work.
+                # Pillow takes the last header, whatever the first declares.
                 raise InvalidImage("the PNG picture does not decode: its header is not its first chunk")
             if kind == b"IDAT" and end <= len(data) and zlib.crc32(view[body - 4 : end - 4]) != _checksum(view, end):
                 raise InvalidImage("the PNG picture does not decode: the checksum of its pixels is wrong")

@@ -1,4 +1,8 @@
-"""Augmentation of whole batches that are already tensors, without workers and without decoding a picture twice."""
+"""Augmentation of whole batches that are already tensors, without workers and without decoding a picture twice.
+
+In this folder `images` are uint8 [B, C, H, W], and the result is uint8 [B, C, H, W], too, where nothing else is said: a
+new tensor unless there is nothing to do. A `generator` is on the device of the batch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.training.augment.boxes import random_boxes
+from model.training.augment.boxes import random_boxes, random_resized_crop
 from model.training.augment.image_operations import rand_augment, trivial_augment
-from model.training.augment.resized_crop import random_resized_crop
 from model.training.recipe import Augmentation
 
 ENLARGED: Final = 4
@@ -25,13 +28,8 @@ def augment(
     """Augment a batch before it is normalised, in the recipe's order.
 
     Args:
-        images: uint8 [B, C, H, W].
-        size: (rows, columns) of the model's input; not above H, W unless crops are resized.
-        generator: on the images' device.
+        size: (rows, columns) of the model's input, and of the result; not above H, W unless crops are resized.
         progress: share of the schedule that was done when the epoch began.
-
-    Returns:
-        uint8 [B, C, *size].
     """
     if augmentation.resized_crop:
         images = random_resized_crop(images, size, augmentation.resized_crop, generator)
@@ -45,22 +43,13 @@ def augment(
     return rand_augment(images, augmentation.rand_augment, augmentation.rand_augment_magnitude, generator)
 
 
-def random_crop(
-    images: Tensor, padding: int, generator: torch.Generator, size: tuple[int, int] | None = None
-) -> Tensor:
+def random_crop(images: Tensor, padding: int, generator: torch.Generator, size: tuple[int, int]) -> Tensor:
     """Cut a random part out of each image, after `padding` pixels of black were put around it (He et al. 2015, 4.2).
 
-    Args:
-        images: [B, C, H, W], any dtype.
-        padding: pixels, 0 or more.
-        generator: on the images' device.
-        size: (rows, columns) of the result, not above the padded images'; None: H, W.
-
-    Returns:
-        [B, C, *size], same dtype; a new tensor unless there is nothing to do.
+    `size` is the (rows, columns) of the result, not above the padded images'.
     """
     count, channels, height, width = images.shape
-    rows, columns = size or (height, width)
+    rows, columns = size
     if padding == 0 and (rows, columns) == (height, width):
         return images
     device = images.device
@@ -75,7 +64,7 @@ def random_crop(
 
 
 def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each image of [B, C, H, W] left to right with probability one half, into a new tensor."""
+    """Mirror each image left to right with a probability of a half."""
     flip = torch.rand((len(images), 1, 1, 1), generator=generator, device=images.device) < 0.5
     return torch.where(flip, images.flip(-1), images)
 
@@ -83,15 +72,7 @@ def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 def random_resample(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
     """Enlarge some images by bicubic interpolation and shrink them to their size again, as Pillow does both.
 
-    This blurs them slightly, as pictures that users send are.
-
-    Args:
-        images: uint8 [B, C, H, W].
-        probability: share of the images, 0...1.
-        generator: on the images' device.
-
-    Returns:
-        uint8, same shape; a new tensor unless `probability` is 0.
+    This blurs them slightly, as pictures that users send are. `probability` is the share of the images, 0...1.
     """
     if probability == 0:
         return images
@@ -121,10 +102,6 @@ def random_erasing(
         pixels: float32 [B, C, H, W], normalised: mean 0 and standard deviation 1 over the training pictures.
         probability: of each image to be changed, 0...1.
         fill: `pixel` is standard normal noise in every pixel and channel, `mean` is 0.
-        generator: on the pixels' device.
-
-    Returns:
-        Same shape; a new tensor unless `probability` is 0.
     """
     if probability == 0:
         return pixels

@@ -3,7 +3,8 @@
 TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space that they use
 beside the wide one). RandAugment: Cubuk et al. 2019, https://arxiv.org/abs/1909.13719. The operations are the fourteen
 of RandAugment's space, as `PIL.ImageOps` and `PIL.ImageEnhance` define them but for rounding. Geometry is bilinear;
-what comes into view is black. All are elementwise or gather, so that batches may live on any device.
+what comes into view is black. Images have three channels (red, green, blue) or one. All operations are elementwise or
+gather, so that batches may live on any device.
 """
 
 from __future__ import annotations
@@ -32,16 +33,7 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 
 
 def trivial_augment(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Change each image with `probability` by one operation out of `OPERATIONS`, of evenly drawn strength.
-
-    Args:
-        images: uint8 [B, C, H, W]; C is 3 (red, green, blue) or 1.
-        probability: 0...1.
-        generator: on the images' device.
-
-    Returns:
-        uint8, same shape; a new tensor unless `probability` is 0.
-    """
+    """Change each image with `probability`, 0...1, by an operation out of `OPERATIONS`, of evenly drawn strength."""
     if probability == 0:
         return images
     device, count = images.device, len(images)
@@ -55,12 +47,8 @@ def rand_augment(images: Tensor, operations: int, magnitude: float, generator: t
     """Change each image by some operations out of `OPERATIONS`, one after the other, each drawn anew.
 
     Args:
-        images, generator: as `trivial_augment`.
         operations: how many; 0 or more.
         magnitude: 0...`MAX_MAGNITUDE`; its sign is drawn for each image and operation.
-
-    Returns:
-        uint8, same shape; a new tensor unless `operations` is 0.
     """
     device, count = images.device, len(images)
     for _ in range(operations):
@@ -74,12 +62,8 @@ def apply_operations(images: Tensor, choice: Tensor, strength: Tensor) -> Tensor
     """Change each image by the operation chosen for it.
 
     Args:
-        images: uint8 [B, C, H, W].
         choice: int64 [B], an index into `OPERATIONS`, or -1: leave the image alone.
         strength: float32 [B], -1...1.
-
-    Returns:
-        uint8, same shape, a new tensor.
     """
     result = images.clone()
     for index, operation in enumerate(OPERATIONS.values()):

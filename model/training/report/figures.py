@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model.evaluation.calibration import ConfidenceBin
+from model.evaluation.calibration import ConfidenceBin, expected_calibration_error
 from model.evaluation.evaluate import Evaluation
 from model.insight.figures import available, canvas, save
-from model.training.state import EpochMetrics
+from model.training.run_folder import EpochMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def reliability_diagram(bins: Sequence[ConfidenceBin], path: Path) -> None:
     upper.bar(centres[filled], accuracy[filled], width, color="tab:blue", edgecolor="white", label="accuracy")
     upper.plot(confidence[filled], accuracy[filled], ".", color="black", label="at mean confidence")
     upper.plot([0, 1], [0, 1], "--", color="tab:red", linewidth=1, label="perfect")
-    error = float((counts * abs(accuracy - confidence)).sum() / counts.sum())
+    error = expected_calibration_error(bins)
     upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"expected calibration error {error:.2%}")
     upper.legend(fontsize=8)
     upper.grid(alpha=0.3)

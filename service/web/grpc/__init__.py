@@ -2,9 +2,8 @@
 
     caller -- HTTP/2 --> grpcio       frames, flow control, limits         (server.py)
                          calls.py     id, key, metrics, log line, errors as gRPC's status codes
-                         methods.py   one function a method
-                         wire.py      a message is bounded before it is parsed
-                         messages.py  what `service.web.inference_protocol` reads and writes, as messages
+                         methods.py   a function for each method
+                         messages.py  messages, bounded, as what `service.web.inference_protocol` reads and writes
 
 What a request may be and what becomes of it is decided in `service.web.inference_protocol` and `service.web.pipeline`,
 as over HTTP. Nothing here is imported unless `VIT_GRPC_PORT` is set: it needs the extra `grpc`.

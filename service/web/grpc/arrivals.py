@@ -1,6 +1,6 @@
-"""Turns in which messages arrive: the library holds what has come of each, and nobody counts those bytes.
+"""Turns in which messages arrive, because the library holds their bytes until they are whole and does not count them.
 
-A message that has arrived is counted with all other bodies, by `service.web.receiving`.
+A message that has arrived is counted with all other bodies, by `service.web.admission`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final
 
 from service.errors import ReceivingFull, RequestTimeout
 from service.settings import Settings
-from service.web.receiving import GRACE_SECONDS
+from service.web.admission import GRACE_SECONDS
 
 _FEWEST: Final = 8
 _LOOKS: Final = 16
-"""How often a message is looked at during the grace; the shortest grace is one such part of it."""
+"""Checks of a message during the grace."""
 
 
 class Arrivals:
     """Lets `most` messages arrive at the same time. Belongs to one event loop.
 
-    A turn goes to the caller that has the fewest. A message that has not arrived in time gives way as soon as another
-    waits, if no caller has more turns than its own: one caller with many calls holds up itself, and no others.
+    A turn goes to the caller that has the fewest. A message that has not arrived in time gives way when another waits,
+    unless some caller has more turns than its own. So a caller with many calls delays itself, and no others.
 
     Args:
         most_waiting: calls that wait for a turn; beyond it the caller with the most of them loses its newest.
-        grace: seconds that a message has. They are fewer the more callers wait; what is small has arrived before.
+        grace: seconds that a message has; fewer, the more callers wait.
     """
 
     def __init__(self, most: int, most_waiting: int, grace: float = GRACE_SECONDS) -> None:
@@ -40,18 +40,13 @@ class Arrivals:
 
     @classmethod
     def of(cls, settings: Settings) -> Arrivals:
-        """Return the turns of one worker: as many as its part of the bytes that may be received has largest bodies."""
+        """Return the turns of a worker: as many as largest bodies fit into its part of the bytes to be received."""
         most = settings.max_receiving_bytes // settings.max_request_bytes // settings.workers
         return cls(max(_FEWEST, most), max(1, settings.max_connections // 2))
 
     @asynccontextmanager
     async def turn(self, caller: Hashable) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the context.
-
-        Raises:
-            ReceivingFull: too many calls wait, most of them of this caller.
-            RequestTimeout: in the context, if it gives way.
-        """
+        """Wait for a turn, which lasts as long as the context; raises `ReceivingFull`, or `RequestTimeout` in it."""
         await self._take(caller)
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -92,8 +87,8 @@ class Arrivals:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._forget(caller, turn)  # unless it was passed over
-            elif turn.exception() is None:  # it has its turn, and does not know it
+                self._forget(caller, turn)
+            elif turn.exception() is None:  # it got its turn at the same moment
                 self._leave(caller)
             raise
 

@@ -12,11 +12,11 @@ from typing import Any, Final
 import grpc
 from starlette.types import Message
 
-from service.errors import EngineUnavailable, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.errors import MalformedRequest, RequestTimeout, UploadTooLarge
 from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.keys import KeyGuard
-from service.web.middleware import PROBES, request_id_from
+from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.pipeline import Pipelines
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 from service.web.request_log import Answered
@@ -40,26 +40,19 @@ STATUS_CODES: Final = {
 """The status code of each status that `service.web.problems` gives to an error of a call."""
 
 _MAX_QUESTION_BYTES: Final = 64 << 10
-"""Of a message that asks about the server or a model."""
-
+"""Bytes of a message with a question about the server or a model."""
 
 Count = Callable[..., None]
-"""Counts and logs a call that was answered, see `RequestContextMiddleware.count`."""
+"""`RequestContextMiddleware.count`."""
 
 
 class Call:
-    """A call whose message is still to come.
-
-    Attributes:
-        started: reading of the pipeline's clock at its start.
-        metadata: its headers.
-        caller: whose it is: the number of its key, or else its connection.
-    """
+    """A call whose message is still to come, from a `caller`: the number of its key, or else its connection."""
 
     def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
         self.started = started
         self._timeout = timeout
-        # Of a repeated one the first counts.
+        # Of repeated headers the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
         self.caller: int | str = context.peer()
@@ -85,12 +78,7 @@ class Call:
             yield
 
     async def question(self) -> bytes:
-        """Return the message that asks about the server or a model.
-
-        Raises:
-            RequestTimeout: it did not arrive within the time of a request.
-            UploadTooLarge: it is large.
-        """
+        """Return a message with a question about the server or a model; raises `RequestTimeout`, `UploadTooLarge`."""
         try:
             async with asyncio.timeout(self._timeout), self._arrivals.turn(self.caller):
                 data: bytes = (await self.receive())["body"]
@@ -106,26 +94,21 @@ Method = Callable[[Pipelines, Call], Awaitable[bytes]]
 
 
 class Calls:
-    """Answers calls: gives each its id, asks for its key, counts and logs it, and answers errors by their status codes.
+    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by status codes."""
 
-    Args:
-        hold_seconds: see `service.web.middleware.ProblemMiddleware`.
-    """
-
-    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count, *, hold_seconds: float) -> None:
+    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count) -> None:
         self._pipelines = pipelines
         pipeline = pipelines.current()
         self._clock, self._metrics, self._settings = pipeline.clock, pipeline.metrics, pipeline.settings
         self._guard = guard
         self._count = count
-        self._hold_seconds = hold_seconds
         self._arrivals = Arrivals.of(self._settings)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
-        """Return what grpcio calls for a method; `public` ones need no key.
+        """Return what grpcio calls for a method, which needs no key if it is `public`.
 
-        On the wire one message is a stream of one. As a stream it is read when the method asks for it, so that a call
-        is refused before its message arrives.
+        On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when
+        the method does, so that a call is refused before its message arrives.
         """
         path = f"/{GRPC_SERVICE}/{name}"
 
@@ -140,7 +123,8 @@ class Calls:
         trailers = [("x-request-id", call.request_id)]
         status, key, refusal = CLIENT_DISCONNECTED, None, None
         counted = path not in PROBES
-        metrics.inflight.inc(counted)
+        if counted:
+            metrics.inflight.inc()
         try:
             if not public:
                 key = self._guard.find(str(call.metadata.get("authorization", "")))
@@ -155,12 +139,12 @@ class Calls:
             if problem.code == INTERNAL_ERROR:
                 logger.exception("request %s failed", call.request_id)
             metrics.rejected.labels(problem.code).inc()
-            if isinstance(error, EngineUnavailable):
-                await asyncio.sleep(self._hold_seconds)
+            await hold_back(error)
             status, refusal = problem.status, refusal_of(problem)
             return await self._refuse(context, problem, trailers)
         finally:
-            metrics.inflight.dec(counted)
+            if counted:
+                metrics.inflight.dec()
             seconds = clock() - call.started
             name = None if key is None else self._guard.name(key)
             self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)

@@ -1,25 +1,40 @@
-"""Messages of gRPC as the requests and answers of `service.web.inference_protocol`."""
+"""Messages of gRPC as the requests and answers of `service.web.inference_protocol`.
+
+A message is bounded before it is parsed: a few bytes may stand for a large object, and a message has millions.
+https://protobuf.dev/programming-guides/encoding/
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from service.errors import MalformedRequest
+from service.errors import MalformedRequest, UploadTooLarge
 from service.web.grpc.open_inference_pb2 import (
     InferParameter,
     ModelInferRequest,
     ModelInferResponse,
     ModelRequest,
 )
-from service.web.grpc.wire import split
 from service.web.inference_protocol.tensors import InferenceHeader, InputTensor, OutputTensor, RequestedOutput
 
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _DESCRIPTOR: Final = ModelInferRequest.DESCRIPTOR
+
+_VARINT: Final = 0
+_FIXED64: Final = 1
+_BYTES: Final = 2
+_FIXED32: Final = 5
+_FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
+
+_MAX_VARINT_BYTES: Final = 10
+
+_MAX_COST: Final = 1_000_000
+"""About the time and memory of the largest JSON that is read: each byte of packed numbers costs 1."""
+_FIELD_COST: Final = 100
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
 
@@ -40,12 +55,8 @@ class InferenceMessage:
     raw: Mapping[str, memoryview]
 
 
-def read_question(data: bytes) -> ModelRequest:
-    """Return the message that asks about a model; raises `MalformedRequest`."""
-    return _parse(ModelRequest, data)
-
-
-def _parse(kind: type[M], data: bytes) -> M:
+def parse(kind: type[M], data: bytes) -> M:
+    """Return a message; raises `MalformedRequest`."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -55,14 +66,9 @@ def _parse(kind: type[M], data: bytes) -> M:
 
 
 def read_inference(data: bytes) -> InferenceMessage:
-    """Return the request in a message.
-
-    Raises:
-        MalformedRequest: it is no message, or has not one raw tensor for each input if it has any.
-        UploadTooLarge: see `service.web.grpc.wire`.
-    """
+    """Return the request in a message; raises `MalformedRequest`, or what `split` raises."""
     rest, raw = split(memoryview(data), _RAW, _DESCRIPTOR)
-    message = _parse(ModelInferRequest, rest)
+    message = parse(ModelInferRequest, rest)
     if raw and len(raw) != len(message.inputs):
         raise MalformedRequest(f"{len(raw)} raw_input_contents, and {len(message.inputs)} inputs")
     header = InferenceHeader(
@@ -102,3 +108,84 @@ def encode_response(model: str, version: str, request_id: str | None, outputs: S
         raw_output_contents=[output.raw() for output in outputs],
     )
     return bytes(response.SerializeToString())
+
+
+class Field(NamedTuple):
+    """A field of a message: its number and wire type, where it begins, and where its content starts and ends."""
+
+    number: int
+    wire_type: int
+    begin: int
+    start: int
+    end: int
+
+
+def fields(message: memoryview) -> Iterator[Field]:
+    """Yield the fields of a message, without those of the messages within; raises `MalformedRequest`."""
+    position = 0
+    while position < len(message):
+        begin = position
+        tag, position = _varint(message, position)
+        number, wire_type = tag >> 3, tag & 7
+        start = position
+        if wire_type == _VARINT:
+            _, end = _varint(message, position)
+        elif wire_type == _BYTES:
+            length, start = _varint(message, position)
+            end = start + length
+        elif wire_type in _FIXED:
+            end = start + _FIXED[wire_type]
+        else:
+            raise MalformedRequest(f"not a message: wire type {wire_type}")
+        if end > len(message):
+            raise MalformedRequest("not a message: it ends within a field")
+        yield Field(number, wire_type, begin, start, end)
+        position = end
+
+
+def _varint(message: memoryview, position: int) -> tuple[int, int]:
+    """Return a number of variable length, and where it ends."""
+    value = 0
+    for shift, byte in enumerate(message[position : position + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * shift)
+        if byte < 0x80:
+            return value, position + shift + 1
+    raise MalformedRequest("not a message: it ends within a number")
+
+
+def split(message: memoryview, number: int, descriptor: Any) -> tuple[bytes, list[memoryview]]:
+    """Return a message without the field of bytes of this number, and the contents of that field, not copied.
+
+    `descriptor` is protobuf's, of the message. Raises `MalformedRequest` if it is no message, or `UploadTooLarge` if it
+    has very many fields or numbers.
+    """
+    rest, contents, left = bytearray(), [], _MAX_COST
+    for field in fields(message):
+        if field.number == number and field.wire_type == _BYTES:
+            contents.append(message[field.start : field.end])
+            left = _spend(left, _FIELD_COST)
+        else:
+            rest += message[field.begin : field.end]
+            left = _cost(message, field, descriptor, left)
+    return bytes(rest), contents
+
+
+def _cost(message: memoryview, field: Field, descriptor: Any, left: int) -> int:
+    """Return what is left after a field and all that is within it; raises `UploadTooLarge` if that is nothing."""
+    left = _spend(left, _FIELD_COST)
+    known = descriptor.fields_by_number.get(field.number)
+    if known is None or field.wire_type != _BYTES:
+        return left
+    if known.message_type is not None:
+        content = message[field.start : field.end]
+        for inner in fields(content):
+            left = _cost(content, inner, known.message_type, left)
+    elif known.type not in (known.TYPE_STRING, known.TYPE_BYTES):  # numbers, packed
+        left = _spend(left, field.end - field.start)
+    return left
+
+
+def _spend(left: int, cost: int) -> int:
+    if cost > left:
+        raise UploadTooLarge("the message has more fields or numbers than are read: send tensors as raw_input_contents")
+    return left - cost

@@ -1,11 +1,7 @@
-"""The methods of the service `inference.GRPCInferenceService`; each takes a call and returns its encoded answer.
-
-Who asks about the model asks about the one that is current when the question is here.
-"""
+"""The methods of the service `inference.GRPCInferenceService`; each takes a call and returns its encoded answer."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -15,11 +11,12 @@ from starlette.types import Receive
 
 from service.errors import NotFound, Unavailable
 from service.web.grpc.calls import Call, Method
-from service.web.grpc.messages import encode_response, read_inference, read_question
+from service.web.grpc.messages import encode_response, parse, read_inference
 from service.web.grpc.open_inference_pb2 import (
     ModelConfigResponse,
     ModelMetadataResponse,
     ModelReadyResponse,
+    ModelRequest,
     ModelStatisticsResponse,
     ServerLiveResponse,
     ServerMetadataResponse,
@@ -34,6 +31,7 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import find_model, infer, read_inputs
 from service.web.pipeline import Pipelines
+from vitserve import __version__
 
 
 def _encode(document: dict[str, Any], message: Message) -> bytes:
@@ -42,19 +40,19 @@ def _encode(document: dict[str, Any], message: Message) -> bytes:
 
 
 async def server_live(pipelines: Pipelines, call: Call) -> bytes:
-    """Answer as long as the process lives, whatever the message: it needs no key, so nothing is waited for."""
+    """Answer as long as the process lives; the message is not read, as its caller may have no key."""
     return _encode({"live": True}, ServerLiveResponse())
 
 
 async def server_ready(pipelines: Pipelines, call: Call) -> bytes:
-    """Say whether the model is ready; see `server_live`."""
+    """Return whether the model is ready; the message is not read."""
     return _encode({"ready": _is_ready(pipelines)}, ServerReadyResponse())
 
 
 async def model_ready(pipelines: Pipelines, call: Call) -> bytes:
-    """Say whether this model is ready; one that there is not is not."""
-    asked = read_question(await call.question())
-    return _encode({"ready": _is_ready(pipelines, asked.name, asked.version)}, ModelReadyResponse())
+    """Return whether this model is ready; a model of another name is not."""
+    question = parse(ModelRequest, await call.question())
+    return _encode({"ready": _is_ready(pipelines, question.name, question.version)}, ModelReadyResponse())
 
 
 def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") -> bool:
@@ -70,26 +68,27 @@ def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") 
 async def server_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the server."""
     await call.question()
-    return _encode(server_metadata(importlib.metadata.version("vitserve"), swaps=False), ServerMetadataResponse())
+    return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the model: its inputs and outputs."""
-    asked = read_question(await call.question())
-    return _encode(model_metadata(find_model(pipelines.current(), asked.name, asked.version)), ModelMetadataResponse())
+    question = parse(ModelRequest, await call.question())
+    info = find_model(pipelines.current(), question.name, question.version)
+    return _encode(model_metadata(info), ModelMetadataResponse())
 
 
 async def model_config(pipelines: Pipelines, call: Call) -> bytes:
     """Return the model's configuration."""
-    asked = read_question(await call.question())
-    info = find_model(pipelines.current(), asked.name, asked.version)
+    question = parse(ModelRequest, await call.question())
+    info = find_model(pipelines.current(), question.name, question.version)
     return _encode({"config": model_configuration(info)}, ModelConfigResponse())
 
 
 async def statistics(pipelines: Pipelines, call: Call) -> bytes:
-    """Return the statistics of the model since the start; without a name of all models, of which there is one."""
-    asked = read_question(await call.question())
-    info = find_model(pipelines.current(), asked.name or None, asked.version)
+    """Return the statistics of the model since the start; its name may be left out."""
+    question = parse(ModelRequest, await call.question())
+    info = find_model(pipelines.current(), question.name or None, question.version)
     return _encode(model_statistics(info, pipelines.current().metrics), ModelStatisticsResponse())
 
 
@@ -99,7 +98,7 @@ async def model_infer(pipelines: Pipelines, call: Call) -> bytes:
     pipeline.check_room()
     deadline = pipeline.deadline_of(call.started)
     with pipeline.upload() as upload:
-        async with call.turn():  # a message whose turn has not come is none that crawls
+        async with call.turn():  # before its turn a message cannot crawl
             message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
         info = find_model(pipeline, message.name, message.version)
         header = message.header

@@ -27,7 +27,7 @@ _FASTEST_PINGS_MILLISECONDS: Final = 10_000
 
 
 def is_of_a_call_that_ended(record: logging.LogRecord) -> bool:
-    """Return whether the library logs that an answer was not sent, because its caller had left."""
+    """Return whether the library logs an answer that was not sent because its caller had left."""
     return record.exc_info is not None and isinstance(record.exc_info[1], grpc._cython.cygrpc.ExecuteBatchError)
 
 
@@ -46,31 +46,22 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
         ("grpc.max_connection_idle_ms", _IDLE_MILLISECONDS),
-        # A caller whose machine is gone is noticed; one that asks for signs of life itself may.
+        # Callers whose machine is gone are noticed, and callers may send pings themselves.
         ("grpc.keepalive_time_ms", _PING_MILLISECONDS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PINGS_MILLISECONDS),
-        ("grpc.so_reuseport", 1),  # workers share the port, which `service.web.ports` has found free
+        ("grpc.so_reuseport", 1),  # workers share the port, which `service.http.listening` keeps
     ]
 
 
 @asynccontextmanager
-async def serving(
-    pipelines: Pipelines, guard: KeyGuard, count: Count, *, port: int, hold_seconds: float
-) -> AsyncIterator[int]:
+async def serving(pipelines: Pipelines, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[int]:
     """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
 
-    Args:
-        guard, count, hold_seconds: see `service.web.grpc.calls.Calls`.
-
-    Yields:
-        The port, which the system chose if it was 0.
-
-    Raises:
-        RuntimeError: the port cannot be had.
+    Yields the port, which the system chose if it was 0. Raises `RuntimeError` if it is not available.
     """
     settings = pipelines.current().settings
-    calls = Calls(pipelines, guard, count, hold_seconds=hold_seconds)
+    calls = Calls(pipelines, guard, count)
     handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
     server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))

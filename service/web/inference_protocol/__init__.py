@@ -6,13 +6,13 @@ https://github.com/kserve/open-inference-protocol, with the extensions of Triton
 from typing import Final
 
 EXTENSIONS: Final = ("binary_tensor_data", "classification", "model_configuration", "statistics")
-"""https://github.com/triton-inference-server/server/tree/main/docs/protocol; what is not served is not named."""
+"""https://github.com/triton-inference-server/server/tree/main/docs/protocol."""
 
 REPOSITORY_EXTENSION: Final = "model_repository"
 """Named where the checkpoint can be swapped."""
 
 VERSION: Final = "1"
-"""The one version that a model has here."""
+"""The only version of a model."""
 
 GRPC_SERVICE: Final = "inference.GRPCInferenceService"
 """The service's name over gRPC."""

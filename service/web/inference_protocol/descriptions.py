@@ -21,13 +21,13 @@ _REQUESTS: Final = (
 
 
 def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
-    """Return the metadata of a server that swaps its model on demand, or does not."""
+    """Return the metadata of a server, which can swap its model or not."""
     extensions = [*EXTENSIONS, REPOSITORY_EXTENSION] if swaps else list(EXTENSIONS)
     return {"name": "vitserve", "version": version, "extensions": extensions}
 
 
 def repository_index(info: ModelInfo) -> list[dict[str, str]]:
-    """Return the models of the repository, of which there is one.
+    """Return the list of the repository's models, with the only model.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
     """
@@ -82,16 +82,11 @@ def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
     """
     totals = _totals(metrics)
-
-    def duration(stage: str) -> dict[str, int]:
-        return _duration(totals, "vit_stage_duration_seconds", stage)
-
     executions = int(totals.get(("vit_batches_total", ""), 0))
+    stages = {"queue": "queue", "compute_input": "decode", "compute_infer": "inference"}
     statistics = {
         "success": _duration(totals, "vit_request_duration_seconds", "ok"),
-        "queue": duration("queue"),
-        "compute_input": duration("decode"),
-        "compute_infer": duration("inference"),
+        **{name: _duration(totals, "vit_stage_duration_seconds", stage) for name, stage in stages.items()},
     }
     return {
         "model_stats": [

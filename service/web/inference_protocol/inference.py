@@ -15,8 +15,6 @@ from model.errors import ImageError
 from model.prediction import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
-from service.web.awaiting import all_of
-from service.web.classification import classify_upload
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
@@ -25,20 +23,18 @@ from service.web.inference_protocol.tensors import (
     bytes_elements,
     uint8_elements,
 )
-from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload
+from service.web.work import Deadline, all_of
 
 T = TypeVar("T")
+
+Inputs = list[bytearray] | NDArray[np.uint8]
+"""The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """An output that a request may ask for.
-
-    Attributes:
-        shape: of one picture's values; -1 is a size that differs by request: `top_k`.
-        values: (outputs of the picture, labels) -> its values.
-    """
+    """An output that a request may select: its values for one picture, and their shape, where -1 is `top_k`."""
 
     datatype: str
     shape: Callable[[ModelInfo], list[int]]
@@ -62,30 +58,17 @@ OUTPUTS: Final[Mapping[str, Output]] = {
 _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
-"""Characters of a request's id, which its answer repeats: answers wait for their callers, and nobody counts them."""
+"""Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
 _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
     "cls": lambda info: MapRequest.row(info.config.depth - 1),
     "relevance": lambda info: MapRequest("relevance"),
 }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
-
-    encoded: list[bytearray] | None
-    pixels: NDArray[np.uint8] | None
-
-    def __len__(self) -> int:
-        return len(self.encoded if self.encoded is not None else self.pixels)  # type: ignore[arg-type]
-
-
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
-    """Return the model of a name and version; None is any name, and nothing any version.
+    """Return the model of a name and version; None is any name, and an empty version is any.
 
-    Raises:
-        NotFound: there is no such model.
-        EngineUnavailable: none is ready.
+    Raises `NotFound` if there is no such model, `EngineUnavailable` if no model is ready.
     """
     info = pipeline.model()
     if name not in (None, info.name):
@@ -96,14 +79,11 @@ def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> Model
 
 
 def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info: ModelInfo, *, limit: int) -> Inputs:
-    """Return the pictures of a request.
-
-    Args:
-        binary: the bytes of each tensor whose data do not stand in the header, by name.
+    """Return the pictures of a request; `binary` has the bytes of the tensors whose data are not in the header.
 
     Raises:
-        InvalidParameter: it has not one input, of a name, datatype and shape that the model has.
-        TooManyImages: its shape has more than `limit` pictures, which are then not looked at.
+        InvalidParameter: its inputs are not one tensor with a name, datatype and shape of the model.
+        TooManyImages: its shape has more than `limit` pictures, which are then not read.
         MalformedRequest: see `service.web.inference_protocol.tensors`.
     """
     if len(header.inputs) != 1:
@@ -113,39 +93,38 @@ def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info:
     if data is None and tensor.data is None:
         raise InvalidParameter(f"input {tensor.name!r} has no data")
     if tensor.shape and tensor.shape[0] > limit:
-        raise _too_many(tensor.shape[0], limit)
+        raise TooManyImages(f"{tensor.shape[0]} pictures: at most {limit} are allowed in one request")
     if tensor.name == "image":
         if tensor.datatype != "BYTES" or not (len(tensor.shape) == 1 or tensor.shape[1:] == [1]):
             raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
-        return Inputs(bytes_elements(tensor, data), None)
+        return bytes_elements(tensor, data)
     if tensor.name == "pixels":
         shape = list(info.input_shape)
         if tensor.datatype != "UINT8" or tensor.shape[1:] != shape:
             raise InvalidParameter(f"input 'pixels' is UINT8 of shape [N, {', '.join(map(str, shape))}]")
-        return Inputs(None, uint8_elements(tensor, data))
+        return uint8_elements(tensor, data)
     raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a request wants of each picture.
+class Selection:
+    """The outputs that a request selects for each picture.
 
     Attributes:
         outputs: in the order of the answer, each with its own parameters.
-        of_picture: what the engine is asked for.
-        binary: whether outputs that do not say so themselves are sent as bytes.
+        requested: of the engine, for one picture.
+        binary: whether outputs without a parameter of their own are sent as bytes.
     """
 
     outputs: Sequence[RequestedOutput]
-    of_picture: RequestedOutputs
+    requested: RequestedOutputs
     binary: bool
 
     @classmethod
-    def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Wanted:
-        """Return what a request wants.
+    def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Selection:
+        """Return the selection of a request, or raise `InvalidParameter` or `InputError`.
 
-        Raises:
-            InvalidParameter, InputError: the model has not what is asked for, or the id is too long.
+        `binary` is the default of the request's parameter.
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
@@ -161,7 +140,7 @@ class Wanted:
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        asked = [count for count in counts if count is not None]
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
@@ -171,7 +150,7 @@ class Wanted:
         return cls(
             outputs,
             RequestedOutputs(
-                max(asked, default=min(_DEFAULT_TOP_K, classes)),
+                top_k,
                 map=_MAPS[method](info) if "attention" in names else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
@@ -182,7 +161,7 @@ class Wanted:
     def size(self, info: ModelInfo) -> int:
         """Return the number of values in all outputs for one picture."""
         shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
-        return sum(math.prod(self.of_picture.top_k if side == -1 else side for side in shape) for shape in shapes)
+        return sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
 
 
 def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
@@ -205,50 +184,49 @@ async def infer(
     *,
     binary: bool = False,
 ) -> T:
-    """Return what `encode` makes of the outputs that a request wants of its pictures, which take their places first.
+    """Compute the pictures of a request, which take their places first, and return their encoded outputs.
 
     Args:
-        encode: is called on a thread where there are many values.
-        binary: see `Wanted`.
+        encode: runs on a thread where there are many values.
+        binary: see `Selection.of`.
 
     Raises:
-        ServiceError, ImageError: see `Wanted.of`, `check_count`, `Permit.extend` and `compute`.
+        QueueFull: there are not as many places as pictures.
+        ImageError, ServiceError: of the first picture that failed, its position named if there are several.
     """
-    wanted = Wanted.of(header, info, binary=binary)
-    check_count(inputs, pipeline.settings.max_images_per_request)
+    selection = Selection.of(header, info, binary=binary)
+    if len(inputs) == 0:
+        raise InvalidParameter("there is no picture in the request")
     upload.permit.extend(len(inputs))
-    results = await compute(pipeline, inputs, wanted, deadline)
+    results = await _compute(pipeline, inputs, selection.requested, deadline)
 
     def answer() -> T:
-        return encode(make_outputs(results, wanted, info.labels))
+        return encode(make_outputs(results, selection, info.labels))
 
-    size = len(inputs) * wanted.size(info)
-    return await pipeline.lanes.documents.run_large(answer, deadline, size=size)
+    size = len(inputs) * selection.size(info)
+    return await pipeline.pools.documents.run_large(answer, deadline, size=size)
 
 
-async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: Deadline) -> list[InferenceResult]:
-    """Return the result of each picture, in order.
+async def _compute(
+    pipeline: Pipeline, inputs: Inputs, requested: RequestedOutputs, deadline: Deadline
+) -> list[InferenceResult]:
+    """Return the result of each picture, in order; raises as `infer`."""
 
-    Raises:
-        ImageError, ServiceError: that of the first picture that failed, its position named if there are several.
-    """
-
-    async def one(position: int) -> InferenceResult:
+    async def compute(position: int) -> InferenceResult:
+        picture = inputs[position]
         try:
-            if inputs.encoded is not None:
-                data = inputs.encoded[position]
-                limit = pipeline.settings.max_upload_bytes
-                if len(data) > limit:
-                    raise UploadTooLarge(f"{len(data)} bytes: at most {limit} are allowed")
-                return (await classify_upload(pipeline, data, deadline, wanted.of_picture))[1]
-            assert inputs.pixels is not None
-            return await pipeline.infer(inputs.pixels[position], deadline, wanted.of_picture)
+            if not isinstance(picture, bytearray):
+                return await pipeline.infer(picture, deadline, requested)
+            limit = pipeline.settings.max_upload_bytes
+            if len(picture) > limit:
+                raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
+            return (await pipeline.compute(picture, deadline, requested))[1]
         except (ImageError, ServiceError) as error:
             if len(inputs) == 1:
                 raise
             raise at_position(error, position) from None
 
-    results = await all_of(one(position) for position in range(len(inputs)))
+    results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
     for result in results:
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
@@ -257,40 +235,28 @@ async def compute(pipeline: Pipeline, inputs: Inputs, wanted: Wanted, deadline: 
 
 def at_position(error: ImageError | ServiceError, position: int) -> ImageError | ServiceError:
     """Return the error of one picture of a request with its position named."""
-    named = copy.copy(error)  # that of a whole batch is raised for each of its pictures
+    named = copy.copy(error)  # the same error may be raised for each picture of a batch
     named.args = (f"picture {position}: {error}",)
     return named
 
 
-def _too_many(count: int, limit: int) -> TooManyImages:
-    return TooManyImages(f"{count} pictures: at most {limit} are allowed in one request")
-
-
-def check_count(inputs: Inputs, limit: int) -> None:
-    """Raise `TooManyImages` if there are more pictures than `limit`, `InvalidParameter` if there is none."""
-    if len(inputs) > limit:
-        raise _too_many(len(inputs), limit)
-    if len(inputs) == 0:
-        raise InvalidParameter("there is no picture in the request")
-
-
-def make_outputs(results: Sequence[InferenceResult], wanted: Wanted, labels: Sequence[str]) -> list[OutputTensor]:
-    """Return the outputs that were asked for: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N, D]."""
+def make_outputs(results: Sequence[InferenceResult], selection: Selection, labels: Sequence[str]) -> list[OutputTensor]:
+    """Return the selected outputs: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N, D]."""
 
     def stacked(name: str, count: int | None = None) -> NDArray[Any]:
         values = (OUTPUTS[name].values(result.outputs, labels) for result in results)
         return np.stack([each[:count] for each in values if each is not None])
 
-    found: list[OutputTensor] = []
-    for output in wanted.outputs:
-        binary = bool(output.parameters.get("binary_data", wanted.binary))
+    outputs: list[OutputTensor] = []
+    for output in selection.outputs:
+        binary = bool(output.parameters.get("binary_data", selection.binary))
         count = output.parameters.get("classification")
         if count is None:
             values = stacked(output.name)
         else:
             values = _classification(*(stacked(name, count) for name in ("score", "index", "label")))
-        found.append(OutputTensor(output.name, values, binary=binary))
-    return found
+        outputs.append(OutputTensor(output.name, values, binary=binary))
+    return outputs
 
 
 def _classification(

@@ -50,7 +50,7 @@ class InputTensor(msgspec.Struct, frozen=True):
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
-    """An output that a request asks for."""
+    """An output that a request selects."""
 
     name: str
     parameters: Parameters = {}
@@ -70,20 +70,15 @@ _decode = msgspec.json.Decoder(InferenceHeader, float_hook=float).decode
 
 
 def split_body(body: bytearray, header_length: int | None) -> tuple[InferenceHeader, memoryview]:
-    """Return the JSON of a request, and the bytes behind it.
+    """Return the JSON of a request, `header_length` bytes or all, and the bytes behind it.
 
-    Args:
-        header_length: bytes of the JSON; None: all.
-
-    Raises:
-        MalformedRequest: the JSON is none of an inference request, or is shorter than it is said to be.
-        UploadTooLarge: the JSON holds very many values.
+    Raises `MalformedRequest`, or `UploadTooLarge` if the JSON holds very many values.
     """
     whole = memoryview(body)
     length = len(whole) if header_length is None else header_length
     if length > len(whole):
         raise MalformedRequest(f"Inference-Header-Content-Length is {length}, and the body has {len(whole)} bytes")
-    # Counted before anything is made of them. What stands within strings counts too, and base64 has none of these.
+    # Counted before they are parsed. Marks within strings count too, and base64 has none of these.
     if sum(body.count(mark, 0, length) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
         raise UploadTooLarge(f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary")
     try:
@@ -95,12 +90,8 @@ def split_body(body: bytearray, header_length: int | None) -> tuple[InferenceHea
 
 
 def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, memoryview]:
-    """Return the bytes of the tensors that have theirs behind the JSON, by name.
-
-    Raises:
-        MalformedRequest: there are fewer or more bytes than the tensors claim.
-    """
-    found = {}
+    """Return the bytes of the tensors whose data follow the JSON, by name; raises `MalformedRequest`."""
+    binary = {}
     for tensor in tensors:
         size = tensor.parameters.get("binary_data_size")
         if size is None:
@@ -109,19 +100,16 @@ def take_binary(tensors: Iterable[InputTensor], rest: memoryview) -> dict[str, m
             raise MalformedRequest(
                 f"input {tensor.name!r}: binary_data_size {size!r:.40}, and {len(rest)} bytes are left"
             )
-        found[tensor.name], rest = rest[:size], rest[size:]
+        binary[tensor.name], rest = rest[:size], rest[size:]
     if len(rest):
         raise MalformedRequest(f"{len(rest)} bytes follow the last tensor")
-    return found
+    return binary
 
 
 def bytes_elements(tensor: InputTensor, binary: memoryview | None) -> list[bytearray]:
     """Return the elements of a BYTES tensor; in JSON they are base64, in a message of gRPC they are bytes.
 
-    They are taken out of the header, one by one: nobody counts what it holds.
-
-    Raises:
-        MalformedRequest: the elements are not as many as the shape says, or not of the form.
+    Each element is removed from the header, whose bytes are not counted. Raises `MalformedRequest`.
     """
     elements = _from_header(tensor) if binary is None else _from_binary(tensor, binary)
     if len(elements) != tensor.elements:
@@ -143,9 +131,9 @@ def _from_header(tensor: InputTensor) -> list[bytearray]:
 
 
 def _from_base64(text: object) -> bytearray:
-    """Return the bytes that a text is in base64; raises `TypeError` or `ValueError` if it is none.
+    """Return the bytes of a text in base64; raises `TypeError` or `ValueError`.
 
-    In pieces: the decoder holds the interpreter until it is done.
+    The decoder holds the interpreter until it is done, so it gets the text in pieces.
     """
     if not isinstance(text, str):
         raise TypeError(type(text))
@@ -159,7 +147,7 @@ def _from_base64(text: object) -> bytearray:
 
 def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
     elements: list[bytearray] = []
-    while len(binary) and len(elements) <= tensor.elements:  # one too many is told by the caller
+    while len(binary) and len(elements) <= tensor.elements:  # `bytes_elements` refuses a surplus
         size = _LENGTH.unpack_from(binary)[0] if len(binary) >= _LENGTH.size else len(binary)
         if len(binary) < _LENGTH.size + size:
             raise MalformedRequest(f"input {tensor.name!r}: element {len(elements)} has more bytes than there are")
@@ -169,10 +157,9 @@ def _from_binary(tensor: InputTensor, binary: memoryview) -> list[bytearray]:
 
 
 def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np.uint8]:
-    """Return a UINT8 tensor as an array of its shape; numbers are taken out of the header.
+    """Return a UINT8 tensor as an array of its shape, or raise `MalformedRequest`.
 
-    Raises:
-        MalformedRequest: the elements are not as many as the shape says, or not 0 to 255.
+    Its numbers are removed from the header.
     """
     if binary is None:
         try:
@@ -193,9 +180,9 @@ def uint8_elements(tensor: InputTensor, binary: memoryview | None) -> NDArray[np
 
 
 def _are_integers(data: list[Any]) -> bool:
-    """Return whether lists within lists hold nothing but integers; raises `TypeError` if some are no lists.
+    """Return whether nested lists hold nothing but integers; raises `TypeError` if some are no lists.
 
-    NumPy would make an array of strings that are all as long as the longest: gigabytes of a small request.
+    NumPy would make an array of strings, each as long as the longest: gigabytes of a small request.
     """
     while data and isinstance(data[0], list):
         data = list(chain.from_iterable(data))
@@ -203,12 +190,9 @@ def _are_integers(data: list[Any]) -> bool:
 
 
 class OutputTensor:
-    """A tensor of an answer.
+    """A tensor of an answer, of int64, float32, or of objects that are str, which are sent as BYTES.
 
-    Args:
-        values: of any shape: objects that are str, which are sent as BYTES, int64 or float32. An array of NumPy's own
-            strings would be as wide as the longest label for each of them.
-        binary: whether its bytes stand behind the JSON.
+    The bytes of a `binary` tensor follow the JSON.
     """
 
     def __init__(self, name: str, values: NDArray[Any], *, binary: bool) -> None:
@@ -219,7 +203,7 @@ class OutputTensor:
         self.binary = self.raw() if binary else None
 
     def raw(self) -> bytes:
-        """Return its bytes, whether they stand behind the JSON or not."""
+        """Return its bytes."""
         if self.datatype != "BYTES":
             return self._values.astype({"INT64": "<i8", "FP32": "<f4"}[self.datatype]).tobytes()
         encoded = [text.encode() for text in self._values.ravel().tolist()]
@@ -242,7 +226,7 @@ def encode_answer(
     model: str, version: str, request_id: str | None, outputs: list[OutputTensor]
 ) -> tuple[bytes, int | None]:
     """Return the body of an answer, and the length of its JSON if bytes follow it."""
-    # One by one: the encoder holds the interpreter until it is done.
+    # The encoder holds the interpreter until it is done, so it gets one output at a time.
     documents = [msgspec.Raw(msgspec.json.encode(output.document())) for output in outputs]
     header: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": documents}
     if request_id is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query
@@ -29,13 +29,10 @@ from model.prediction import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.awaiting import all_of, unless_disconnected
-from service.web.documents import map_fields, region_document
-from service.web.lanes import Deadline
-from service.web.openapi import BINARY, ONE_PICTURE, problems
 from service.web.pipeline import Pipeline, pipeline_of
-from service.web.routes.endpoint import Endpoint
-from vitserve.documents import AttentionDocument
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, npy_response, problems
+from service.web.work import Deadline, all_of, unless_disconnected
+from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
@@ -118,7 +115,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
     # Only now: while the picture came, another model may have taken over.
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    # One that another replica keeps may be of another size: that of the model before an update.
+    # A picture that another replica keeps may have the size of the model before an update.
     if picture is None or picture.pixels.shape != pipeline.model().input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     with pipeline.admit():
@@ -136,18 +133,14 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     """Draw the map of the picture in the body."""
     pipeline = pipeline_of(request)
     map_requests = _map_requests(query, pipeline.model())
-    with pipeline.admit_upload(request) as upload:
-        file = await pipeline.read_one(request, upload)
-        answer = _decode_and_answer(pipeline, query, map_requests, file, pipeline.deadline(request))
-        return await unless_disconnected(request.receive, answer)
+    deadline = pipeline.deadline(request)
 
+    async def answer(file: bytearray) -> Response:
+        decoded = await pipeline.decode(file, deadline)
+        spent = decoded.seconds
+        return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file, spent=spent)
 
-async def _decode_and_answer(
-    pipeline: Pipeline, query: AttentionQuery, map_requests: list[MapRequest], file: bytearray, deadline: Deadline
-) -> Response:
-    decoded = await pipeline.decode(file, deadline)
-    spent = decoded.seconds
-    return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file, spent=spent)
+    return await pipeline.answer_picture(request, answer)
 
 
 async def _answer(
@@ -161,15 +154,15 @@ async def _answer(
     file: bytearray | None = None,
     spent: float = 0.0,
 ) -> Response:
-    """Compute the maps and return them in the asked-for format; keep the picture unless `image_id` is given.
+    """Compute the maps and return them in the format of the query; keep the picture unless `image_id` is given.
 
     `file` is the upload that the picture comes from, and `spent` the seconds that decoding it took.
     """
     results = await all_of(
         pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
     )
-    found = [result.outputs.map for result in results if result.outputs.map is not None]
-    assert len(found) == len(map_requests), "the engine answers a map when it is asked for one"
+    maps = [result.outputs.map for result in results if result.outputs.map is not None]
+    assert len(maps) == len(map_requests), "the engine answers each request for a map"
     if image_id is None:
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
@@ -180,50 +173,63 @@ async def _answer(
         headers["Content-Location"] = f"/attention?id={image_id}"
     if query.format == "json":
         labels, region = pipeline.model().labels, region_document(picture.region)
-        documents = [AttentionDocument(id=image_id, region=region, **map_fields(one, labels)) for one in found]
-        content = _JSON.dump_json(documents[0] if len(found) == 1 else documents, exclude_none=True, by_alias=True)
+        documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
+        content = _JSON.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
-        return Response(_npy(found), media_type="application/x-npy", headers=headers)
+        values = np.stack([each.values for each in maps]).astype(np.float32)
+        return npy_response(values[0] if len(maps) == 1 else values, headers)
     shown, covered = (None if query.overlay is False else picture.pixels), None
     if query.view == "photo" and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
-        photo = await pipeline.lanes.decoders.photo(file, picture.region, query.size, deadline, spent=spent)
+        photo = await pipeline.pools.decoders.photo(file, picture.region, query.size, deadline, spent=spent)
         shown, covered = photo.picture.pixels, photo.picture.region
-    png = await pipeline.lanes.drawing.run(partial(_png, found, shown, covered, query), deadline)
+    png = await pipeline.pools.drawing.run(partial(_png, maps, shown, covered, query), deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
 def _png(
-    found: list[AttentionMap], shown: NDArray[np.uint8] | None, region: Region | None, query: AttentionQuery
+    maps: list[AttentionMap], shown: NDArray[np.uint8] | None, region: Region | None, query: AttentionQuery
 ) -> bytes:
     """Return the maps over a picture, of which they cover a region."""
     look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = (draw_heatmap(one.values, picture=shown, region=region, **look) for one in found)
-    return encode_png(in_a_row(drawings, len(found), max_width=MAX_SIZE))
+    drawings = (draw_heatmap(each.values, picture=shown, region=region, **look) for each in maps)
+    return encode_png(in_a_row(drawings, len(maps), max_width=MAX_SIZE))
 
 
-def _npy(found: list[AttentionMap]) -> bytes:
-    buffer = io.BytesIO()
-    values = np.stack([one.values for one in found]).astype(np.float32)
-    np.save(buffer, values[0] if len(found) == 1 else values, allow_pickle=False)
-    return buffer.getvalue()
+def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
+    request = attention.request
+    return {
+        "method": request.method,
+        "fusion": request.fusion,
+        "discard": request.discard,
+        "class": request.class_index,
+        "label": None if request.class_index is None else labels[request.class_index],
+        "grid": attention.values.shape,
+        "layer": request.layer,
+        "head": request.head,
+        "values": attention.values.astype(np.float64).round(7).tolist(),
+        "kept_mass": significant(attention.kept_mass),
+    }
+
+
+def region_document(region: Region) -> RegionDocument:
+    """Return a region as the wire has it, to a thousandth of a pixel."""
+    x, y, width, height = (round(side, 3) for side in region)
+    return RegionDocument(x=x, y=y, width=width, height=height)
 
 
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps that are asked for; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    maps = parse_maps(
-        info.config,
-        info.labels,
-        classes=query.class_,
-        **query.model_dump(include={"method", "layer", "head", "fusion", "discard"}),
-    )
+    """Return the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    selected = query.model_dump(include={"method", "layer", "head", "fusion", "discard"})
+    maps = parse_maps(info.config, info.labels, classes=query.class_, **selected)
     _check_drawing(query)
     return maps
 
 
 def _check_drawing(query: AttentionQuery) -> None:
-    """Raise `InvalidParameter` if the query says how to draw what is not drawn, or in a way that there is not."""
+    """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is unknown."""
     if query.format != "png":
         for name in ("overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"):
             if getattr(query, name) is not None:

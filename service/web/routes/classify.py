@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Literal
 
@@ -11,21 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.images.region import Region
-from model.prediction import AttentionMap, EmbeddingRequest, MapRequest, RequestedOutputs
+from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
-from service.web.awaiting import all_of, unless_disconnected
-from service.web.classification import classify_upload
 from service.web.decoders import Decoded
-from service.web.documents import map_fields, ranked_predictions, region_document
 from service.web.middleware import request_context
-from service.web.openapi import ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.problems import problem_of
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.attention import map_fields, region_document
+from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
 from service.web.upload import UploadedFile
-from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Timings
+from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Prediction, Timings
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
 
@@ -42,7 +39,7 @@ class ClassifyQuery(BaseModel, frozen=True):
         bool | Literal["relevance"] | None,
         Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
-    ] = None  # no default is documented: FastAPI would write one that is no string
+    ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
 
 
@@ -56,10 +53,7 @@ class ClassifyQuery(BaseModel, frozen=True):
 async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify one picture: a multipart field `file`, or the raw body."""
     pipeline = pipeline_of(request)
-    classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit_upload(request) as upload:
-        file = await pipeline.read_one(request, upload)
-        content = await unless_disconnected(request.receive, classifier.classify(file))
+    content = await pipeline.answer_picture(request, _Classifier(pipeline, request, query).classify)
     return Response(content, media_type="application/json")
 
 
@@ -73,12 +67,7 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
 async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
     pipeline = pipeline_of(request)
-    classifier = _Classifier(pipeline, request, query)
-    with pipeline.admit_upload(request) as upload:
-        files = await pipeline.read(request, upload, files=pipeline.settings.max_images_per_request)
-        items = all_of(classifier.classify_item(file) for file in files)
-        results = b",".join(await unless_disconnected(request.receive, items))
-    return Response(b'{"results":[%b]}' % results, media_type="application/json")
+    return await answer_batch(pipeline, request, _Classifier(pipeline, request, query).classify)
 
 
 class _Classifier:
@@ -90,39 +79,39 @@ class _Classifier:
         classes = self._info.config.num_classes
         if query.top_k is not None and query.top_k > classes:
             raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
-        found = None
+        map_request = None
         if query.attention:
             row = MapRequest.row(self._info.config.depth - 1)
-            found = MapRequest("relevance") if query.attention == "relevance" else row
+            map_request = MapRequest("relevance") if query.attention == "relevance" else row
+        embedding = EmbeddingRequest() if query.embedding else None
         self._requested = RequestedOutputs(
-            query.top_k or min(_DEFAULT_TOP_K, classes),
-            found,
-            embedding=EmbeddingRequest() if query.embedding else None,
+            query.top_k or min(_DEFAULT_TOP_K, classes), map_request, embedding=embedding
         )
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
-    async def classify(self, file: UploadedFile) -> bytes:
+    async def classify(self, file: bytearray) -> bytes:
         """Decode, compute and keep a picture, and return its answer as JSON; raises `ImageError` or `ServiceError`."""
-        if isinstance(file, UploadTooLarge):
-            raise file
         pipeline = self._pipeline
-        decoded, result = await classify_upload(pipeline, file, self._deadline, self._requested)
+        decoded, result = await pipeline.compute(file, self._deadline, self._requested)
         image_id = await pipeline.pictures.put(decoded.picture)
         pipeline.metrics.images.inc()
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
         render = partial(self._render, decoded, result, image_id)
-        return await pipeline.lanes.documents.run_large(render, self._deadline, size=self._requested.top_k)
+        return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
-        outputs, region = result.outputs, decoded.picture.region
+        outputs, attention = result.outputs, None
+        if outputs.map is not None:
+            url, region = _url(image_id, outputs.map.request.method), region_document(decoded.picture.region)
+            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._info.labels))
         return to_json(
             Classification(
                 id=image_id,
                 model=self._info.name,
-                predictions=ranked_predictions(self._info.labels, outputs.indices, outputs.scores),
-                attention=None if outputs.map is None else self._attention(outputs.map, image_id, region),
+                predictions=Prediction.ranked(self._info.labels, outputs.indices.tolist(), outputs.scores.tolist()),
+                attention=attention,
                 embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(
                     decode=_milliseconds(decoded.seconds),
@@ -134,27 +123,29 @@ class _Classifier:
             )
         )
 
-    def _attention(self, found: AttentionMap, image_id: str | None, region: Region) -> Attention:
-        url = _url(image_id, found.request.method)
-        return Attention(url=url, region=region_document(region), **map_fields(found, self._info.labels))
 
-    async def classify_item(self, file: UploadedFile) -> bytes:
-        """Return the answer to one picture of a batch, or its error, as JSON."""
+async def answer_batch(
+    pipeline: Pipeline, request: Request, answer: Callable[[bytearray], Awaitable[bytes]]
+) -> Response:
+    """Return for each picture of a batch what `answer` makes of it, or its error, as JSON."""
+    request_id = request_context(request.scope).request_id
+
+    async def item(_: int, file: UploadedFile) -> bytes:
         try:
-            return await self.classify(file)
+            if isinstance(file, UploadTooLarge):
+                raise file
+            return await answer(file)
         except (ImageError, ServiceError) as error:
-            return failed_item(self._pipeline, self._context.request_id, error)
+            problem = problem_of(error)
+            pipeline.metrics.rejected.labels(problem.code).inc()
+            return to_json(FailedItem(error=problem.document(request_id)))
 
-
-def failed_item(pipeline: Pipeline, request_id: str, error: Exception) -> bytes:
-    """Return the error of one picture of a batch as JSON, and count it."""
-    problem = problem_of(error)
-    pipeline.metrics.rejected.labels(problem.code).inc()
-    return to_json(FailedItem(error=problem.document(request_id)))
+    results = b",".join(await pipeline.answer_pictures(request, item))
+    return Response(b'{"results":[%b]}' % results, media_type="application/json")
 
 
 def to_json(document: BaseModel) -> bytes:
-    """Return a document without what it has not."""
+    """Return a document as JSON, without the fields that are None."""
     return document.model_dump_json(exclude_none=True, by_alias=True).encode()
 
 

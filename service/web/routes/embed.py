@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,20 +16,21 @@ from model.errors import ImageError
 from model.images.preprocess import ModelInput
 from model.prediction import Pooling, RequestedOutputs, parse_embedding
 from service.errors import ServiceError, UploadTooLarge
-from service.web.awaiting import all_of, unless_disconnected
-from service.web.classification import classify_upload
 from service.web.inference_protocol.inference import at_position
-from service.web.middleware import request_context
-from service.web.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.pipeline import Pipeline, pipeline_of
-from service.web.routes.classify import failed_item, to_json
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.classify import answer_batch, to_json
+from service.web.routes.endpoint import (
+    BINARY,
+    ONE_PICTURE,
+    SEVERAL_PICTURES,
+    Endpoint,
+    npy_response,
+    problems,
+)
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding
 
 router = APIRouter(tags=["embed"], route_class=Endpoint)
-
-_NPY = "application/x-npy"
 
 
 class EmbedQuery(BaseModel, frozen=True):
@@ -48,7 +48,7 @@ class EmbedQuery(BaseModel, frozen=True):
 
 
 def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    content = {_NPY: {"schema": BINARY}}
+    content = {"application/x-npy": {"schema": BINARY}}
     return {200: {"model": model, "content": content, "description": "In the asked-for format"}}
 
 
@@ -62,13 +62,9 @@ async def embed(request: Request, query: Annotated[EmbedQuery, Query()]) -> Resp
     """Return the embedding of one picture: a multipart field `file`, or the raw body."""
     pipeline = pipeline_of(request)
     embedder = _Embedder(pipeline, request, query)
-    with pipeline.admit_upload(request) as upload:
-        file = await pipeline.read_one(request, upload)
-        if query.format == "npy":
-            _, values = await unless_disconnected(request.receive, embedder.embed(file))
-            return _npy(values)
-        content = await unless_disconnected(request.receive, embedder.document(file))
-    return Response(content, media_type="application/json")
+    if query.format == "npy":
+        return npy_response((await pipeline.answer_picture(request, embedder.embed))[1])
+    return Response(await pipeline.answer_picture(request, embedder.document), media_type="application/json")
 
 
 @router.post(
@@ -84,14 +80,9 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     """
     pipeline = pipeline_of(request)
     embedder = _Embedder(pipeline, request, query)
-    with pipeline.admit_upload(request) as upload:
-        files = await pipeline.read(request, upload, files=pipeline.settings.max_images_per_request)
-        if query.format == "npy":
-            rows = all_of(embedder.row(position, file) for position, file in enumerate(files))
-            return _npy(np.stack(await unless_disconnected(request.receive, rows)))
-        items = all_of(embedder.item(file) for file in files)
-        results = b",".join(await unless_disconnected(request.receive, items))
-    return Response(b'{"results":[%b]}' % results, media_type="application/json")
+    if query.format == "npy":
+        return npy_response(np.stack(await pipeline.answer_pictures(request, embedder.row)))
+    return await answer_batch(pipeline, request, embedder.document)
 
 
 class _Embedder:
@@ -103,42 +94,28 @@ class _Embedder:
         self._info = pipeline.model()
         embedding = parse_embedding(self._info.config, query.pool, query.normalize)
         self._requested = RequestedOutputs(1, embedding=embedding)
-        self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
-    async def embed(self, file: UploadedFile) -> tuple[ModelInput, NDArray[np.float32]]:
+    async def embed(self, file: bytearray) -> tuple[ModelInput, NDArray[np.float32]]:
         """Decode and compute a picture; return it with its embedding [D]; raises `ImageError` or `ServiceError`."""
-        if isinstance(file, UploadTooLarge):
-            raise file
-        decoded, result = await classify_upload(self._pipeline, file, self._deadline, self._requested)
+        decoded, result = await self._pipeline.compute(file, self._deadline, self._requested)
         self._pipeline.metrics.images.inc()
-        assert result.outputs.embedding is not None, "the engine answers an embedding when it is asked for one"
+        assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
         return decoded.picture, result.outputs.embedding
 
     async def row(self, position: int, file: UploadedFile) -> NDArray[np.float32]:
         """Return the embedding of one picture of a batch; its error names its position."""
         try:
+            if isinstance(file, UploadTooLarge):
+                raise file
             return (await self.embed(file))[1]
         except (ImageError, ServiceError) as error:
             raise at_position(error, position) from None
 
-    async def document(self, file: UploadedFile) -> bytes:
+    async def document(self, file: bytearray) -> bytes:
         """Return the answer to a picture, which is kept, as JSON; raises as `embed`."""
         picture, values = await self.embed(file)
         image_id = await self._pipeline.pictures.put(picture)
         as_text = self._query.format == "base64"
         embedding = base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
         return to_json(Embedding(id=image_id, model=self._info.name, pool=self._query.pool, embedding=embedding))
-
-    async def item(self, file: UploadedFile) -> bytes:
-        """Return the answer to one picture of a batch, or its error, as JSON."""
-        try:
-            return await self.document(file)
-        except (ImageError, ServiceError) as error:
-            return failed_item(self._pipeline, self._context.request_id, error)
-
-
-def _npy(values: NDArray[np.float32]) -> Response:
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    return Response(buffer.getvalue(), media_type=_NPY)

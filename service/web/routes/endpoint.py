@@ -1,4 +1,4 @@
-"""A route that FastAPI describes and that runs without FastAPI's layers.
+"""An application and its routes that FastAPI describes and that run without FastAPI's layers.
 
 Between a route and its function FastAPI enters exit stacks, resolves dependencies and translates errors, which would
 cost a request as much of the event loop's time as all of our code. Here the query is validated by the pydantic model
@@ -8,13 +8,17 @@ that OpenAPI shows, the function is called, and errors rise to `service.web.midd
 from __future__ import annotations
 
 import difflib
+import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
 
+import numpy as np
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,16 +26,54 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
 from service.web.middleware import request_context
+from service.web.problems import MEDIA_TYPE
+from vitserve.documents import FIELD, ProblemDocument
 
 _MAX_PARAMETERS = 64
+
+BINARY = {"type": "string", "format": "binary"}
+_SCHEME = "api_key"
+
+
+def _body(file: dict[str, Any], **raw: Any) -> dict[str, Any]:
+    """Return the description of a body: a form with the field `file`, or one of the media types `raw`."""
+    form = {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: file}}}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": form, **raw}}}
+
+
+ONE_PICTURE = _body(BINARY, **{"application/octet-stream": {"schema": BINARY}})
+SEVERAL_PICTURES = _body({"type": "array", "minItems": 1, "items": BINARY})
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of a route's error answers, which all have the same schema."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}}}
+    return {status: {"description": "Problem details (RFC 9457)", "content": content} for status in statuses}
+
+
+class Application(FastAPI):
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, which names the operations that take a key."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            _drop_null_parameters(document)
+            _describe_keys(document, self.state.public, required=self.state.keys_required)
+        return super().openapi()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the router answer."""
+        scope["app"] = self
+        await self.router(scope, receive, send)
 
 
 class Endpoint(APIRoute):
     """One method of one path, served by `function(request)` or `function(request, query)`.
 
-    The function is a coroutine; its `query` is annotated `Annotated[Model, fastapi.Query()]`, with a frozen pydantic
-    model. It returns a response, or a pydantic model that is answered as JSON. Its name is
-    the operation's id in OpenAPI, from which generated clients take theirs.
+    The function is a coroutine. Its `query` is annotated `Annotated[Model, fastapi.Query()]`, with a frozen pydantic
+    model. It returns a response, or a pydantic model that is answered as JSON. Its name is the operation's id in
+    OpenAPI, and names the method of generated clients.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -42,13 +84,7 @@ class Endpoint(APIRoute):
         self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to this path.
-
-        Raises:
-            MethodNotAllowed: the path has other methods.
-            InvalidParameter: see `parse_query`.
-            ServiceError, VitError: whatever the function raises.
-        """
+        """Answer a request to this path; raises `MethodNotAllowed`, and what `parse_query` and the function raise."""
         if scope["method"] not in (self.methods or ()):
             routes = (route for route in scope["app"].routes if route.path_regex.match(scope["path"]))
             allowed = sorted(method for route in routes for method in route.methods)
@@ -65,6 +101,13 @@ class Endpoint(APIRoute):
         await answer(scope, receive, send)
 
 
+def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
+    """Return an array as a NumPy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return Response(buffer.getvalue(), media_type="application/x-npy", headers=headers)
+
+
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
     """Refuse a request that no route takes: raises `NotFound`."""
     raise NotFound(f"{scope['path']}: no such path")
@@ -74,10 +117,8 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
 def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
     """Return a request's query as `model`. The last of repeated parameters counts.
 
-    Most requests have one of a few queries: what was parsed before is returned again, so models are to be frozen.
-
-    Raises:
-        InvalidParameter: a parameter is missing, unknown, or not what the model allows; or there are too many.
+    Queries are cached, as most requests have one of a few. Raises `InvalidParameter` if a parameter is missing, unknown
+    or not what the model allows, or if there are too many.
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
@@ -97,11 +138,38 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
 
 
 def _closest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, those first that are written most like `name`."""
-    matcher = difflib.SequenceMatcher(b=name[:50].lower())
+    """Return the known names, the most similar to `name` first."""
 
     def likeness(other: str) -> float:
-        matcher.set_seq1(other)
-        return matcher.ratio()
+        return difflib.SequenceMatcher(None, other, name[:50].lower()).ratio()
 
     return sorted(sorted(known), key=likeness, reverse=True)
+
+
+def _drop_null_parameters(document: dict[str, Any]) -> None:
+    """Remove null from the types of an OpenAPI document's parameters, in place: a query cannot hold null."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for parameter in operation.get("parameters", ()):
+                schema = parameter["schema"]
+                for kind in schema.pop("anyOf", ()):
+                    if kind != {"type": "null"}:
+                        schema |= kind
+
+
+def _describe_keys(document: dict[str, Any], public: Collection[str], *, required: bool) -> None:
+    """Add to an OpenAPI document, in place, which operations take a key, and the 401 that they may answer.
+
+    Paths in `public` take none. A key is `required` where keys are set, else documented as optional.
+    """
+    document["components"]["securitySchemes"] = {
+        _SCHEME: {"type": "http", "scheme": "bearer", "description": "a key of `VIT_API_KEYS`, if the service has any"}
+    }
+    refusal = {str(status): answer for status, answer in problems(401).items()}
+    security: list[dict[str, list[str]]] = [{_SCHEME: []}]
+    for path, operations in document["paths"].items():
+        if path in public:
+            continue
+        for operation in operations.values():
+            operation["security"] = security if required else [{}, *security]
+            operation["responses"] = dict(sorted((operation["responses"] | refusal).items()))

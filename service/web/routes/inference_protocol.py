@@ -1,12 +1,10 @@
 """The Open Inference Protocol, version 2, under /v2; `service.web.inference_protocol` has its tensors and documents.
 
-A name of a model may hold slashes, so the routes that say more of it come first; of one function's decorators the
-lowest is the first.
+A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest is the first.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +15,6 @@ from starlette.responses import Response
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest
-from service.web.awaiting import unless_disconnected
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -27,9 +24,10 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.lanes import Deadline
 from service.web.pipeline import Pipeline, Upload, pipeline_of
 from service.web.routes.endpoint import Endpoint
+from service.web.work import Deadline, unless_disconnected
+from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
@@ -51,21 +49,16 @@ def _json(document: Any) -> Response:
 
 
 def _model(request: Request) -> ModelInfo:
-    """Return the model that the path names.
-
-    Raises:
-        NotFound: there is none of this name and version.
-        EngineUnavailable: none is ready.
-    """
+    """Return the model of the path's name, if it has any; raises as `find_model`."""
     parameters = request.path_params
-    return find_model(pipeline_of(request), parameters["name"], parameters.get("version", VERSION))
+    return find_model(pipeline_of(request), parameters.get("name"), parameters.get("version", VERSION))
 
 
 @router.get("")
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
     swaps = pipeline_of(request).settings.admin_key is not None
-    return _json(server_metadata(importlib.metadata.version("vitserve"), swaps=swaps))
+    return _json(server_metadata(__version__, swaps=swaps))
 
 
 @router.get("/health/live")
@@ -97,18 +90,12 @@ async def v2_configuration(request: Request) -> Response:
     return _json(model_configuration(_model(request)))
 
 
+@router.get("/models/stats")
 @router.get(f"{_MODEL}/stats")
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
-    """Return the statistics of the model since the start."""
+    """Return the statistics of the model since the start; its name may be left out."""
     return _json(model_statistics(_model(request), pipeline_of(request).metrics))
-
-
-@router.get("/models/stats")
-async def v2_all_statistics(request: Request) -> Response:
-    """Return the statistics of all models, of which there is one."""
-    pipeline = pipeline_of(request)
-    return _json(model_statistics(pipeline.model(), pipeline.metrics))
 
 
 @router.post(f"{_MODEL}/infer")
@@ -130,11 +117,12 @@ async def _infer(
     pipeline: Pipeline, upload: Upload, body: bytearray, length: int | None, info: ModelInfo, deadline: Deadline
 ) -> tuple[bytes, int | None]:
     """Return the answer to a body whose JSON has `length` bytes; None: all. See `encode_answer`."""
+    inputs: Inputs
     if length == 0:  # the body is one picture and nothing else
-        header, inputs, binary = InferenceHeader([]), Inputs([body], None), True
+        header, inputs, binary = InferenceHeader([]), [body], True
     else:
         read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
-        header, inputs = await pipeline.lanes.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
+        header, inputs = await pipeline.pools.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
         binary = False
     encode = partial(encode_answer, info.name, VERSION, header.id)
     return await infer(pipeline, upload, header, inputs, info, deadline, encode, binary=binary)
@@ -148,7 +136,7 @@ def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> t
     if not binary:
         body.clear()
     inputs = read_inputs(header, binary, info, limit=limit)
-    if inputs.encoded is not None:
+    if isinstance(inputs, list):
         binary.clear()
         body.clear()
     return header, inputs

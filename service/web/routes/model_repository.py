@@ -1,4 +1,4 @@
-"""The protocol's model repository under /v2/repository: the one model is listed, and its checkpoint is swapped.
+"""The protocol's model repository under /v2/repository: lists the only model, and swaps its checkpoint.
 
 Loading takes the admin key, and no other: whoever has it decides what is served.
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
@@ -17,19 +17,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.swapping import Swappable
 from service.errors import (
     Forbidden,
     InvalidParameter,
     MalformedRequest,
-    NotFound,
     RequestTimeout,
     Unauthorized,
 )
 from service.settings import Settings
 from service.web.inference_protocol.descriptions import repository_index
+from service.web.inference_protocol.inference import find_model
 from service.web.keys import bearer_token
-from service.web.pipeline import Pipeline, Pipelines, pipeline_of
+from service.web.pipeline import Pipelines, pipeline_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import read_whole
 
@@ -49,20 +48,21 @@ class _Body(msgspec.Struct):
 
 @router.post("/index")
 async def v2_repository_index(request: Request) -> Response:
-    """List the models, of which there is one; it is ready."""
+    """List the only model, which is ready."""
     await _read(request)
     return _json(repository_index(pipeline_of(request).model()))
 
 
 @router.post("/models/{name:path}/load")
 async def v2_load(request: Request) -> Response:
-    """Load a checkpoint beside the one that is served, and answer when it has taken over."""
+    """Load a checkpoint beside the current model, and answer when it has taken over."""
     pipeline = pipeline_of(request)
     _require_admin(request, pipeline.settings)
-    _require_name(request, pipeline)
+    find_model(pipeline, request.path_params["name"])
     checkpoint = _checkpoint(await _read(request), pipeline.settings)
-    pipeline.lifecycle.check()
-    await _swappable(request).load(checkpoint)
+    pipeline_of(request).check_open()
+    pipelines: Pipelines = request.app.state.pipelines
+    await pipelines.engine.load(checkpoint)
     return _json(repository_index(pipeline_of(request).model())[0])
 
 
@@ -71,7 +71,7 @@ async def v2_unload(request: Request) -> Response:
     """Refuse: raises `Forbidden`. A service without a model would answer nobody."""
     pipeline = pipeline_of(request)
     _require_admin(request, pipeline.settings)
-    _require_name(request, pipeline)
+    find_model(pipeline, request.path_params["name"])
     raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
 
 
@@ -90,25 +90,8 @@ def _require_admin(request: Request, settings: Settings) -> None:
         raise Unauthorized(wrong)
 
 
-def _require_name(request: Request, pipeline: Pipeline) -> None:
-    """Raise `NotFound` if the path names another model than the one that is served."""
-    name, info = request.path_params["name"], pipeline.model()
-    if name != info.name:
-        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
-
-
-def _swappable(request: Request) -> Swappable:
-    pipelines: Pipelines = request.app.state.pipelines
-    return pipelines.engine
-
-
 async def _read(request: Request) -> _Body:
-    """Return the body, which may be empty.
-
-    Raises:
-        MalformedRequest: it is not JSON, or its fields are not what the protocol says.
-        RequestTimeout: it did not arrive in time.
-    """
+    """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
     try:
         async with asyncio.timeout(pipeline_of(request).deadline(request).remaining()):
             body = await read_whole(request.headers, request.receive, _MAX_BODY)
@@ -120,11 +103,9 @@ async def _read(request: Request) -> _Body:
 
 
 def _checkpoint(body: _Body, settings: Settings) -> str | None:
-    """Return the checkpoint that is asked for, None for the configured one.
+    """Return the checkpoint that a body names, None for the configured checkpoint.
 
-    Raises:
-        InvalidParameter: there is another parameter, or this one is no path.
-        Forbidden: it does not lie below the folder of the settings.
+    Raises `InvalidParameter`, or `Forbidden` if it does not lie below the folder of the settings.
     """
     unknown = next((name for name in body.parameters if name != "checkpoint"), None)
     if unknown is not None:

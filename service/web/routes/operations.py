@@ -11,9 +11,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from model.prediction import methods_of
 from service.engine.messages import attributes
-from service.web.openapi import problems
 from service.web.pipeline import pipeline_of
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Endpoint, problems
 from vitserve.documents import Labels, ModelDescription
 
 

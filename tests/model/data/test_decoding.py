@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.data.decoding import Decoder
-from model.data.image_folder import find_pictures
+from model.data.image_folder import Decoder, find_pictures
 from model.data.labelled_images import PixelStorage
 from model.errors import DatasetError
 from model.images.preprocess import preprocess

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.data.cifar10 import read_test
 from model.errors import DatasetError
-from model.evaluation.evaluate import evaluate_cifar10, measure, predict_scores
+from model.evaluation.evaluate import Evaluation, measure, predict_scores, predict_uploads
+from model.evaluation.evaluation_set import open_evaluation_set
 from model.network.vit import VisionTransformer
 from model.prediction import Outputs, RequestedOutputs
+from model.runtime.backend import Images
+from model.runtime.predictor import Predictor
 from tests.model.training.synthetic import LABELS
 
 
@@ -33,15 +36,15 @@ def make_checkpoint(size: int = 32, labels: tuple[str, ...] = LABELS) -> Checkpo
     return Checkpoint("m", "m", "vitserve", "vit", config, preprocess, labels, tensors)
 
 
-class FirstPixelPredictor:
+class FirstPixelPredictor(Predictor):
     """Says that an image's class is what its first red value says, as sure as the first green value says in percent."""
 
-    max_batch = 7
-
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.max_batch = checkpoint, 7
 
-    def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> list[Outputs]:
+    def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
+        assert isinstance(images, np.ndarray)
+        assert isinstance(requests, RequestedOutputs)
         count, classes = len(images), len(self.checkpoint.labels)
         assert images.dtype == np.uint8
         assert images.shape[1:] == (32, 32, 3)
@@ -52,6 +55,13 @@ class FirstPixelPredictor:
         order = np.argsort(-scores, axis=1)[:, : requests.top_k]
         best = np.take_along_axis(scores, order, axis=1).astype(np.float32)
         return list(map(Outputs, best, order))
+
+
+def evaluate_cifar10(predictor: Predictor, data: Path) -> Evaluation:
+    pictures = open_evaluation_set(data)
+    labels = predictor.checkpoint.labels
+    truth = pictures.truth(labels, predictor.checkpoint.name)
+    return measure(predict_uploads(predictor, len(pictures), pictures.upload), truth, labels)
 
 
 def write_test_images(folder: Path, truth: list[int], said: list[int], percent: list[int]) -> None:
@@ -84,14 +94,15 @@ def test_every_image_keeps_its_own_scores_across_batches(cifar: Path) -> None:
 
 
 def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
-    checkpoint = make_checkpoint(labels=LABELS[::-1])
+    checkpoint = make_checkpoint(labels=(*LABELS[1:], "submarine"))
     with pytest.raises(DatasetError, match="not those of the model m"):
         evaluate_cifar10(FirstPixelPredictor(checkpoint), cifar)
 
 
 def test_a_model_of_another_input_size_sees_the_pictures_through_its_preprocessing(cifar: Path) -> None:
     class Size(FirstPixelPredictor):
-        def predict(self, images: NDArray[np.uint8], requests: RequestedOutputs) -> list[Outputs]:
+        def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
+            assert isinstance(images, np.ndarray)
             assert images.shape[1:] == (64, 64, 3)
             return super().predict(images[:, :32, :32], requests)
 

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from model.errors import DatasetError
-from model.evaluation.evaluation_set import open_evaluation_set
-from model.evaluation.robustness import UPLOADS
+from model.evaluation.evaluation_set import UPLOADS, open_evaluation_set
 from tests.model.training.synthetic import LABELS
 
 

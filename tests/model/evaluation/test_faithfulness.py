@@ -40,10 +40,10 @@ def test_deletion_has_the_area_that_paper_and_pencil_give() -> None:
 
 def test_insertion_has_the_area_that_paper_and_pencil_give() -> None:
     black = torch.zeros_like(WHITE)
-    area = insertion(linear_score, WHITE, WEIGHTS, 1, steps=3, blurred=black)
+    area = insertion(linear_score, WHITE, black, WEIGHTS, 1, steps=3)
     assert area == pytest.approx((31 / 35 + 1 + 0.5) / 3, abs=1e-6)
     # A white picture is white when it is blurred: there is nothing to insert.
-    assert insertion(linear_score, WHITE, WEIGHTS, 1) == pytest.approx(1, abs=1e-5)
+    assert insertion(linear_score, WHITE, blur(WHITE), WEIGHTS, 1) == pytest.approx(1, abs=1e-5)
 
 
 def test_the_true_relevance_is_better_than_noise_and_noise_better_than_the_reverse() -> None:
@@ -51,7 +51,7 @@ def test_the_true_relevance_is_better_than_noise_and_noise_better_than_the_rever
     lowered = [deletion(linear_score, WHITE, relevance, 1) for relevance in (WEIGHTS, noise, -WEIGHTS)]
     assert lowered == sorted(lowered)
     black = torch.zeros_like(WHITE)
-    raised = [insertion(linear_score, WHITE, one, 1, blurred=black) for one in (WEIGHTS, noise, -WEIGHTS)]
+    raised = [insertion(linear_score, WHITE, black, relevance, 1) for relevance in (WEIGHTS, noise, -WEIGHTS)]
     assert raised == sorted(raised, reverse=True)
     assert min(lowered[1] / lowered[0], lowered[2] / lowered[1], raised[0] / raised[1], raised[1] / raised[2]) > 1.1
 

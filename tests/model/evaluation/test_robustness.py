@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from model.evaluation.robustness import UPLOADS, as_grey_jpeg, as_jpeg, as_png, as_turned_jpeg
+from model.evaluation.evaluation_set import UPLOADS, as_grey_jpeg, as_jpeg, as_png, as_turned_jpeg
 from model.images.preprocess import preprocess
 from tests.model.data.configs import bicubic_config
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.network.layers.block import Block, SwiGLU
-from model.network.layers.pooling import PreLogits
+from model.network.layers.block import Block, PreLogits, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.explanation.plain_reference import attention_weights

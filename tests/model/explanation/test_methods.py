@@ -11,8 +11,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.explanation import methods
-from model.explanation.methods import EXPLANATIONS, explain
-from model.explanation.rollout import rollout
+from model.explanation.methods import EXPLANATIONS, explain, rollout
 from model.network.vit import VisionTransformer
 from model.prediction import CLASS_SPECIFIC, METHODS, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward, read

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.config import ViTConfig
-from model.explanation.token_maps import Floats, sharpened_maps, token_maps
+from model.explanation.maps import Floats, sharpened_maps, token_maps
 
 CONFIG = ViTConfig(image_size=(16, 24), patch_size=8, width=24, depth=1, heads=3, mlp_width=40, num_classes=5)
 """2 x 3 patches after one prefix token."""

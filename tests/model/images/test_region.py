@@ -7,10 +7,8 @@ import pytest
 from PIL import Image
 
 from model.errors import InvalidImage
-from model.images import photo as photo_module
 from model.images import preprocess as preprocess_module
-from model.images.photo import upright_photo
-from model.images.preprocess import model_input
+from model.images.preprocess import model_input, upright_photo
 from model.images.region import Region
 from tests.model.images.pictures import config, difference, encode, scene
 
@@ -112,7 +110,7 @@ def test_a_photo_of_any_mode_becomes_rgb(mode):
 @pytest.mark.parametrize(
     ("module", "read"),
     [
-        (photo_module, lambda data: upright_photo(data, Region(0, 0, 4, 4))),
+        (preprocess_module, lambda data: upright_photo(data, Region(0, 0, 4, 4))),
         (preprocess_module, lambda data: model_input(data, config((4, 4)))),
     ],
     ids=["photo", "model's input"],

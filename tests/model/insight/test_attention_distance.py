@@ -14,7 +14,7 @@ from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
 from model.errors import InputError
 from model.images.preprocess import preprocess
-from model.insight.attention_distance import even_attention_distance, mean_attention_distance
+from model.insight.analyses import even_attention_distance, mean_attention_distance
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.insight.models import random_model

@@ -6,7 +6,7 @@ import torch
 
 from model.config import ResNetStem
 from model.errors import InputError
-from model.insight.embeddings import patch_filters
+from model.insight.analyses import patch_filters
 from model.network.vit import VisionTransformer
 from tests.model.insight.models import random_model
 
@@ -32,7 +32,7 @@ def test_patch_filters_are_the_directions_the_filters_were_made_from(embedding: 
 
 def test_a_hybrid_has_no_patch_filters() -> None:
     model = random_model(image_size=(32, 32), patch_size=16, stem=ResNetStem(layers=(1,)))
-    with pytest.raises(InputError, match="ResNet stem"):
+    with pytest.raises(InputError, match="features of a stem of convolutions"):
         patch_filters(model)
 
 

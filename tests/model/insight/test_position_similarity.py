@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.errors import InputError
-from model.insight.embeddings import position_similarity
+from model.insight.analyses import position_similarity
 from model.network.vit import VisionTransformer
 from tests.model.insight.models import random_model
 

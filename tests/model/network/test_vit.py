@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import SIZES, ViTConfig
-from model.network.layers import attention_kernels
+from model.network.layers import attention
 from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.position import resize_position_embedding
@@ -182,10 +182,10 @@ def test_sparing_the_last_block_changes_nothing(distilled: bool, layers: tuple[i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1 << 30, 3 * 2 * 9 * 9 * 2, 10])
 def test_chunked_attention_is_attention(dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", limit)  # all at once, three images at a time, none
+    monkeypatch.setattr(attention, "SCORES_BYTES", limit)  # all at once, three images at a time, none
     q, k, v = torch.randn(3, 7, 2, 9, 16).to(dtype).unbind(0)
     for queries in (q, q[:, :, :1]):
         expected = torch.nn.functional.scaled_dot_product_attention(queries.float(), k.float(), v.float())
-        got = attention_kernels.chunked_attention(queries, k, v)
+        got = attention.chunked_attention(queries, k, v)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.training.loop import STATE_FILE, Trainer
+from model.training.loop import Trainer
 from model.training.recipe import Recipe
+from model.training.run_folder import STATE_FILE
 from model.training.training_data import TrainingData
 from tests.model.training.runs import make_trainer
 

@@ -13,7 +13,7 @@ import torch
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.training.loop import Trainer
 from model.training.recipe import Recipe
-from model.training.state import EpochMetrics
+from model.training.run_folder import EpochMetrics
 from model.training.training_data import TrainingData
 
 CPU = torch.device("cpu")

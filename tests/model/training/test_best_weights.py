@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from model.errors import TrainingError
-from model.training.loop import BEST_FILE, STATE_FILE, Trainer
+from model.training.loop import Trainer
 from model.training.recipe import Recipe
+from model.training.run_folder import BEST_FILE, STATE_FILE
 from model.training.training_data import TrainingData
 from tests.model.training.runs import (
     EVERYTHING,

@@ -13,8 +13,8 @@ import model
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
+from model.training.run_folder import EpochMetrics
 from model.training.run_record import RunRecord
-from model.training.state import EpochMetrics
 from model.training.train import default_recipe, run
 from tests.model.data.picture_folders import write_folder
 

@@ -19,10 +19,9 @@ from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.prediction import RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.training.export import MIN_CALIBRATION_IMAGES, round_and_calibrate
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from model.training.start import start_from
-from model.training.train import run
+from model.training.train import MIN_CALIBRATION_IMAGES, round_and_calibrate, run
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
 pytestmark = pytest.mark.timeout(120)  # models are trained

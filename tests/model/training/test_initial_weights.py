@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.errors import TrainingError
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 from tests.model.training.runs import interrupted_after, make_trainer, same_tensors, trained
@@ -31,24 +30,6 @@ def test_training_starts_from_the_given_weights_and_does_not_touch_them(
     trainer.run(progress=False)
     assert not same_tensors(trainer.weights, initial)
     assert same_tensors(initial, before)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda w: w.pop("head.bias"), "missing key 'head.bias'"),
-        (lambda w: w.update(tail=torch.zeros(1)), "unexpected key 'tail'"),
-        (lambda w: w.update({"head.bias": torch.zeros(3)}), r"head.bias has shape \[3\], expected \[10\]"),
-    ],
-    ids=["missing", "unexpected", "shape"],
-)
-def test_weights_that_are_not_the_models_are_named(
-    recipe: Recipe, data: TrainingData, tmp_path: Path, initial: dict[str, Tensor], change: object, message: str
-) -> None:
-    assert callable(change)
-    change(initial)
-    with pytest.raises(TrainingError, match=f"initial weights: {message}"):
-        make_trainer(recipe, data, tmp_path, initial)
 
 
 def test_a_loaded_state_takes_the_place_of_initial_weights(

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.errors import TrainingError
-from model.training import mixed_precision
-from model.training.loop import STATE_FILE, Trainer
-from model.training.mixed_precision import update_average
+from model.training import optimisers
+from model.training.loop import Trainer
+from model.training.optimisers import update_average
 from model.training.recipe import Recipe
-from model.training.state import METRICS_FILE, EpochMetrics
+from model.training.run_folder import METRICS_FILE, STATE_FILE, EpochMetrics
 from model.training.training_data import TrainingData
 from tests.model.training.runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
@@ -117,7 +117,7 @@ def test_what_is_evaluated_and_exported_is_the_moving_average(
         seen.append([weight.clone() for weight in weights])
         update_average(average, weights, decay)
 
-    monkeypatch.setattr(mixed_precision, "update_average", noted_update)
+    monkeypatch.setattr(optimisers, "update_average", noted_update)
     recipe = recipe.override({"epochs": 1, "ema_decay": 0.5, "precision": precision})
     start = [weight.clone() for weight in make_trainer(recipe, data, tmp_path).weights.values()]
     trainer = trained(recipe, data, tmp_path)
@@ -252,11 +252,6 @@ def test_a_state_with_code_in_it_is_refused(recipe: Recipe, data: TrainingData, 
     torch.save({"version": 1, "recipe": Payload()}, tmp_path / STATE_FILE)
     with pytest.raises(TrainingError, match="not a training state"):
         make_trainer(recipe, data, tmp_path).load()
-
-
-def test_fewer_images_than_a_batch_are_refused(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="320 training images do not fill one batch of 321"):
-        make_trainer(recipe.override(batch_size=321), data, tmp_path)
 
 
 def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:

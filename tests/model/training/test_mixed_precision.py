@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.training.mixed_precision import update_average, warmed_up_decay
+from model.training.optimisers import update_average, warmed_up_decay
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
-from model.data.cifar10 import read_train, split_validation
+from model.data.cifar10 import read_test, read_train, split_validation
 from model.data.labelled_images import channel_statistics
 from model.errors import DatasetError, TrainingError
-from model.evaluation.evaluate import evaluate_cifar10
+from model.evaluation.evaluate import measure, predict_scores
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, folder_lock
@@ -39,7 +39,9 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert checkpoint.labels == LABELS
     assert checkpoint.name == "tiny"
     assert checkpoint.temperature == result.temperature != 1.0
-    measured = evaluate_cifar10(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), cifar)
+    images = read_test(cifar)
+    scores = predict_scores(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images.pixels)
+    measured = measure(scores, images.labels, checkpoint.labels)
     assert measured.count == 100
     assert measured.accuracy == result.test.accuracy > 0.5
     assert measured.loss == pytest.approx(result.test.loss, rel=1e-4)

@@ -9,12 +9,16 @@ import logging
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from model.prediction import Outputs
+from model.runtime.predictor import Predictor
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -57,6 +61,33 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert [Path(row["file"]).name for row in rows] == ["a.jpg", "aa.png", "b.png", "c.webp"]
     assert [bool(row["error"]) for row in rows] == [False, True, False, False]
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
+
+
+@pytest.mark.parametrize("command", ["classify", "embed", "attention"])
+def test_a_picture_whose_scores_are_not_finite_has_no_answer(
+    command: str,
+    checkpoint: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predict = Predictor.predict
+
+    def overflow(self: Predictor, images: Any, requests: Any) -> list[Outputs]:
+        outputs = predict(self, images, requests)
+        if len(images) == 2:  # those of the command, and not of the warm-up
+            outputs[0] = replace(outputs[0], failure="not finite")
+        return outputs
+
+    monkeypatch.setattr(Predictor, "predict", overflow)
+    files = [pictures / "a.jpg", pictures / "b.png"]
+    output = {"classify": [], "embed": ["-o", tmp_path / "x.npy"], "attention": ["-o", tmp_path / "maps"]}[command]
+    code, out, err = run(capsys, command, *files, "--checkpoint", checkpoint, *output)
+    assert code == 1
+    assert "the model gives no finite score for this picture" in out + err
+    assert "vitserve: 1 of 2 files have no " in err
+    assert out.count("a.jpg") == (command == "classify"), "its scores mean nothing"
 
 
 def test_pillow_logs_nothing_of_the_files_that_a_command_reads(

@@ -190,14 +190,17 @@ def test_a_file_in_memory_never_shrinks_under_those_who_map_it() -> None:
 def test_a_keys_requests_are_counted_over_all_workers() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=9, keys=2)) as counters:
         one, two = (SharedKeyLimiter(counters, worker, keys=2, limit=2) for worker in range(2))
-        with one.request(0), two.request(0):
-            for limiter in (one, two):
-                with pytest.raises(TooManyRequests, match="2 requests in flight"):
-                    limiter.acquire(0)
-            with one.request(1):
-                assert counters.key_requests.tolist() == [[1, 1], [1, 0]]
-            counters.forget_worker(1)  # it died
-            one.acquire(0)
+        one.acquire(0)
+        two.acquire(0)
+        for limiter in (one, two):
+            with pytest.raises(TooManyRequests, match="2 requests in flight"):
+                limiter.acquire(0)
+        one.acquire(1)
+        assert counters.key_requests.tolist() == [[1, 1], [1, 0]]
+        one.release(1)
+        assert counters.key_requests.tolist() == [[1, 0], [1, 0]]
+        counters.forget_worker(1)  # it died
+        one.acquire(0)
         assert two.limit == 2
 
 

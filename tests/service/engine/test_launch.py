@@ -13,8 +13,8 @@ import pytest
 
 from model.prediction import EmbeddingRequest
 from service.engine.batching import Entry
-from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
+from service.engine.streams import launch
 from service.errors import EngineUnavailable, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.http.head import DISCARDED_BYTES
+from service.http.exchange import DISCARDED_BYTES
 from service.http.protocol import HEAD_SECONDS
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post

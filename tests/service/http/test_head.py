@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.http.head import may_discard
+from service.http.exchange import may_discard
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Wire

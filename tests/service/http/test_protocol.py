@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
+from service.http.connections import STALL_SECONDS
 from service.http.protocol import LINGER_SECONDS
-from service.http.unread_answers import STALL_SECONDS
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Clock, Wire

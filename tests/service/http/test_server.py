@@ -16,9 +16,9 @@ from typing import cast
 import pytest
 
 from service.http import server as server_module
-from service.http.accepting import Acceptor
 from service.http.connections import DescriptorWatch
 from service.http.lifecycle import stop_signals
+from service.http.listening import Acceptor
 from service.http.protocol import HttpProtocol
 from service.http.server import Server
 from tests.service.fakes import PATIENCE, on_a_loop

@@ -5,34 +5,25 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import cast
 
-from service.http.unread_answers import STALL_SECONDS, UnreadAnswers
+from service.http.connections import STALL_SECONDS, UnreadAnswers
 from tests.service.fakes import on_a_loop
 from tests.service.http.listening import GET, listening
 from tests.service.http.wire import Clock, Transport
 from tests.service.web.apps import until
 
 
-@dataclass(eq=False)
-class Caller:
-    size: int
-    transport: asyncio.Transport = field(default_factory=Transport)
-
-    def __post_init__(self) -> None:
-        cast(Transport, self.transport).unread = self.size
-
-
-def watched(answers: UnreadAnswers, *sizes: int) -> tuple[list[Caller], Clock]:
-    clock, callers = Clock(), [Caller(size) for size in sizes]
-    for caller in callers:
-        answers.add(caller, cast(asyncio.AbstractEventLoop, clock))
-    return callers, clock
+def watched(answers: UnreadAnswers, *sizes: int) -> tuple[list[Transport], Clock]:
+    clock, transports = Clock(), [Transport() for _ in sizes]
+    for transport, size in zip(transports, sizes, strict=True):
+        transport.unread = size
+        answers.add(transport, cast(asyncio.AbstractEventLoop, clock))
+    return transports, clock
 
 
-def cut(callers: list[Caller]) -> list[bool]:
-    return [caller.transport.is_closing() for caller in callers]
+def cut(transports: list[Transport]) -> list[bool]:
+    return [transport.is_closing() for transport in transports]
 
 
 def test_beyond_the_bound_those_are_cut_that_have_been_reading_for_longest() -> None:

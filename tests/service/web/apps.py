@@ -12,16 +12,15 @@ from service.engine.swapping import Unswapped
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
+from service.web.admission import ByteBudget
 from service.web.app import create_app
-from service.web.middleware import LingerLimits
 from service.web.pipeline import Pipeline, Pipelines
-from service.web.receiving import ByteBudget
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 BOUNDARY = "b0undary"
 
@@ -45,11 +44,9 @@ class App:
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
-    hold_seconds: float = 0.0
     tracer: RequestTracer | None = None
 
     def __post_init__(self) -> None:
-        linger = LingerLimits(idle_seconds=0.3)
         self.asgi = create_app(
             self.settings,
             cast(Any, self.engine) if hasattr(self.engine, "current") else Unswapped(self.engine),
@@ -57,8 +54,6 @@ class App:
             self.lifecycle,
             tracer=self.tracer,
             clock=self.clock,
-            linger=linger,
-            hold_seconds=self.hold_seconds,
         )
 
     def communicator(self, method: str, path: str, **options: Any) -> HttpCommunicator:

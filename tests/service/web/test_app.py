@@ -14,9 +14,10 @@ from service.engine.swapping import Unswapped
 from service.metrics.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
+from service.web import middleware
 from service.web.app import VERSION, create_app, log_model
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of, settle, until
+from tests.service.web.apps import Clock, app, form, kept, pipeline_of, settle, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -44,10 +45,11 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
 @on_a_loop
 @pytest.mark.parametrize("hold_seconds", [0.0, 3600.0])
 async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other_refusals_are_not(
-    hold_seconds: float,
+    hold_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers that try again at once would take the processors from the engine that starts."""
-    service = App(load_settings({"decode_threads": 1}), hold_seconds=hold_seconds)
+    monkeypatch.setattr(middleware, "HOLD_SECONDS", hold_seconds)
+    service = app()
     assert (await service.classify(b"no picture")).status == 415
     service.engine.state, service.engine.reason = "loading", "the model is loading"
     assert (await service.get("/readyz")).status == 503
@@ -78,6 +80,7 @@ async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest
     engine = FakeEngine()
     engine.state = "loading"
     asgi = create_app(load_settings({"decode_threads": 1}), Unswapped(engine), Metrics())
+    monkeypatch.undo()  # in the other tests it is shorter
     monkeypatch.setattr(asyncio, "sleep", sleep)
     headers = {"content-type": "image/png"}
     refused = await HttpCommunicator(asgi, "POST", "/classify", headers=headers, body=png(1)).run()

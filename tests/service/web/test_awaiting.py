@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message
 
 from service.errors import ClientDisconnected, InferenceFailed
-from service.web.awaiting import all_of, unless_disconnected
+from service.web.work import all_of, unless_disconnected
 from tests.service.fakes import on_a_loop
 
 

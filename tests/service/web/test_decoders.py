@@ -22,14 +22,13 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images.decoder_process import ANSWER, ERRORS, _is_closed, _isolate
-from model.images.formats import UnboundedWork, unpack_bounded
-from model.images.photo import upright_photo
-from model.images.preprocess import model_input
+from model.images.formats import UnboundedWork, unpack
+from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
 from service.web import decoders as module
 from service.web.decoders import Decoders, _answer
-from service.web.lanes import Deadline
+from service.web.work import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, png_chunk, scene
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app, form, until
@@ -279,7 +278,7 @@ async def test_a_decoder_that_answers_what_it_should_not_is_not_believed(monkeyp
 
 def bounded(data: bytes) -> bool:
     try:
-        unpack_bounded(data)
+        unpack(data, bounded=True)
     except UnboundedWork:
         return False
     return True
@@ -377,7 +376,7 @@ def test_a_png_with_a_second_header_is_refused_and_one_with_a_late_header_is_not
     small, large = black_png(1, 1), black_png(400, 400)
     header = slice(8, 33)
     with pytest.raises(InvalidImage, match="its header is not its first chunk"):
-        unpack_bounded(small[:33] + large[header] + large[33:])
+        unpack(small[:33] + large[header] + large[33:], bounded=True)
     late = png_chunk(b"PLTE", bytes(3))
     with pytest.raises((InvalidImage, UnboundedWork)):
-        unpack_bounded(small[:8] + late + small[8:])
+        unpack(small[:8] + late + small[8:], bounded=True)

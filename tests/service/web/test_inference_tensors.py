@@ -12,7 +12,7 @@ import pytest
 from model.prediction import AttentionMap, MapRequest, Outputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MalformedRequest, TooManyImages, UploadTooLarge
-from service.web.inference_protocol.inference import Inputs, Wanted, check_count, make_outputs, read_inputs
+from service.web.inference_protocol.inference import Selection, make_outputs, read_inputs
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
     InputTensor,
@@ -109,24 +109,18 @@ def test_numbers_of_a_byte_are_those_from_0_to_255() -> None:
 PAIR = memoryview(elements(b"", b""))
 
 
-def test_a_request_has_at_most_so_many_pictures_and_not_none() -> None:
+def test_a_request_has_at_most_so_many_pictures() -> None:
     assert len(read_inputs(InferenceHeader([image(2, size=8)]), {"image": PAIR}, model_info(), limit=2)) == 2
     assert len(read_inputs(InferenceHeader([image(2, 1, size=8)]), {"image": PAIR}, model_info(), limit=2)) == 2
     with pytest.raises(InvalidParameter, match=r"shape \[N\]"):
         read_inputs(InferenceHeader([image(1, 2, size=8)]), {"image": PAIR}, model_info(), limit=2)
     with pytest.raises(TooManyImages, match="3 pictures: at most 2"):
         read_inputs(InferenceHeader([image(3, size=8)]), {"image": PAIR}, model_info(), limit=2)
-    check_count(Inputs([bytearray()] * 2, None), 2)
-    check_count(Inputs([bytearray()], None), 1)
-    with pytest.raises(TooManyImages):
-        check_count(Inputs([bytearray()] * 3, None), 2)
-    with pytest.raises(InvalidParameter, match="no picture"):
-        check_count(Inputs([], None), 2)
 
 
-def wanted(*outputs: RequestedOutput, classes: int = 10, binary: bool = False, **parameters: object) -> Wanted:
+def selection(*outputs: RequestedOutput, classes: int = 10, binary: bool = False, **parameters: object) -> Selection:
     info = model_info(config=model_info().config.model_copy(update={"num_classes": classes}))
-    return Wanted.of(InferenceHeader([], outputs=list(outputs), parameters=parameters), info, binary=binary)
+    return Selection.of(InferenceHeader([], outputs=list(outputs), parameters=parameters), info, binary=binary)
 
 
 def output(name: str, **parameters: object) -> RequestedOutput:
@@ -134,23 +128,23 @@ def output(name: str, **parameters: object) -> RequestedOutput:
 
 
 def test_as_many_classes_are_wanted_as_any_output_needs() -> None:
-    assert wanted().of_picture.top_k == 5
-    assert wanted(classes=3).of_picture.top_k == 3
-    assert wanted(top_k=1).of_picture.top_k == 1
-    assert wanted(top_k=10).of_picture.top_k == 10
-    assert wanted(output("score", classification=4), top_k=2).of_picture.top_k == 4
-    assert wanted(output("score", classification=2)).of_picture.top_k == 2
+    assert selection().requested.top_k == 5
+    assert selection(classes=3).requested.top_k == 3
+    assert selection(top_k=1).requested.top_k == 1
+    assert selection(top_k=10).requested.top_k == 10
+    assert selection(output("score", classification=4), top_k=2).requested.top_k == 4
+    assert selection(output("score", classification=2)).requested.top_k == 2
     for count in (0, 11, -1, True, "1", 1.0):
         with pytest.raises(InvalidParameter, match=r"top_k .*expected 1 to 10"):
-            wanted(top_k=count)
+            selection(top_k=count)
         with pytest.raises(InvalidParameter, match=r"classification .*expected 1 to 10"):
-            wanted(output("score", classification=count))
+            selection(output("score", classification=count))
 
 
 def test_a_map_is_computed_for_those_alone_who_want_it() -> None:
-    assert wanted(attention="cls").of_picture.map is None
-    assert wanted(output("attention"), attention="cls").of_picture.map == MapRequest.row(2)
-    assert wanted(output("score"), output("attention")).of_picture.map == MapRequest("relevance")
+    assert selection(attention="cls").requested.map is None
+    assert selection(output("attention"), attention="cls").requested.map == MapRequest.row(2)
+    assert selection(output("score"), output("attention")).requested.map == MapRequest("relevance")
 
 
 RESULTS = [
@@ -167,21 +161,21 @@ RESULTS = [
 ]
 
 
-def made(wanted: Wanted) -> dict[str, OutputTensor]:
-    return {each.name: each for each in make_outputs(RESULTS, wanted, ["cat", "d\xf6g", "eel"])}
+def made(selected: Selection) -> dict[str, OutputTensor]:
+    return {each.name: each for each in make_outputs(RESULTS, selected, ["cat", "d\xf6g", "eel"])}
 
 
 def test_each_output_is_sent_as_it_asks_or_else_as_the_request_does() -> None:
     asked = [output("label", binary_data=True), output("index"), output("score", binary_data=False)]
-    for by_default in (wanted(*asked, top_k=2, binary=True), wanted(*asked, top_k=2, binary_data_output=True)):
+    for by_default in (selection(*asked, top_k=2, binary=True), selection(*asked, top_k=2, binary_data_output=True)):
         assert [each.binary is not None for each in made(by_default).values()] == [True, True, False]
-    in_json = made(wanted(*asked, top_k=2, binary=True, binary_data_output=False))
+    in_json = made(selection(*asked, top_k=2, binary=True, binary_data_output=False))
     assert [each.binary is not None for each in in_json.values()] == [True, False, False]
 
 
 def test_an_answer_has_its_document_and_then_the_bytes_of_its_tensors_in_order() -> None:
     asked = [output("index", binary_data=True), output("score"), output("label", binary_data=True), output("attention")]
-    outputs = make_outputs(RESULTS, wanted(*asked, top_k=2), ["cat", "d\xf6g", "eel"])
+    outputs = make_outputs(RESULTS, selection(*asked, top_k=2), ["cat", "d\xf6g", "eel"])
     content, length = encode_answer("m", "1", "mine", outputs)
     assert length is not None
     assert json.loads(content[:length]) == {
@@ -199,7 +193,7 @@ def test_an_answer_has_its_document_and_then_the_bytes_of_its_tensors_in_order()
 
 
 def test_an_answer_without_bytes_or_id_is_its_document() -> None:
-    content, length = encode_answer("m", "1", None, make_outputs(RESULTS, wanted(output("index")), ["a", "b", "c"]))
+    content, length = encode_answer("m", "1", None, make_outputs(RESULTS, selection(output("index")), ["a", "b", "c"]))
     assert length is None
     assert json.loads(content) == {
         "model_name": "m",
@@ -209,9 +203,9 @@ def test_an_answer_without_bytes_or_id_is_its_document() -> None:
 
 
 def test_a_classification_has_the_first_so_many_of_each_picture() -> None:
-    found = made(wanted(output("score", classification=1), output("label"), top_k=2))
+    found = made(selection(output("score", classification=1), output("label"), top_k=2))
     assert found["score"].document()["data"] == ["0.830000:2:eel", "0.500000:1:d\xf6g"]
     assert found["score"].shape == [2, 1]
     assert found["label"].shape == [2, 2]
-    scores = made(wanted(output("score", binary_data=True)))["score"]
+    scores = made(selection(output("score", binary_data=True)))["score"]
     assert np.frombuffer(scores.binary or b"", "<f4").tolist() == pytest.approx([0.83, 0.125, 0.5, 0.25])

@@ -9,12 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from service.api_keys import ApiKey, parse_keys
 from service.errors import SettingsError, Unauthorized
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
-from service.settings import load_settings
-from service.web.keys import KeyGuard, KeyLimiter, asks_admin_key
+from service.settings import ApiKey, load_settings, parse_keys
+from service.web.keys import KeyGuard, KeyLimiter, needs_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
 
@@ -46,7 +45,7 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
     ],
 )
 def test_the_admin_key_is_asked_for_where_models_are_loaded(path: str, asks: bool) -> None:
-    assert asks_admin_key(path) is asks
+    assert needs_admin_key(path) is asks
 
 
 @on_a_loop

@@ -18,8 +18,8 @@ from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.logs import JsonFormatter
 from service.metrics.metrics import Metrics
+from service.web import middleware
 from service.web.middleware import (
-    LingerLimits,
     RequestContext,
     RequestContextMiddleware,
     request_id_from,
@@ -202,17 +202,16 @@ async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_re
 
 @on_a_loop
 @pytest.mark.parametrize(
-    ("limits", "chunks", "received"),
-    [
-        (LingerLimits(idle_seconds=0), 2, 3),
-        (LingerLimits(seconds=0), 1, 2),
-        (LingerLimits(max_bytes=10), 10, 2),
-    ],
+    ("limit", "value", "chunks", "received"),
+    [("LINGER_IDLE_SECONDS", 0, 2, 3), ("LINGER_SECONDS", 0, 1, 2), ("LINGER_BYTES", 10, 10, 2)],
     ids=["nothing comes", "for too long", "too much"],
 )
-async def test_reading_away_has_its_limits(limits: LingerLimits, chunks: int, received: int) -> None:
+async def test_reading_away_has_its_limits(
+    limit: str, value: int, chunks: int, received: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, limit, value)
     refusal = Response(status_code=404)
-    layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle(), linger=limits)
+    layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle())
     communicator = HttpCommunicator(layer, "POST", "/nope", body=None)
     for _ in range(chunks):
         communicator.feed(b"xxxxx")
@@ -255,14 +254,10 @@ async def test_a_body_of_which_nothing_is_unread_keeps_the_connection(message: M
         sent.append(message)
 
     scope = {"headers": [(b"content-length", b"5")]}
-    context = RequestContext(scope, receive, send, Lifecycle(), 0.0, LingerLimits())
+    context = RequestContext(scope, receive, send, Lifecycle(), 0.0)
     await context.receive()
     await context.send({"type": "http.response.start", "status": 204})
     assert ((b"connection", b"close") in sent[0]["headers"]) is closes
-
-
-def test_what_is_thrown_away_after_a_refusal_is_bounded() -> None:
-    assert LingerLimits() == LingerLimits(seconds=10, idle_seconds=2, max_bytes=256 << 20)
 
 
 @on_a_loop

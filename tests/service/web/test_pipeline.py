@@ -19,8 +19,7 @@ from model.images.region import Region
 from model.prediction import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
-from service.web.awaiting import unless_disconnected
-from service.web.lanes import Deadline
+from service.web.work import Deadline, unless_disconnected
 from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
 from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
 
@@ -48,8 +47,8 @@ def test_nobody_is_admitted_while_no_engine_is_ready(state: str) -> None:
     admitting = pipeline_of(service)
     with pytest.raises(EngineUnavailable), admitting.admit_upload(Request({"type": "http"})):
         pytest.fail("an upload is admitted")
-    with pytest.raises(EngineUnavailable):
-        admitting.admit()
+    with pytest.raises(EngineUnavailable), admitting.admit():
+        pytest.fail("a request is admitted")
     assert admitting.limiter.in_use == 0
     service.engine.state = "ready"
     with admitting.admit():
@@ -77,7 +76,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
     clock = Clock()
     service = app(clock, request_timeout=10)
     busy = threading.Event()
-    pool = pipeline_of(service).lanes.pictures.pool
+    pool = pipeline_of(service).pools.pictures.executor
     blocker = pool.submit(busy.wait, PATIENCE)
     decoded = []
     monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
@@ -207,7 +206,7 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
 async def test_a_picture_whose_caller_is_gone_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     service = app()
     busy = threading.Event()
-    pool = pipeline_of(service).lanes.pictures.pool
+    pool = pipeline_of(service).pools.pictures.executor
     pool.submit(busy.wait, PATIENCE)
     decoded: list[Any] = []
     monkeypatch.setattr(pipeline, "model_input", lambda *a, **k: decoded.append(a))
@@ -266,7 +265,7 @@ async def test_a_cancelled_request_stays_cancelled_and_what_its_thread_raises_is
         raise ValueError("nobody asks for it any more")
 
     begun = threading.Event()
-    running = asyncio.create_task(pipeline_of(app()).lanes.pictures.run(fail, Deadline(time.monotonic() + PATIENCE)))
+    running = asyncio.create_task(pipeline_of(app()).pools.pictures.run(fail, Deadline(time.monotonic() + PATIENCE)))
     await until(begun.is_set)
     running.cancel()
     await settle()

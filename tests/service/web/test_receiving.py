@@ -8,21 +8,20 @@ from contextlib import ExitStack
 import pytest
 
 from service.errors import QueueFull, ReceivingFull
-from service.web.receiving import Body, ByteBudget, Receiving
+from service.web.admission import MIN_BODY_RATE as RATE
+from service.web.admission import Body, ByteBudget, Receiving
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, Clock, app, budget_of, form, pipeline_of, until
 from tests.service.web.http_communicator import HttpCommunicator
-
-RATE = 1000
 
 
 class Bodies:
     """Bodies under a clock; `ended` names those that had to give way, in order."""
 
-    def __init__(self, *, capacity: int = 1_000_000, spacious: int = 2, rate: int = RATE, turnover: float = 0) -> None:
+    def __init__(self, *, capacity: int = 1_000_000, spacious: int = 2, turnover: float = 0) -> None:
         self.clock = Clock()
         self.budget = ByteBudget(capacity)
-        self.receiving = Receiving(self.budget, min_rate=rate, spacious=spacious, turnover=turnover, clock=self.clock)
+        self.receiving = Receiving(self.budget, spacious=spacious, turnover=turnover, clock=self.clock)
         self.ended: list[str] = []
         self.stack = ExitStack()
 
@@ -58,10 +57,6 @@ def test_for_the_room_of_its_connection_a_body_crawls_when_all_of_it_came_too_sl
     assert bodies.receiving.crawls(steady)
     bodies.stack.close()
     assert not bodies.receiving.crawls(silent)
-    never = Bodies(rate=0)
-    body = never.arrive("silent")
-    never.clock.now += 100
-    assert not never.receiving.crawls(body)
 
 
 def test_the_slowest_gives_way_first_and_only_while_room_is_wanted() -> None:
@@ -95,7 +90,7 @@ def test_those_who_came_together_do_not_all_give_way_together() -> None:
 def test_a_service_keeps_an_eighth_of_its_places_for_those_who_crawl_and_lets_them_go_in_half_its_patience() -> None:
     for places, spacious in ((24, 3), (4, 1)):
         receiving = pipeline_of(app(queue_size=places, request_timeout=40)).receiving
-        assert (receiving._spacious, receiving._turnover, receiving._min_rate) == (spacious, 20, 4096)
+        assert (receiving._spacious, receiving._turnover) == (spacious, 20)
 
 
 def test_a_burst_buys_one_second_and_no_more() -> None:
@@ -111,14 +106,6 @@ def test_a_body_that_goes_on_crawls_no_more() -> None:
     body = bodies.arrive("late")
     bodies.clock.now += 5
     bodies.receiving.add(body, 10 * RATE)
-    bodies.arrive("newcomer")
-    assert bodies.ended == []
-
-
-def test_without_a_rate_nobody_crawls() -> None:
-    bodies = Bodies(spacious=1, rate=0)
-    bodies.receiving.add(bodies.arrive("silent"), 1)
-    bodies.clock.now += 1000
     bodies.arrive("newcomer")
     assert bodies.ended == []
 

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from service.errors import EngineUnavailable, QueueFull, Unauthorized
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.web import middleware
 from service.web.admission import RefusalPace
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware, request_context
 from service.web.problems import problem_of
@@ -49,7 +50,7 @@ class Layers:
         self.sent: list[Message] = []
         self.begun: list[str] = []
         tracer: Any = SimpleNamespace(begin=self._begin)
-        problems = ProblemMiddleware(answer, self.metrics, RefusalPace(), hold_seconds=3)
+        problems = ProblemMiddleware(answer, self.metrics, RefusalPace())
         self.asgi = RequestContextMiddleware(
             problems, self.metrics, ["/known"], Lifecycle(), tracer, clock=self.clock
         )  # fmt: skip
@@ -145,6 +146,7 @@ async def test_a_refusal_is_counted_and_only_a_missing_engine_is_waited_for(
     layers = Layers(answer)
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "sleep", sleep)
+        patch.setattr(middleware, "HOLD_SECONDS", 3)
         await layers.ask(path)
     assert (slept, layers.sent[0]["status"]) == (held, status)
     code = problem_of(error).code

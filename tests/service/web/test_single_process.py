@@ -37,6 +37,13 @@ def test_the_hint_names_the_callers_own_picture_where_no_examples_are(hint: pyte
     assert "curl -F file=@photo.jpg 'http://127.0.0.1:9000/classify'" in hint.text
 
 
+def test_the_hint_brings_a_key_where_one_is_needed_and_does_not_show_it(hint: pytest.LogCaptureFixture) -> None:
+    log_address(load_settings({"api_keys": "web:secret"}), 9000)
+    curl = """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://127.0.0.1:9000/classify'"""
+    assert curl in hint.text
+    assert "secret" not in hint.text
+
+
 @pytest.mark.parametrize(
     ("host", "address"),
     [("::1", "[::1]"), ("2001:db8::7", "[2001:db8::7]"), ("localhost", "localhost"), ("0.0.0.0", "127.0.0.1")],
@@ -82,7 +89,10 @@ def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Made) as made:
         run_single_process(load_settings(wanted), lambda _: (FakePredictor(), model_info()))
     asked = {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
-    assert made.value.args[0] == asked | {"load_timeout": None}  # the first checkpoint may take any time
+    options = made.value.args[0]
+    assert options.pop("load_timeout") is None  # the first checkpoint may take any time
+    options.pop("on_queue")(3)  # nobody counts what waits
+    assert options == asked
 
 
 def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_ends_the_service(
@@ -90,7 +100,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
 ) -> None:
     done: list[Any] = []
     engine: Any = FakeEngine(model_info(name="first"))
-    engine.reload = lambda: done.append("reload")
+    swap = SimpleNamespace(current=SimpleNamespace(engine=engine), reload=lambda: done.append("reload"))
     telemetry = SimpleNamespace(
         batch_tracer=SimpleNamespace, request_tracer=lambda: "tracer", close=lambda: done.append("telemetry closed")
     )
@@ -99,7 +109,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     def make_app(
         settings: object, served: object, metrics: object, lifecycle: object, changed: Any, **more: Any
     ) -> Any:
-        assert (served, more) == (engine, {"tracer": "tracer"})
+        assert (served, more) == (swap, {"tracer": "tracer"})
         return changed
 
     class Server:
@@ -124,7 +134,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             assert self._hung_up() is False
             self._lifecycle.exit_code = 7
 
-    parts = {"LocalSwap": lambda make, on_retired: engine, "create_app": make_app, "Server": Server}
+    parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
     parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "freeze_objects": lambda: None}
     parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():

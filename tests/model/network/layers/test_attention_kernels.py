@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from model.config import ViTConfig
-from model.network.layers import attention_kernels
-from model.network.layers.attention import Attention
-from model.network.layers.attention_kernels import mean_row_at_once, mean_row_by_image, plain_attention
+from model.network.layers import attention
+from model.network.layers.attention import Attention, mean_row_at_once, mean_row_by_image, plain_attention
 from model.network.vit import VisionTransformer
 from model.runtime.compilation import choose_kernels
 
@@ -23,7 +22,7 @@ def test_the_mean_row_of_all_images_at_once_is_that_of_each(
     queries_at_a_time: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the queries are divided, in parts that differ too."""
-    monkeypatch.setattr(attention_kernels, "SCORES_BYTES", queries_at_a_time * 4 * 2 * 7)
+    monkeypatch.setattr(attention, "SCORES_BYTES", queries_at_a_time * 4 * 2 * 7)
     q, k = torch.randn(3, 2, 6, 8), torch.randn(3, 2, 7, 8)
     bias = torch.randn(1, 2, 6, 7) if biased else None
     found = mean_row_at_once(q, k, bias)

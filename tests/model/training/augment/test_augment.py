@@ -13,7 +13,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_a_crop_is_the_picture_shifted_within_black_by_at_most_the_padding() -> None:
     images = torch.randint(1, 256, (64, 3, 8, 12), dtype=torch.uint8, generator=seeded())
-    cropped = random_crop(images, 2, seeded())
+    cropped = random_crop(images, 2, seeded(), (8, 12))
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
     shifts = set()
     for image, result in zip(padded, cropped, strict=True):
@@ -30,7 +30,7 @@ def test_a_crop_is_the_picture_shifted_within_black_by_at_most_the_padding() -> 
 
 def test_a_crop_without_padding_changes_nothing() -> None:
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=seeded())
-    assert torch.equal(random_crop(images, 0, seeded()), images)
+    assert torch.equal(random_crop(images, 0, seeded(), (8, 8)), images)
 
 
 def test_about_half_of_the_images_are_mirrored_left_to_right_and_the_others_kept() -> None:
@@ -45,9 +45,9 @@ def test_about_half_of_the_images_are_mirrored_left_to_right_and_the_others_kept
 def test_augmentation_leaves_its_input_alone_and_follows_its_generator() -> None:
     images = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8, generator=seeded())
     before = images.clone()
-    first = random_flip(random_crop(images, 3, seeded(5)), seeded(6))
-    again = random_flip(random_crop(images, 3, seeded(5)), seeded(6))
-    other = random_flip(random_crop(images, 3, seeded(7)), seeded(6))
+    first = random_flip(random_crop(images, 3, seeded(5), (8, 8)), seeded(6))
+    again = random_flip(random_crop(images, 3, seeded(5), (8, 8)), seeded(6))
+    other = random_flip(random_crop(images, 3, seeded(7), (8, 8)), seeded(6))
     assert torch.equal(images, before)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

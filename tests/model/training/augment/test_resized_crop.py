@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.training.augment.boxes import Boxes, random_boxes
-from model.training.augment.resized_crop import random_resized_crop, resize_boxes
+from model.training.augment.boxes import Boxes, random_boxes, random_resized_crop, resize_boxes
 
 
 def seeded(seed: int = 0) -> torch.Generator:

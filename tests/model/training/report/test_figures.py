@@ -9,7 +9,7 @@ import pytest
 
 from model.evaluation.calibration import ConfidenceBin
 from model.training.report.figures import confusion_matrix, learning_curve, reliability_diagram
-from model.training.state import EpochMetrics
+from model.training.run_folder import EpochMetrics
 from tests.model.insight.drawn import near, read
 
 pytestmark = pytest.mark.timeout(90)  # matplotlib draws

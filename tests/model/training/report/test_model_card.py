@@ -15,8 +15,8 @@ from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
 from model.training.report.figures import write_figures
 from model.training.report.model_card import model_card, with_robustness
+from model.training.run_folder import EpochMetrics
 from model.training.run_record import RunRecord
-from model.training.state import EpochMetrics
 
 LABELS = ("cat", "dog", "bird")
 FIGURES = ("confusion_matrix.png", "calibration.png", "learning_curve.png")

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import numpy as np
 
+from service.http.listening import grpc_port_kept
 from service.settings import load_settings
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from service.web.inference_protocol import GRPC_SERVICE
-from service.web.ports import grpc_port_kept
 from tests.service.web.apps import App
 
 Input = ModelInferRequest.InferInputTensor

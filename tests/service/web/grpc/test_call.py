@@ -11,6 +11,7 @@ import pytest
 
 from service.errors import EngineUnavailable, QueueFull, UploadTooLarge
 from service.settings import load_settings
+from service.web import middleware
 from service.web.grpc import calls
 from service.web.grpc.arrivals import Arrivals
 from service.web.grpc.calls import Call, Calls
@@ -64,7 +65,7 @@ class Counted:
         self.service = App(load_settings({"decode_threads": 1}), clock=self.clock)
         self.counted: list[tuple[Any, ...]] = []
         guard = KeyGuard((), KeyLimiter(0, 0), self.service.metrics)
-        self.calls = Calls(pipelines_of(self.service), guard, self.count, hold_seconds=3)
+        self.calls = Calls(pipelines_of(self.service), guard, self.count)
 
     def count(self, *what: Any, **more: Any) -> None:
         self.counted.append((*what, *more.values()))
@@ -134,6 +135,7 @@ async def test_only_a_missing_engine_is_waited_for_and_only_defects_are_logged(
     counting = Counted()
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "sleep", sleep)
+        patch.setattr(middleware, "HOLD_SECONDS", 3)
         context = await counting.answer(method)
     assert (slept, [record.message for record in caplog.records if record.name == calls.__name__]) == (held, logged)
     assert context.trailers[0] == ("x-request-id", "mine")

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.errors import MalformedRequest, UploadTooLarge
-from service.web.grpc.messages import read_inference
+from service.web.grpc.messages import read_inference, split
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest
-from service.web.grpc.wire import split
 
 RAW = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.web.routes import documentation
+from service.web.routes import pages
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -200,7 +201,7 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js"])
+@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js", "/docs/swagger-ui-bundle.js"])
 async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
     service = app()
     first = await service.get(path)
@@ -210,7 +211,39 @@ async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
     assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
 
 
+@on_a_loop
+@pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
+@pytest.mark.parametrize(
+    ("accepted", "compressed"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5, br", True),
+        ("br, gzip ; q=1.0", True),
+        ("", False),
+        ("br, x-gzip", False),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000, br", False),
+    ],
+)
+async def test_large_files_are_compressed_for_those_who_accept_it(path: str, accepted: str, compressed: bool) -> None:
+    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
+    service = app()
+    plain = await service.get(path)
+    file = await service.get(path, **{"accept-encoding": accepted})
+    assert (file.status, file.headers["content-type"]) == (200, plain.headers["content-type"])
+    assert file.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"
+    assert (file.headers.get("content-encoding") == "gzip") is compressed
+    assert (file.headers["etag"] != plain.headers["etag"]) is compressed
+    if compressed:
+        assert len(file.content) < len(plain.content) / 3
+        assert gzip.decompress(file.content) == plain.content
+    else:
+        assert file.content == plain.content
+    again = await service.get(path, **{"accept-encoding": accepted, "if-none-match": file.headers["etag"]})
+    assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
+
+
 def test_the_script_of_the_page_names_no_address_but_relative_ones() -> None:
-    script = (Path(documentation.__file__).parents[1] / "static/docs/docs.js").read_text()
+    script = (Path(pages.__file__).parents[1] / "static/docs/docs.js").read_text()
     assert re.findall(r'fetch\("([^"]+)"\)', script) == ["openapi.json"]
     assert "://" not in script

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import service.web
-from service.web.routes import page
+from service.web.routes import pages
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -41,7 +41,7 @@ def test_nothing_is_painted_before_the_whole_document_is_there() -> None:
 def test_every_module_that_is_imported_is_served() -> None:
     for path in FOLDER.glob("*.js"):
         for name in re.findall(r'from "\./(.+?)"', path.read_text()):
-            assert f"/page/{name}" in page.PUBLIC
+            assert f"/page/{name}" in pages.PUBLIC
 
 
 @on_a_loop
@@ -76,7 +76,7 @@ async def test_a_module_is_asked_for_again_and_answered_with_304() -> None:
 @on_a_loop
 async def test_the_page_is_open_where_keys_are_needed() -> None:
     service = app(api_keys="one")
-    for path in sorted(page.PUBLIC):
+    for path in sorted(pages.PUBLIC):
         assert (await service.get(path)).status == 200
     assert (await service.get("/model")).status == 401
 

@@ -1,0 +1,153 @@
+"""Keeps pictures for GET /attention in Redis, where all replicas of a service find them.
+
+Each picture is a key that expires. A sorted set has their ids by age, so that the oldest go first when there are too
+many. A picture that cannot be kept costs its answer the id and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import secrets
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar, cast
+
+import numpy as np
+
+from model.images.preprocess import ModelInput
+from model.images.region import Region
+from service.web.image_stores.memory import StoreUsage
+
+logger = logging.getLogger("vitserve")
+
+T = TypeVar("T")
+
+_HEADER: Final = struct.Struct("<3I4d")
+"""What stands before the pixels: shape and region."""
+
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{22}")
+
+_OVERHEAD_BYTES: Final = 512
+"""What Redis takes for a picture beside its bytes: two keys, an expiry, an entry of the sorted set."""
+
+_TIMEOUT_SECONDS: Final = 0.25
+_PAUSE_SECONDS: Final = 1.0
+_MAX_LOGGED: Final = 200
+
+_PUT: Final = """
+local order, picture, evictions = KEYS[1], KEYS[2], KEYS[3]
+local id, value, ttl, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+redis.call('ZREMRANGEBYSCORE', order, '-inf', now - 1000 * ttl)
+local evicted = redis.call('ZCARD', order) + 1 - most
+if evicted > 0 then
+    local prefix = string.sub(picture, 1, -1 - string.len(id))
+    for place, oldest in ipairs(redis.call('ZPOPMIN', order, evicted)) do
+        if place % 2 == 1 then redis.call('UNLINK', prefix .. oldest) end
+    end
+    redis.call('INCRBY', evictions, evicted)
+end
+redis.call('SET', picture, value, 'PX', ttl)
+redis.call('ZADD', order, now, id)
+redis.call('PEXPIRE', order, ttl)
+return {redis.call('ZCARD', order), tonumber(redis.call('GET', evictions) or '0')}
+"""
+
+
+class RedisImageStore:
+    """Keeps at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes first.
+
+    Args:
+        url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
+        name: of the model; replicas of another model have pictures of their own.
+        failed: called for each picture that could not be kept or looked for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        ttl: float,
+        max_bytes: int,
+        failed: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
+
+        self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)
+        # The braces keep all keys of a name on one node of a cluster.
+        self._prefix = f"{{vitserve:{name}}}:"
+        self._milliseconds = math.ceil(1000 * ttl)
+        self._max_bytes = max_bytes
+        self._failed = failed
+        self._clock = clock
+        self._paused_until = -math.inf
+        self._put = self._redis.register_script(_PUT)
+        self._usage = StoreUsage()
+
+    async def put(self, picture: ModelInput) -> str | None:
+        """Keep a picture, and return its id, 128 bits of the system's randomness, or None if it is not kept."""
+        pixels = picture.pixels
+        value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
+        cost = len(value) + _OVERHEAD_BYTES
+        most = self._max_bytes // cost
+        if self._milliseconds == 0 or most == 0:
+            return None
+        image_id = secrets.token_urlsafe(16)
+        keys = [f"{self._prefix}{key}" for key in ("order", f"picture:{image_id}", "evictions")]
+
+        async def keep() -> str:
+            pictures, evicted = await self._put(keys, [image_id, value, self._milliseconds, most])
+            self._usage = StoreUsage(int(pictures), int(pictures) * cost, int(evicted))
+            return image_id
+
+        return await self._ask(keep)
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture, or None if it is unknown, expired or pushed out, or Redis does not answer."""
+        if not _ID.fullmatch(image_id):
+            return None
+
+        async def find() -> ModelInput | None:
+            data = cast(bytes | None, await self._redis.get(f"{self._prefix}picture:{image_id}"))
+            if data is None:
+                return None
+            try:
+                rows, columns, channels, *region = _HEADER.unpack_from(data)
+                pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
+                return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
+            except (struct.error, ValueError, OverflowError):  # of another version: Redis itself is well
+                self._failed()
+                return None
+
+        return await self._ask(find)
+
+    def usage(self) -> StoreUsage:
+        """Return what was kept by all replicas when this process last kept a picture."""
+        return self._usage
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    async def _ask(self, question: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Return Redis' answer, or None when there is none that makes sense; it is then left alone for a moment."""
+        if self._clock() < self._paused_until:
+            self._failed()
+            return None
+        try:
+            async with asyncio.timeout(_TIMEOUT_SECONDS):
+                return await question()
+        except Exception as error:  # noqa: BLE001  what is no Redis, or keeps something else, fails in any way
+            self._paused_until = self._clock() + _PAUSE_SECONDS
+            self._failed()
+            # It may quote what was answered, of any length and with line breaks.
+            text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
+            logger.warning("kept pictures: Redis does not answer: %s", text)
+            return None

@@ -1,0 +1,305 @@
+"""Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import struct
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.images.preprocess import ModelInput
+from model.images.region import Region
+from service.web.image_stores.redis import RedisImageStore
+from tests.service.fakes import PATIENCE, on_a_loop, png
+from tests.service.web.apps import app, pipeline_of, until
+
+redis = pytest.importorskip("redis", reason="the package redis is not installed")
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+
+
+COST = 20 * 20 * 3 + 44 + 512
+"""Bytes of a picture: its pixels, their head, and what Redis has for itself."""
+
+
+class Redis:
+    """A server that listens on a socket in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.start()
+
+    def start(self) -> None:
+        options = {"port": "0", "unixsocket": str(self.socket), "save": "", "dir": str(self.socket.parent)}
+        command = ["redis-server", *(word for name, value in options.items() for word in (f"--{name}", value))]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        client = redis.Redis.from_url(self.url, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.01), 3000))
+        assert client.ping()
+        client.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(shared_server: Redis) -> Redis:
+    client = redis.Redis.from_url(shared_server.url)
+    client.flushall()
+    client.close()
+    return shared_server
+
+
+def picture(value: int, side: int = 20) -> ModelInput:
+    return ModelInput(np.full((side, side, 3), value, np.uint8), Region(1.5, 2, 30, 40))
+
+
+@asynccontextmanager
+async def stores(server: Redis, count: int = 2, **changes: Any) -> AsyncIterator[list[RedisImageStore]]:
+    """Those of several replicas."""
+    options: dict[str, Any] = {"name": "cats", "ttl": 60, "max_bytes": 1 << 20, "failed": lambda: None} | changes
+    made = [RedisImageStore(server.url, **options) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for store in made:
+            await store.close()
+
+
+async def put(store: RedisImageStore, kept: ModelInput) -> str:
+    image_id = await store.put(kept)
+    assert image_id is not None
+    return image_id
+
+
+@on_a_loop
+async def test_each_replica_finds_the_pictures_of_the_others(server: Redis) -> None:
+    async with stores(server) as (one, two):
+        ids = {value: await put(one if value % 2 else two, picture(value)) for value in range(5)}
+        for value, image_id in ids.items():
+            for store in (one, two):
+                found = await store.get(image_id)
+                assert found is not None
+                np.testing.assert_array_equal(found.pixels, picture(value).pixels)
+                assert found.region == Region(1.5, 2, 30, 40)
+        assert two.usage().pictures == 5
+        assert len(set(ids.values())) == 5
+
+
+@on_a_loop
+async def test_services_of_another_name_have_pictures_of_their_own(server: Redis) -> None:
+    async with stores(server, 1) as (cats,), stores(server, 1, name="dogs") as (dogs,):
+        image_id = await put(cats, picture(1))
+        assert await dogs.get(image_id) is None
+        assert await cats.get(image_id) is not None
+
+
+@on_a_loop
+async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
+    async with stores(server, max_bytes=10_000) as (one, two):
+        ids = [await put(one if value % 2 else two, picture(value)) for value in range(20)]
+        alive = [await one.get(image_id) is not None for image_id in ids]
+        usage = two.usage() if two.usage().evicted > one.usage().evicted else one.usage()
+        assert 2 <= usage.pictures <= 10_000 // 1200
+        assert usage.size == usage.pictures * COST
+        assert usage.evicted == 20 - usage.pictures
+        assert alive == [False] * (20 - usage.pictures) + [True] * usage.pictures
+
+
+@on_a_loop
+async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
+    async with stores(server, 1, ttl=0.05) as (store,):
+        image_id = await put(store, picture(1))
+        async with asyncio.timeout(PATIENCE):
+            while await store.get(image_id) is not None:
+                await asyncio.sleep(0.005)
+        await put(store, picture(2))
+        assert store.usage().pictures == 1
+        assert store.usage().evicted == 0
+    client = redis.Redis.from_url(server.url)
+    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order")), "keys that nobody asks for go too"
+    client.close()
+
+
+@on_a_loop
+@pytest.mark.parametrize("wrong", ["", "x", "é" * 22, "A" * 22, "A" * 10_000, "../order", "*" * 22])
+async def test_an_unknown_id_leads_to_nothing(server: Redis, wrong: str) -> None:
+    async with stores(server, 1) as (store,):
+        await put(store, picture(1))
+        assert await store.get(wrong) is None
+
+
+@on_a_loop
+async def test_nobody_waits_longer_than_a_quarter_of_a_second(
+    server: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def at_once(seconds: float | None) -> asyncio.Timeout:
+        bounds.append(seconds)
+        return timeout(0)
+
+    async with stores(server, 1) as (store,):
+        assert store.usage() == (0, 0, 0)
+        monkeypatch.setattr(asyncio, "timeout", at_once)
+        assert await store.put(picture(1)) is None
+        monkeypatch.undo()
+    assert bounds[0] == 0.25
+    assert caplog.messages == ["kept pictures: Redis does not answer: TimeoutError"]
+
+
+def test_a_time_is_rounded_up_to_a_millisecond() -> None:
+    """To Redis no time at all is an error."""
+    for ttl, milliseconds in ((0.0004, 1), (60, 60_000)):
+        store = RedisImageStore("redis://localhost:1", name="cats", ttl=ttl, max_bytes=1, failed=lambda: None)
+        assert store._milliseconds == milliseconds
+
+
+@on_a_loop
+async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
+    failures: list[None] = []
+    for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}, {"max_bytes": COST - 1}):
+        async with stores(server, 1, failed=lambda: failures.append(None), **changes) as (store,):
+            assert await store.put(picture(1)) is None
+    assert failures == []
+    async with stores(server, 1, max_bytes=COST) as (store,):
+        for value in (1, 2):
+            assert await store.get(await put(store, picture(value))) is not None
+        assert store.usage() == (1, COST, 1)
+
+
+@on_a_loop
+async def test_a_store_that_is_closed_leaves_no_connection(server: Redis) -> None:
+    client = redis.Redis.from_url(server.url)
+    before = client.client_list()
+    async with stores(server) as made:
+        for store in made:
+            await put(store, picture(1))
+        assert len(client.client_list()) > len(before)
+    await until(lambda: len(client.client_list()) <= len(before))
+    client.close()
+
+
+@on_a_loop
+async def test_when_redis_is_gone_classification_goes_on_without_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Redis(tmp_path)
+    clock = Clock()
+    service = app(clock, recent_url=server.url, recent_ttl=60)
+    first = (await service.classify(png(1))).json
+    assert (await service.get("/attention", f"id={first['id']}&method=cls")).status == 200
+    server.stop()
+    for failures in (1, 2):
+        answer = await service.classify(png(2))
+        assert answer.status == 200
+        assert "id" not in answer.json
+        assert service.metric("vit_recent_errors_total") == failures
+    [line] = [message for message in caplog.messages if message.startswith("kept pictures: Redis does not answer: ")]
+    assert server.url.removeprefix("unix://") in line
+    assert (await service.get("/attention", f"id={first['id']}")).status == 404
+    server.start()
+    clock.now += 0.9
+    assert "id" not in (await service.classify(png(3))).json  # it is left alone for a second
+    clock.now += 0.1
+    assert "id" in (await service.classify(png(3))).json
+    server.stop()
+
+
+SIZES = struct.Struct("<3I4d")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"x",
+        SIZES.pack(8, 8, 3, 0, 0, 8, 8) + bytes(8 * 8 * 3 - 1),
+        SIZES.pack(1 << 31, 1 << 31, 1 << 31, 0, 0, 8, 8) + bytes(100),
+        SIZES.pack(0, 0, 0, 0, 0, 8, 8),
+        SIZES.pack(9, 9, 3, 0, 0, 9, 9) + bytes(9 * 9 * 3),
+        SIZES.pack(8, 8, 1, 0, 0, 8, 8) + bytes(8 * 8),
+    ],
+    ids=["empty", "short", "truncated", "huge", "of no size", "of another model", "of one channel"],
+)
+async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_its_id(
+    server: Redis, value: bytes
+) -> None:
+    service = app(recent_url=server.url, recent_ttl=60)
+    image_id = (await service.classify(png(1))).json["id"]
+    client = redis.Redis.from_url(server.url)
+    [key] = client.keys("*picture:*")
+    client.set(key, value)
+    client.close()
+    for query in ("method=cls&format=json", "format=png"):
+        assert (await service.get("/attention", f"id={image_id}&{query}")).status == 404
+    assert "id" in (await service.classify(png(2))).json
+
+
+@on_a_loop
+async def test_other_values_under_its_keys_cost_the_id_only(server: Redis) -> None:
+    clock = Clock()
+    service = app(clock, recent_url=server.url, recent_ttl=60)
+    assert "id" in (await service.classify(png(1))).json
+    client = redis.Redis.from_url(server.url)
+    for suffix in ("evictions", "order"):
+        [order] = client.keys(f"*{suffix}") or client.keys("*order")
+        client.set(order.replace(b"order", suffix.encode()), "abc")
+        answer = await service.classify(png(2))
+        assert answer.status == 200
+        assert "id" not in answer.json
+        clock.now += 1
+    client.close()
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "said",
+    [b"+hello\r\n", b":x\r\n", b"$-2\r\n", b"*1\r\n" * 3000, b"-a" + b"b" * 100_000 + b"\r\n", b"GET / HTTP/1.1\r\n"],
+    ids=["a string", "no number", "nothing", "nested", "long", "HTTP"],
+)
+async def test_what_is_no_redis_costs_the_id_only(
+    said: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(said)
+        writer.close()
+
+    path = str(tmp_path / "socket")
+    clock = Clock()
+    service = app(clock, recent_url=f"unix://{path}", recent_ttl=60)
+    async with await asyncio.start_unix_server(answer, path):
+        classified = await service.classify(png(1))
+        assert classified.status == 200
+        assert "id" not in classified.json
+        clock.now += 1
+        assert (await service.get("/attention", f"id={'A' * 22}&method=cls")).status == 404
+        await pipeline_of(service).pictures.close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "vitserve"]
+    assert lines
+    assert all(len(line) < 300 and line.isprintable() for line in lines)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,49 @@
+"""The numbers of answers have the digits that they are known to, and no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.images.region import Region
+from model.prediction import AttentionMap, MapRequest
+from service.web.routes.attention import map_fields, region_document
+from vitserve.documents import Prediction
+
+LABELS = ("cat", "dog", "eel")
+
+
+def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
+    predictions = Prediction.ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
+    assert [(each.label, each.index, each.score) for each in predictions] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
+
+
+def test_a_class_without_a_score_is_a_defect() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Prediction.ranked(LABELS, [2, 0], [0.5])
+
+
+def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
+    assert region_document(Region(1 / 3, 2 / 3, 100.12345, 7)).model_dump() == {
+        "x": 0.333,
+        "y": 0.667,
+        "width": 100.123,
+        "height": 7,
+    }
+
+
+def test_a_map_is_told_to_seven_decimals() -> None:
+    values = np.array([[1 / 3, 0.25]], np.float32)
+    assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
+        "method": "cls",
+        "fusion": None,
+        "discard": None,
+        "class": None,
+        "label": None,
+        "grid": (1, 2),
+        "layer": 2,
+        "head": "max",
+        "values": [[0.3333333, 0.25]],
+        "kept_mass": 0.6666667,
+    }
+    assert map_fields(AttentionMap(MapRequest("relevance", 1), values, 1.0), LABELS)["label"] == "dog"

@@ -1,0 +1,100 @@
+"""How many files one POST /classify passes in one process: whoever follows a request reads as many."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from service.engine.loading import load_predictor
+from service.engine.swapping import LocalSwap
+from service.http.lifecycle import Lifecycle
+from service.http.server import Server
+from service.metrics.metrics import Metrics
+from service.settings import Settings, load_settings
+from service.web.app import create_app
+from service.web.single_process import engine_of
+from tests.e2e.checkpoints import write_checkpoint
+from tests.launcher import until
+
+REPOSITORY = Path(__file__).parents[3]
+MOST = 36
+
+
+class Recorder:
+    """Records, while `on`, the files of `service` and `model` whose functions are called in any thread."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if self.on and event == "call":
+            self.files.add(frame.f_code.co_filename)
+
+    def passed(self) -> list[str]:
+        """The files, relative to the repository, without those of the tests and of libraries."""
+        paths = (Path(file) for file in self.files)
+        named = (path.relative_to(REPOSITORY) for path in paths if path.is_relative_to(REPOSITORY))
+        return sorted(str(path) for path in named if path.parts[0] in ("service", "model"))
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def files_passed(settings: Settings) -> list[str]:
+    """Serve in this process, classify until all is warm, and return the files that one more request passes."""
+    recorder, lifecycle, metrics = Recorder(), Lifecycle(), Metrics()
+    sys.setprofile(recorder)
+    threading.setprofile(recorder)
+    try:
+        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
+        server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
+
+        def classify(connection: http.client.HTTPConnection) -> None:
+            connection.request("POST", "/classify", picture(), {"Content-Type": "image/jpeg"})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            answer.read()
+
+        def call() -> None:
+            try:
+                until(lambda: server.started and engine.current.engine.status.state == "ready")
+                connection = http.client.HTTPConnection("127.0.0.1", server.port)
+                for _ in range(3):
+                    classify(connection)
+                recorder.on = True
+                classify(connection)
+                recorder.on = False
+                connection.close()
+            finally:
+                server.should_exit = True
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        server.run()
+        caller.join()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return recorder.passed()
+
+
+def test_a_request_passes_few_files(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny", "tiny", (16, 16), ("a", "b", "c"), 0)
+    files = files_passed(load_settings({"checkpoint": str(folder), "host": "127.0.0.1", "port": 0}))
+    assert "service/http/protocol.py" in files, "the recorder sees the event loop"
+    assert "service/engine/streams.py" in files, "the recorder sees the engine's threads"
+    assert "model/images/preprocess.py" in files, "the recorder sees the decode threads"
+    assert len(files) <= MOST, "\n".join(files)
