@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, torchvision
+from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
@@ -55,7 +55,7 @@ _WEIGHTS: Final = re.compile(r".+\.(safetensors|pth|pt|bin|ckpt|pth\.tar)")
 _TRAINING: Final = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|random_states|adapter_model")
 _HEAD: Final = re.compile(r"(\w+[_-])?(head|classifier|fc|linear|linear_probe)\.")
 
-READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)
+READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, state_dict)
 
 
 def load_checkpoint(

@@ -13,6 +13,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
+from model.checkpoint.torchvision import MODELS, published_preset
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network.vit import meta_model
@@ -67,7 +69,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     tensors = renamed(mapped(files.tensors(), options.keys), _RENAMES)
     if "register_tokens" in tensors:
         tensors = _with_registers(tensors, where)
-    name, given = parse_architecture(options.architecture) if options.architecture else ("", {})
+    named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
+    name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
     told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
@@ -80,6 +83,16 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
     if has_pooler:
         told["head_act"] = "tanh"
+    label, assumed = "", list[str]()
+    if library == "torchvision" and not name:
+        width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
+        label, told["num_heads"] = MODELS.get((width, patch), ("", None))
+        options, assumed = _published(files.file.name, label, tensors["head.weight"].shape[0], options)
+        name = OWN if label else ""
+    if named not in (None, label):
+        raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
+    if told.get("num_heads", 0) is None:
+        del told["num_heads"]
     preprocess = options.preprocess_or(None, where) if options.preprocess else None
     asked, config = (
         _own(tensors, told, given, preprocess, where)
@@ -102,14 +115,27 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         name=files.file.stem,
         source=files.source,
         format=FORMAT,
-        architecture=name,
+        architecture=label or name,
         config=config,
         preprocess=preprocess,
         labels=options.labels_or(labels, config.num_classes, where),
         tensors=native_tensors(native_names(shaped, config), config, where),
         notes=notes,
-        assumed=_assumed(config, given, library if name == OWN else name),
+        assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
     )
+
+
+def _published(file: str, name: str, classes: int, options: CheckpointOptions) -> tuple[CheckpointOptions, list[str]]:
+    """Return the options with what is published for a released file of torchvision, and what was assumed so."""
+    preset = published_preset(file, name)
+    assumed = []
+    if preset is not None and options.preprocess is None:
+        options = replace(options, preprocess=preset)
+        assumed.append(f"preprocessing: {preset}, for the released file {file} (VIT_PREPROCESS)")
+    if preset is not None and options.labels is None and classes == 1000:
+        options = replace(options, labels="imagenet-1k")
+        assumed.append(f"labels: imagenet-1k, for the released file {file} (VIT_LABELS)")
+    return options, assumed
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
