@@ -108,10 +108,11 @@ def parse_maps(
     """
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
-    implied: Method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
+    methods = methods_of(config)
+    implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
-    if name not in METHODS:
-        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(METHODS)}")
+    if name not in methods:
+        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
     strangers = [
         *(["class"] if classes is not None and name not in CLASS_SPECIFIC else []),
         *(of_row if name != "cls" else []),
@@ -124,6 +125,13 @@ def parse_maps(
     if name == "rollout":
         return [_parse_rollout(fusion, discard)]
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
+
+
+def methods_of(config: ViTConfig) -> tuple[Method, ...]:
+    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+    if config.norm_order == "post":
+        return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
+    return METHODS
 
 
 def _parse_rollout(fusion: str | None, discard: float | None) -> MapRequest:

@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         _prepare(out)
     settings = settings_from(arguments)
+    if settings.keys is not None and not Path(settings.keys).expanduser().exists():
+        return _write_draft(settings, Path(settings.keys).expanduser())
     checkpoint = checkpoint_from(settings)
     model = checkpoint.build()  # names, shapes and values of the weights are checked here
     _print_summary(checkpoint)
@@ -74,6 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
     text = _draw_attention(checkpoint, model, images, out)
     print(f"{out / DISTANCE}: {len(files) - len(unreadable)} pictures, {text}")  # noqa: T201
     return int(bool(unreadable))
+
+
+def _write_draft(settings: Settings, path: Path) -> int:
+    """Write a first draft of a map of the names of a state dict."""
+    from model.checkpoint import key_map, stored_tensors  # noqa: PLC0415  torch takes seconds to import
+
+    text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError("keys", f"{path}: cannot be written: {error.strerror}") from error
+    count, unknown = text.count("[[tensor]]"), text.count('to = "?"')
+    print(f"{path}: a first draft of {count} entries; in {unknown} of them say what it is in place of ?")  # noqa: T201
+    return 0
 
 
 def _prepare(out: Path) -> None:

@@ -28,6 +28,9 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         preprocess=settings.preprocess,
         labels=settings.labels,
         architecture=settings.architecture,
+        weights=settings.weights,
+        keys=settings.keys,
+        base=settings.base,
     )
 
 
@@ -47,6 +50,8 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     checkpoint = checkpoint_from(settings)
+    for assumption in checkpoint.assumed:
+        logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
     predictor = Predictor(

@@ -99,6 +99,7 @@ class ModelInfo:
     max_batch: int
     gpu_uuid: str | None
     agreement: str | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -186,4 +186,4 @@ def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_p
     path.write_text(json.dumps(config))
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.labels[207] == "golden retriever"
-    assert any("imagenet-1k" in note for note in checkpoint.notes)
+    assert any("imagenet-1k" in note for note in checkpoint.assumed)

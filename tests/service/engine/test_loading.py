@@ -39,6 +39,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "max_batch": 3,
         "gpu_uuid": None,
         "agreement": None,
+        "assumed": (),
     }
 
 
@@ -50,7 +51,8 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     known = model_info(temperature=2.0, device="cuda:1", dtype="bfloat16")
     facts = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
     del facts["device"], facts["dtype"]
-    checkpoint = SimpleNamespace(**facts, notes=("no mean is given", "nor a deviation"))
+    facts["assumed"] = ("no mean is given (VIT_PREPROCESS)",)
+    checkpoint = SimpleNamespace(**facts, notes=("left aside: epoch",))
     made: list[tuple[Any, dict[str, Any]]] = []
 
     def predictor(given: Any, **options: Any) -> SimpleNamespace:
@@ -67,8 +69,8 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     named = {"device": "cuda:0", "device_name": "cuda:1"}
     fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9}
     assert made == [(checkpoint, chosen | named | fixed)]
-    assert info == known  # what both have is the checkpoint's
-    assert caplog.messages == ["fake: no mean is given", "fake: nor a deviation"]
+    assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
+    assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
 
 
 @pytest.mark.parametrize(
