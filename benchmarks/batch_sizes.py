@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.batches import BatchRequest
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import OpenVino

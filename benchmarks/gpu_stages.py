@@ -19,7 +19,7 @@ from benchmarks.checkpoints import REPOSITORY
 from benchmarks.gpu_bench import Bench, read
 from benchmarks.gpu_engine_process import EngineProcess
 from benchmarks.record import table
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 
 TESTS = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
 _TESTED = ("tests/model/runtime/cuda/test_cuda.py", "tests/model/runtime/test_float8.py")

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
-from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.batches import BatchRequest
 from model.runtime.choice import BackendName
 from model.runtime.openvino.backend import OpenVino

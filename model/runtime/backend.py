@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import Compilation
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.network.vit import embedding_name
-from model.prediction import Pooling, RequestedOutputs
+from model.outputs import Pooling, RequestedOutputs
 
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""

@@ -22,7 +22,7 @@ from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
-from model.prediction import (
+from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
     EmbeddingRequest,

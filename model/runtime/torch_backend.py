@@ -20,7 +20,7 @@ from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, count_parameters
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.backend import first_line
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, launch_size
 from model.runtime.compilation import CompilationState, compiled_twin

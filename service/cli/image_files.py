@@ -21,7 +21,7 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import ImageError, InputError
 from model.images.preprocess import ModelInput, model_input
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.settings import Settings
 

@@ -25,7 +25,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 

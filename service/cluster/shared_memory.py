@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.web.admission import ByteBudget, Limiter
-from service.web.keys import KeyLimiter
+from service.web.api_keys import KeyLimiter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 

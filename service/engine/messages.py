@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""

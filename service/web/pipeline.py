@@ -31,7 +31,7 @@ from model.config import PreprocessConfig
 from model.errors import ImageError
 from model.images.formats import UnboundedWork
 from model.images.preprocess import model_input
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable

@@ -18,7 +18,7 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.processes import Processes

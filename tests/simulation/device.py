@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, MapRequest, Outputs, RequestedOutputs
+from model.outputs import AttentionMap, MapRequest, Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.threads import Threads

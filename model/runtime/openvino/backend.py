@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
 from model.runtime.openvino.graph import PRECISIONS, core

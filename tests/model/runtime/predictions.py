@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.prediction import AttentionMap, MapRequest, RequestedOutputs
+from model.outputs import AttentionMap, MapRequest, RequestedOutputs
 from model.runtime.backend import Images
 from model.runtime.predictor import Predictor
 
 
 class Predictions(NamedTuple):
-    """The outputs of a batch's images: `model.prediction.Outputs`, stacked."""
+    """The outputs of a batch's images: `model.outputs.Outputs`, stacked."""
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]

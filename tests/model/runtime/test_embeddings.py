@@ -12,7 +12,7 @@ from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import InputError
 from model.network.vit import VisionTransformer, embedding_name
-from model.prediction import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
+from model.outputs import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
 from model.runtime.backend import Images
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.backend import OpenVino, unsupported_reason

@@ -17,7 +17,7 @@ from model.explanation.folded_weights import fold
 from model.network.layers.block import Mlp
 from model.network.layers.float8 import Float8Linear
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime import float8 as float8_module
 from model.runtime import predictor as module
 from model.runtime.batches import BatchRequest

@@ -15,7 +15,7 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.choice import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16

@@ -16,7 +16,7 @@ from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.network.vit import VisionTransformer
-from model.prediction import AttentionMap, MapRequest
+from model.outputs import AttentionMap, MapRequest
 from model.runtime import postprocess
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.choice import BackendName

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from torch import nn
 
-from model.prediction import Outputs
+from model.outputs import Outputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import (
+from model.outputs import (
     FUSIONS,
     METHODS,
     POOLINGS,

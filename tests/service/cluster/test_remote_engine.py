@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from service.cluster.engine_server import EngineServer
 from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine

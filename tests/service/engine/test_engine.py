@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from service.engine.local import LocalEngine
 from service.errors import DeadlineExceeded, InferenceFailed, QueueFull
 from tests.service.engine.conftest import Running

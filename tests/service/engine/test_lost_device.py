@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from model.errors import NewProcessNeeded
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest

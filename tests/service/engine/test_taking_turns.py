@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.engine.streams import Streams
 from tests.service.fakes import FakePredictor, pixels, request_for

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime import compilation
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import CompilationState, Network, compiled_network

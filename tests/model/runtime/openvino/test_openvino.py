@@ -18,7 +18,7 @@ from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.batches import BatchOutputs
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
