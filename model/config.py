@@ -16,7 +16,7 @@ Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, l
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -56,6 +56,29 @@ class ResNetStem(Frozen):
         return 4 if not self.layers else 4 * 2 ** (len(self.layers) - 1)
 
 
+class ConvolutionalStem(Frozen):
+    """Convolutions before the patches' own, an activation after each (Xiao et al. 2021, arXiv 2106.14881).
+
+    Each is padded by half of its kernel; batch norms are folded into them.
+    """
+
+    widths: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)]
+    kernels: tuple[Annotated[int, Field(ge=1, le=15)], ...]
+    strides: tuple[Annotated[int, Field(ge=1, le=8)], ...]
+    activation: Activation = "relu"
+
+    @property
+    def stride(self) -> int:
+        """Return the number of input pixels along each axis for one output pixel."""
+        return math.prod(self.strides)
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if not len(self.widths) == len(self.kernels) == len(self.strides):
+            raise ValueError("widths, kernels and strides need one number for each convolution")
+        return self
+
+
 class ViTConfig(Frozen):
     """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
 
@@ -79,9 +102,12 @@ class ViTConfig(Frozen):
     """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
 
     stem: ResNetStem | None = None
+    conv_stem: ConvolutionalStem | None = None
     patch_embedding: Literal["convolution", "linear"] = "convolution"
     """How patches become tokens; both compute the same map."""
     patch_bias: bool = True
+    patch_norms: bool = False
+    """A LayerNorm over each flattened patch and one over its token (vit-pytorch); needs 'linear'."""
     position_embedding: Literal["learned", "sincos2d", "none"] = "learned"
     """sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580)."""
     position_prefix: bool = True
@@ -97,7 +123,11 @@ class ViTConfig(Frozen):
 
     norm_before_blocks: bool = False
     """A LayerNorm stands between the embedding and the first block (CLIP)."""
+    norm_order: Literal["pre", "post"] = "pre"
+    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
+    """Dimension of queries, keys and values over all heads; None is `width`."""
     qkv_bias: bool = True
     projection_bias: bool = True
     """The attention's output projection and the MLP have biases."""
@@ -116,6 +146,10 @@ class ViTConfig(Frozen):
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
+    """Hidden dimension of a head of two layers; None is one layer."""
+    head_activation: Activation = "tanh"
+    """Between the two layers of the head."""
     distillation_head: bool = False
     """The distillation token has a linear head of its own; the logits of both are averaged."""
 
@@ -126,12 +160,17 @@ class ViTConfig(Frozen):
             raise ValueError(f"image_size {rows}x{columns} is not a multiple of patch_size {self.patch_size}")
         if rows < self.patch_size or columns < self.patch_size:
             raise ValueError(f"image_size {rows}x{columns} is smaller than patch_size {self.patch_size}")
-        if self.stem is not None and self.patch_size % self.stem.stride:
-            raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {self.stem.stride}")
-        if self.stem is not None and self.patch_embedding != "convolution":
-            raise ValueError("a stem needs patch_embedding 'convolution'")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        for stem in (self.stem, self.conv_stem):
+            if stem is not None and self.patch_size % stem.stride:
+                raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {stem.stride}")
+            if stem is not None and self.patch_embedding != "convolution":
+                raise ValueError("a stem needs patch_embedding 'convolution'")
+        if self.stem is not None and self.conv_stem is not None:
+            raise ValueError("there is one stem, not two")
+        if self.inner_width % self.heads:
+            raise ValueError(f"width {self.inner_width} is not a multiple of heads {self.heads}")
+        if self.patch_norms and self.patch_embedding != "linear":
+            raise ValueError("patch_norms needs patch_embedding 'linear'")
         if self.position_embedding == "sincos2d" and self.width % 4:
             raise ValueError(f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {self.width}")
         return self
@@ -141,7 +180,7 @@ class ViTConfig(Frozen):
         """Refuse absurd sizes before anything of them is allocated, even without storage."""
         if self.tokens > _MAX_TOKENS:
             raise ValueError(f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed")
-        if self.depth * self.width * (4 * self.width + 2 * self.mlp_width) > _MAX_PARAMETERS:
+        if self.depth * self.width * (4 * self.inner_width + 2 * self.mlp_width) > _MAX_PARAMETERS:
             raise ValueError(f"more than the {_MAX_PARAMETERS:,} parameters that are allowed")
         if self.relative_position_bias and self.tokens > _MAX_RELATIVE_TOKENS:
             raise ValueError(f"relative_position_bias with {self.tokens} tokens, at most {_MAX_RELATIVE_TOKENS}")
@@ -161,6 +200,8 @@ class ViTConfig(Frozen):
     def _head_agrees(self) -> Self:
         if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
             raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.distillation_head and self.head_width is not None:
+            raise ValueError("distillation_head needs a head of one layer")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
         if self.pool == "attention" and self.mlp != "plain":
@@ -186,6 +227,11 @@ class ViTConfig(Frozen):
     def position_tokens(self) -> int:
         """Return the number of entries of the position embedding."""
         return self.tokens if self.position_prefix else math.prod(self.grid)
+
+    @property
+    def inner_width(self) -> int:
+        """Return the dimension of queries, keys and values over all heads."""
+        return self.attention_width or self.width
 
     @property
     def attention_source(self) -> AttentionSource:

@@ -12,6 +12,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from prometheus_client import Metric
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,8 +22,7 @@ from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
 from service.http.lifecycle import freeze_objects, trim_regularly
-from service.metrics.metrics import CONTENT_TYPE, Metrics
-from service.metrics.replicas import merge
+from service.metrics.metrics import CONTENT_TYPE, Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
@@ -141,7 +141,7 @@ class Replica:
         if not self._engine.ready:
             raise EngineUnavailable(self._engine.status.reason)
 
-    async def own_metrics(self) -> tuple[str, str]:
+    async def own_metrics(self) -> tuple[str, list[Metric]]:
         """Return the name and the metrics of this replica."""
         return self._metrics.own()
 
@@ -167,9 +167,9 @@ class _MetricsOfAll(Metrics):
         super().__init__()
         self._replicas: Any = None
 
-    def own(self) -> tuple[str, str]:
+    def own(self) -> tuple[str, list[Metric]]:
         """Return the name and the metrics of this replica."""
-        return serve.get_replica_context().replica_id.unique_id, self.render().decode()
+        return serve.get_replica_context().replica_id.unique_id, list(self.collect())
 
     async def gather(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics of all replicas that answer in time, with the label `replica`, as text."""
@@ -183,4 +183,4 @@ class _MetricsOfAll(Metrics):
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])
         others = dict(answer for answer in answers if not isinstance(answer, BaseException))
-        return await asyncio.to_thread(merge, others | own), CONTENT_TYPE
+        return await asyncio.to_thread(render_replicas, others | own), CONTENT_TYPE

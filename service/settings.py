@@ -10,7 +10,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,7 +20,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
 from model.errors import first_problem
-from service.api_keys import parse_keys
 from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
@@ -29,6 +29,37 @@ MEMORY = "memory://"
 
 _SECRET = frozenset({"admin_key", "api_keys", "recent_url"})
 """Settings whose values are not shown."""
+
+
+_NAMED_KEY = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key, which is secret, and its name, which logs and metrics show."""
+
+    name: str
+    secret: bytes
+
+
+def parse_keys(written: Iterable[str]) -> list[ApiKey]:
+    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
+
+    Raises:
+        ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
+            is not set would otherwise be a key that can be guessed.
+    """
+    keys = []
+    for place, text in enumerate(written, start=1):
+        named = _NAMED_KEY.fullmatch(text)
+        keys.append(ApiKey(named[1], named[2].strip().encode()) if named else ApiKey(f"key{place}", text.encode()))
+    if not all(key.secret for key in keys):
+        raise ValueError("expected a key after each name, as in NAME:KEY")
+    if len({key.name for key in keys}) < len(keys):
+        raise ValueError("expected a name for one key only")
+    if len({key.secret for key in keys}) < len(keys):
+        raise ValueError("expected each key once")
+    return keys
 
 
 def _image_size(value: object) -> object:
@@ -107,12 +138,6 @@ def _otel(value: bool) -> bool:
     return value
 
 
-def _decode(value: str) -> str:
-    if value == "device" and not _is_installed("nvidia.nvimgcodec"):
-        raise ValueError("it needs nvImageCodec: pip install -e '.[gpu-decode]' in the clone")
-    return value
-
-
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -150,6 +175,7 @@ def _check_platform(instead: str) -> None:
 
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 CommaSeparated = BeforeValidator(_comma_separated)
 
@@ -166,7 +192,16 @@ class Settings(BaseSettings):
         None, description="JSON file or preset's name, for formats that carry no preprocessing"
     )
     labels: Name | None = Field(None, description="file or preset's name, for formats that carry no labels")
-    architecture: Name | None = Field(None, description="timm's name of the architecture, for plain state dicts")
+    architecture: Name | None = Field(
+        None,
+        description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "
+        "arguments after commas",
+    )
+    weights: Name | None = Field(
+        None, description="`ema`, `raw`, `student`, `teacher` or a key, for files that hold several copies of a network"
+    )
+    base: Name | None = Field(None, description="checkpoint that a LoRA folder adapts, instead of the one it names")
+    keys: Name | None = Field(None, description="TOML file that maps the names of a state dict; see `inspect --keys`")
     image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
@@ -215,11 +250,6 @@ class Settings(BaseSettings):
         description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
 
-    decode: Annotated[Literal["cpu", "device"], AfterValidator(_decode)] = Field(
-        "cpu",
-        description="where JPEGs are decoded: `device` is a GPU, with the extra `gpu-decode`; all else on the CPU",
-    )
-
     # Where it listens.
     host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
@@ -249,14 +279,14 @@ class Settings(BaseSettings):
         description="images in the service at once: received, decoded, queued or computed. Default: 256, or two "
         "largest batches a stream where that is more",
     )
-    request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    request_timeout: Timeout = Field(
         10, description="seconds from the request's head within which its image must be launched"
     )
 
-    batch_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    batch_timeout: Timeout = Field(
         30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
     )
-    load_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+    load_timeout: Timeout = Field(
         600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
     )
 

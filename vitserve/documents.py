@@ -182,3 +182,7 @@ class ModelDescription(BaseModel):
         str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
     ]
     attention_methods: list[str]
+    assumed: Annotated[
+        list[str],
+        Field(description="what the checkpoint does not say and was chosen, each with the setting that says it"),
+    ] = []

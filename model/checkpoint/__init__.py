@@ -8,15 +8,21 @@ with a `FAMILY` and add one row to its `FAMILIES`.
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm, torchvision
+from torch import Tensor
+
+from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
-from model.checkpoint.local_files import resolved_source
+from model.checkpoint.local_files import resolved_part, resolved_source
+from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.config import Size
 from model.errors import CheckpointError
@@ -45,7 +51,11 @@ class Reader(Protocol):
         """
 
 
-READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, torchvision, state_dict)
+_WEIGHTS: Final = re.compile(r".+\.(safetensors|pth|pt|bin|ckpt|pth\.tar)")
+_TRAINING: Final = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|random_states|adapter_model")
+_HEAD: Final = re.compile(r"(\w+[_-])?(head|classifier|fc|linear|linear_probe)\.")
+
+READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, state_dict)
 
 
 def load_checkpoint(
@@ -55,6 +65,9 @@ def load_checkpoint(
     preprocess: str | None = None,
     labels: str | None = None,
     architecture: str | None = None,
+    weights: str | None = None,
+    keys: str | None = None,
+    base: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -63,16 +76,23 @@ def load_checkpoint(
     Args:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
-        image_size, preprocess, labels, architecture: see `CheckpointOptions`.
+        base: what a LoRA folder adapts, instead of what it names; as `source`.
+        image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
-    files = _open(source)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture)
+    files = _open(source, weights)
+    if files.config is None and files.path(ADAPTER_CONFIG) is not None:
+        adapter, files = files, _open(adapter_base(files, base), weights)
+        adapt(files, adapter)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
+            if files.overlay is not None:
+                note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
+                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:
@@ -80,11 +100,22 @@ def load_checkpoint(
     raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
 
 
-def _open(source: str) -> Files:
+def stored_tensors(source: str, weights: str | None = None) -> Mapping[str, Tensor]:
+    """Return the tensors of a state dict under its own names, as `key_map` maps them.
+
+    Raises:
+        CheckpointError: nothing there, or it cannot be read.
+    """
+    return _open(source, weights).tensors()
+
+
+def _open(source: str, weights: str | None) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     folder_or_file = resolved_source(path, source)
     if folder_or_file is not None:
-        return Folder(path, source) if folder_or_file.is_dir() else SingleFile(path, source)
+        if not folder_or_file.is_dir():
+            return SingleFile(path, source, weights)
+        return _plain_weights(path, source, weights) or Folder(path, source)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
         return Repository(source)
@@ -92,6 +123,19 @@ def _open(source: str) -> Files:
     if similar and is_hub_id(source):
         hint += f" (the hub's repository of this name is {source}@main)"
     raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _plain_weights(folder: Path, source: str, weights: str | None) -> SingleFile | None:
+    """Return a folder's state dict, if that is all it holds; a backbone may have its head in a second file."""
+    names = sorted(path.name for path in folder.iterdir())
+    files = [name for name in names if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
+    heads = [name for name in files if _HEAD.match(name)]
+    others = [name for name in files if name not in heads]
+    if ADAPTER_CONFIG in names or len(others) != 1 or len(heads) > 1 or (CONFIG_FILE in names and not heads):
+        return None
+    for name in files:
+        resolved_part(folder, name, str(folder / name))
+    return SingleFile(folder / others[0], source, weights, folder / heads[0] if heads else None)
 
 
 def _instead(files: Files) -> str:

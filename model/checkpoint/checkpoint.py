@@ -35,7 +35,8 @@ class Checkpoint:
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
-        notes: what was chosen that the files themselves do not say (a preset, by name), for the log at start-up.
+        assumed: what the files do not say and was chosen by a name, each with the setting that says it.
+        notes: what else was done with the files (tensors left aside, names inferred).
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
     """
 
@@ -50,6 +51,7 @@ class Checkpoint:
     temperature: float = 1.0
     multi_label: bool = False
     revision: str | None = None
+    assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     antialias: bool = True
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from torch import Tensor
 
+from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.tensor_files import PICKLE_SUFFIXES, read_pickle, read_safetensors, without_prefixes
+from model.checkpoint.tensor_files import (
+    ARCHIVE_SUFFIX,
+    FOREIGN,
+    PICKLE_SUFFIXES,
+    read_archive,
+    read_pickle,
+    read_safetensors,
+)
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -27,9 +35,13 @@ class Files(ABC):
         source: as the operator wrote it.
         place: what messages call the whole: a folder, a file, a repository.
         revision: of a hub repository (a commit); None for what lies here.
+        overlay: an adapter's files, whose preprocessing comes before the base's.
+        merge: merges the adapter into the tensors.
     """
 
     revision: str | None = None
+    overlay: Files | None = None
+    merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
     def __init__(self, source: str, place: str) -> None:
         self.source = source
@@ -71,11 +83,16 @@ class Files(ABC):
         return self._config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle.
+        """Return all tensors, with an adapter merged into them if there is one.
 
         Raises:
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
+        tensors = self._stored()
+        return tensors if self.merge is None else self.merge(tensors)
+
+    def _stored(self) -> Mapping[str, Tensor]:
+        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle."""
         path = self.path(WEIGHTS_FILE)
         if path is not None:
             return read_safetensors(path, self.where(WEIGHTS_FILE))
@@ -83,7 +100,8 @@ class Files(ABC):
             return self._sharded()
         path = self.path(PICKLE_FILE)
         if path is not None:
-            return read_pickle(path, self.where(PICKLE_FILE))
+            where = self.where(PICKLE_FILE)
+            return chosen_state_dict(read_pickle(path, where), None, where)[0]
         raise CheckpointError(f"{self.place}: no weights ({WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE})")
 
     def _sharded(self) -> dict[str, Tensor]:
@@ -122,11 +140,23 @@ class Folder(Files):
 
 
 class SingleFile(Files):
-    """One file of weights on this machine, without a config."""
+    """A state dict on this machine without a config: one file, or a backbone's and its head's in one folder.
 
-    def __init__(self, file: Path, source: str) -> None:
+    Attributes:
+        notes: what was left aside of the files, once they were read.
+        labels: by the class's index, of files that have them.
+        file: the only one, or the backbone's.
+
+    Args:
+        weights: which copy of the network; see `containers.chosen_state_dict`.
+    """
+
+    def __init__(self, file: Path, source: str, weights: str | None = None, head: Path | None = None) -> None:
         super().__init__(source, str(file))
         self.file = file
+        self.notes: tuple[str, ...] = ()
+        self.labels: dict[str, str] | None = None
+        self._weights, self._head = weights, head
         self._tensors: Mapping[str, Tensor] | None = None
 
     def where(self, name: str) -> str:
@@ -137,16 +167,28 @@ class SingleFile(Files):
         """Return None: beside the weights there is nothing."""
         return None
 
-    def _read(self) -> Mapping[str, Tensor]:
-        suffix = self.file.suffix.lower()
-        if suffix == ".safetensors":
-            return without_prefixes(read_safetensors(self.file))
-        if suffix in PICKLE_SUFFIXES:
-            return without_prefixes(read_pickle(self.file))
-        raise CheckpointError(f"{self.file}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the file's tensors, which are read once, without usual prefixes that all their names share."""
+    def _stored(self) -> Mapping[str, Tensor]:
+        """Return the tensors, which are read once, without what training code puts before all their names."""
         if self._tensors is None:
-            self._tensors = self._read()
+            tensors, self.notes = self._read(self.file)
+            if self._head is not None:
+                head, notes = self._read(self._head)
+                self.notes += notes
+                tensors = {**tensors, **{f"head.{name}": tensor for name, tensor in head.items()}}
+            self._tensors = tensors
         return self._tensors
+
+    def _read(self, file: Path) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+        where, suffix = str(file), file.suffix.lower()
+        if suffix in FOREIGN:
+            raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
+        if suffix == ".safetensors":
+            held: Any = read_safetensors(file)
+        elif suffix in PICKLE_SUFFIXES:
+            held = read_pickle(file)
+        elif suffix == ARCHIVE_SUFFIX:
+            held, self.labels = read_archive(file)
+        else:
+            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
+        tensors, notes = chosen_state_dict(held, self._weights, where)
+        return unwrapped(tensors, self._weights, where), notes

@@ -53,7 +53,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     stored.finish()
     match = _RELEASED.fullmatch(files.file.name)
     preset = f"google-{match[1]}" if match else None
-    preprocess, labels, notes = options.published(files.file, preset, config.num_classes)
+    preprocess, labels, assumed = options.published(files.file, preset, config.num_classes)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -63,7 +63,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, config, where),
-        notes=notes,
+        assumed=assumed,
     )
 
 

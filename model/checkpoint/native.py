@@ -34,6 +34,8 @@ class NativeConfig(BaseModel):
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
     """`vitserve train` fits 0.05 to 20; far below, scores overflow."""
     multi_label: bool
+    assumed: tuple[str, ...] = ()
+    """What the files that it was converted from did not say; see `Checkpoint`."""
     training: dict[str, Any] = Field(default_factory=dict)
     """How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it."""
 
@@ -60,6 +62,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors=native_tensors(files.tensors(), native.architecture, files.place),
         temperature=native.temperature,
         multi_label=native.multi_label,
+        assumed=native.assumed,
         revision=files.revision,
     )
 
@@ -83,6 +86,7 @@ def write(
         labels=checkpoint.labels,
         temperature=checkpoint.temperature,
         multi_label=checkpoint.multi_label,
+        assumed=checkpoint.assumed,
         training=training or {},
     )
     folder.mkdir(parents=True, exist_ok=True)

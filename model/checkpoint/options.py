@@ -36,13 +36,18 @@ class CheckpointOptions:
         preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own; needed for
             formats that carry none.
         labels: one of `LABEL_PRESETS` or a file, likewise.
-        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`.
+        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
+            sizes are its tensors'.
+        weights: which copy of the network, where a file has averaged and raw weights, or a student and its teacher.
+        keys: TOML file with the names of the model's tensors for those of the file; see `key_map`.
     """
 
     image_size: Size | None = None
     preprocess: str | None = None
     labels: str | None = None
     architecture: str | None = None
+    weights: str | None = None
+    keys: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
         """Raise CheckpointError where `architecture` is set beside a file that says its own."""
@@ -93,37 +98,40 @@ class CheckpointOptions:
     def published(
         self, file: Path, preset: str | None, classes: int
     ) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
-        """Return preprocessing, labels and notes for a file that carries neither.
+        """Return preprocessing, labels and what was assumed for a file that carries neither.
 
         Args:
-            file: its name appears in the notes.
+            file: its name appears in what was assumed.
             preset: the published preprocessing of the released ImageNet-1k file that this is; None for others.
             classes: how many the model has.
 
         Raises:
             CheckpointError: neither published nor chosen, or a choice that cannot be read.
         """
-        notes = []
+        assumed = []
         if preset is not None and self.preprocess is None:
-            notes.append(f"preprocessing: preset {preset}, for the released file {file.name}")
+            assumed.append(f"preprocessing: {preset}, for the released file {file.name} (VIT_PREPROCESS)")
         known = preset is not None and classes == 1000
         if known and self.labels is None:
-            notes.append(f"labels: preset imagenet-1k, for the released file {file.name}")
+            assumed.append(f"labels: imagenet-1k, for the released file {file.name} (VIT_LABELS)")
         return (
             self.preprocess_or(PREPROCESS_PRESETS[preset] if preset else None, str(file)),
             self.labels_or(imagenet_labels() if known else None, classes, str(file)),
-            tuple(notes),
+            tuple(assumed),
         )
 
 
 def read_preprocess(name: str) -> PreprocessConfig:
-    """Return a preset by name, or what a JSON file says with the fields of `model.config.PreprocessConfig`.
+    """Return a preset by name, or what JSON or a file of it says with the fields of `model.config.PreprocessConfig`.
 
     Raises:
         CheckpointError: neither a preset nor a file, or fields that are missing, unknown or wrong.
     """
     if name in PREPROCESS_PRESETS:
         return PREPROCESS_PRESETS[name]
+    if name.startswith("{"):
+        with validating("VIT_PREPROCESS"):
+            return PreprocessConfig.model_validate_json(name)
     path = Path(name).expanduser()
     if resolved_source(path, str(path)) is None:
         raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")

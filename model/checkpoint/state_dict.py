@@ -1,8 +1,9 @@
-"""Plain state dicts, named as timm or Facebook's DeiT, MAE and DINOv2 code names a ViT's tensors.
+"""Plain state dicts: under timm's names, those of Facebook's DeiT, MAE and DINOv2, or any that can be recognised.
 
-The operator names the architecture (`VIT_ARCHITECTURE`, a timm name, optionally followed by arguments
-that differ: `vit_base_patch16_224,global_pool=avg`); what the tensors say of themselves (head, depth,
-width, patch, position grid) is inferred from them and compared with it.
+The operator names the architecture (`VIT_ARCHITECTURE`): a timm name, optionally followed by arguments that differ
+(`vit_base_patch16_224,global_pool=avg`), with which the tensors are compared; or `vit`, whose sizes are the tensors'.
+Shapes do not tell the number of heads, the place of the norms, the activation and the pooling, and an absent tensor
+may be one that was lost. All that is neither told nor stated is asked for at once, with the command that states it.
 """
 
 from __future__ import annotations
@@ -10,35 +11,50 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.home_made import recognise
+from model.checkpoint.key_map import mapped
+from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
-from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
-from model.config import PreprocessConfig, ViTConfig
+from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
+from model.checkpoint.torchvision import MODELS, published_preset
+from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
+from model.network.vit import meta_model
 
 FORMAT: Final = "state_dict"
 
-_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans"})
-_UNUSED: Final = "mask_token"
-"""Of DINOv2's pre-training."""
+OWN: Final = "vit"
+"""The architecture whose sizes are those of the tensors."""
+_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans", "head_hidden"})
+_SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "final_norm"})
 _RENAMES: Final = (
     (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # DeiT III
     (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
-_TRANSFORMERS_NAMES: Final = ("vit.", "deit.", "dinov2", "beit.", "vision_model.")
-_EXPECTED_NAMES: Final = "timm's names (cls_token, patch_embed.proj.weight, blocks.0.norm1.weight, …)"
-_FIRST_BLOCK: Final = re.compile(r"((?:\w+\.)*?)blocks\.0\.")
-_SHOWN_NAMES: Final = 4
+_TIMMS: Final = re.compile(r"patch_embed\.(proj\.weight|backbone\..*)|blocks\.0\.attn\.qkv\..*|head\.weight")
+_UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_pool")
+"""Arguments whose values no tensor tells."""
+_PRESENT: Final = {
+    "class_token": ("cls_token",),
+    "patch_bias": ("patch_embed.proj.bias",),
+    "qkv_bias": ("blocks.0.attn.qkv.bias",),
+    "proj_bias": ("blocks.0.attn.proj.bias",),
+    "final_norm": ("norm.weight", "fc_norm.weight"),
+}
+"""Arguments that are false where a network has none of these tensors."""
 
 
 def recognises(files: Files) -> bool:
@@ -50,39 +66,87 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
     where = files.place
-    tensors = dict(files.tensors())
-    _check_names(tensors, where)
-    if options.architecture is None:
-        raise CheckpointError(f"{where}: a plain state dict: set VIT_ARCHITECTURE, e.g. to vit_base_patch16_224")
-    name, given = parse_architecture(options.architecture)
-    tensors = renamed({name: tensor for name, tensor in tensors.items() if name != _UNUSED}, _RENAMES)
+    tensors = renamed(mapped(files.tensors(), options.keys), _RENAMES)
     if "register_tokens" in tensors:
         tensors = _with_registers(tensors, where)
-    preprocess = options.preprocess_or(None, where)
-    config = _config(name, given, TensorSource(tensors, where), preprocess)
-    flat = tensors["patch_embed.proj.weight"]
-    if flat.ndim == 2 and config.stem is None:  # a linear layer over flattened patches is the same map
-        tensors["patch_embed.proj.weight"] = flat.reshape(-1, config.in_channels, config.patch_size, config.patch_size)
+    named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
+    name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    told: dict[str, Any] = {}
+    has_pooler = any("pooler.dense." in key for key in tensors)
+    if has_pooler and not given.get("pooler"):
+        tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
+    library, notes = "timm", files.notes
+    if len({match[0].partition(".")[0] for n in tensors if (match := _TIMMS.fullmatch(n))}) < 3:
+        before = {id(tensor): n for n, tensor in tensors.items()}
+        tensors, told, library = recognise(tensors, where)
+        pairs = [f"{before[id(t)]} is {n}" for n, t in tensors.items() if before.get(id(t), n) != n]
+        notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
+    if has_pooler:
+        told["head_act"] = "tanh"
+    label, assumed = "", list[str]()
+    if library == "torchvision" and not name:
+        width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
+        label, told["num_heads"] = MODELS.get((width, patch), ("", None))
+        options, assumed = _published(files.file.name, label, tensors["head.weight"].shape[0], options)
+        name = OWN if label else ""
+    if named not in (None, label):
+        raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
+    if told.get("num_heads", 0) is None:
+        del told["num_heads"]
+    preprocess = options.preprocess_or(None, where) if options.preprocess else None
+    asked, config = (
+        _own(tensors, told, given, preprocess, where)
+        if name in ("", OWN)
+        else _timms(name, given, tensors, preprocess, where)
+    )
+    if has_pooler and "pooler" not in given:
+        asked["pooler"] = False
+    if not name:
+        name, asked = _suggestion(tensors, asked)
+        raise _question(files, options, name, given, asked, tensors)
+    if asked or preprocess is None or (options.labels is None and files.labels is None):
+        raise _question(files, options, name, given, asked, tensors)
+    assert config is not None
+    labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
+    shaped = _patches(tensors, config, {**told, **given}.get("patch_order"))
+    if name == OWN:
+        shaped = _completed(shaped, config)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
         format=FORMAT,
-        architecture=name,
+        architecture=label or name,
         config=config,
         preprocess=preprocess,
-        labels=options.labels_or(None, config.num_classes, where),
-        tensors=native_tensors(native_names(tensors, config), config, where),
+        labels=options.labels_or(labels, config.num_classes, where),
+        tensors=native_tensors(native_names(shaped, config), config, where),
+        notes=notes,
+        assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
     )
 
 
+def _published(file: str, name: str, classes: int, options: CheckpointOptions) -> tuple[CheckpointOptions, list[str]]:
+    """Return the options with what is published for a released file of torchvision, and what was assumed so."""
+    preset = published_preset(file, name)
+    assumed = []
+    if preset is not None and options.preprocess is None:
+        options = replace(options, preprocess=preset)
+        assumed.append(f"preprocessing: {preset}, for the released file {file} (VIT_PREPROCESS)")
+    if preset is not None and options.labels is None and classes == 1000:
+        options = replace(options, labels="imagenet-1k")
+        assumed.append(f"labels: imagenet-1k, for the released file {file} (VIT_LABELS)")
+    return options, assumed
+
+
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a timm name and the arguments that differ from it: `name[,argument=value]...`, values as in JSON.
+    """Return a timm name or `vit`, and the arguments that differ from it: `name[,argument=value]...`, as in JSON.
 
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
     name, *pairs = text.split(",")
-    architecture_arguments(name, "VIT_ARCHITECTURE")
+    if name != OWN:
+        architecture_arguments(name, "VIT_ARCHITECTURE")
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -117,30 +181,198 @@ def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tens
     }
 
 
-def _config(name: str, given: dict[str, Any], stored: TensorSource, preprocess: PreprocessConfig) -> ViTConfig:
-    where = stored.where
-    arguments = architecture_arguments(name, where) | given
-    head = stored.shape("head.weight")
-    if len(head) != 2:
-        raise CheckpointError(f"{where}: head.weight has shape {list(head)}: expected [classes, width]")
-    arguments["num_classes"] = head[0]
+def _timms(
+    name: str, given: dict[str, Any], tensors: Mapping[str, Tensor], preprocess: PreprocessConfig | None, where: str
+) -> tuple[dict[str, Any], ViTConfig | None]:
+    """Return what is to be asked of a network under timm's name, and its configuration once nothing is."""
+    own = architecture_arguments(name, where)
+    stored = TensorSource(tensors, where)
+    arguments = own | given | _head(stored)
     with validating(where):
         # An image of one patch always fits, and tells everything that does not depend on the size.
         fields = TimmArguments.model_validate(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
-
-    depth = len({n.split(".")[1] for n in stored.names if n.startswith("blocks.")})
+    depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
+    width = stored.shape("pre_logits.fc.weight" if "pre_logits.fc.weight" in tensors else "head.weight")[1]
     if depth != probe.depth:
         raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
-    if head[1] != probe.width:
-        raise CheckpointError(f"{where}: is {head[1]} wide, {name} is {probe.width}")
+    if width != probe.width:
+        raise CheckpointError(f"{where}: is {width} wide, {name} is {probe.width}")
     channels = _channels(stored, probe, name)
-    rows, columns = _grid(stored, probe, preprocess, name)
-    size = preprocess.size
-    fits = (size[0] // probe.patch_size, size[1] // probe.patch_size) == (rows, columns)
-    image_size = size if fits else (rows * probe.patch_size, columns * probe.patch_size)
+    asked: dict[str, Any] = {}
+    if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in given:
+        asked["num_heads"] = "N"
+    if given.keys() & _SIZES and "norm_order" not in given:
+        asked["norm_order"] = "pre"
+    if arguments.get("head_hidden") and "head_act" not in given:
+        asked["head_act"] = "tanh"
+    if asked or preprocess is None:
+        return asked, None
+    rows, columns = _grid(
+        stored, probe.patch_size, preprocess, probe.prefix_tokens if probe.position_prefix else 0, probe
+    )
     with validating(where):
-        return TimmArguments.model_validate(arguments | {"img_size": image_size, "in_chans": channels}).vit_config()
+        size = _image_size((rows, columns), probe.patch_size, preprocess)
+        return {}, TimmArguments.model_validate(arguments | {"img_size": size, "in_chans": channels}).vit_config()
+
+
+def _own(
+    tensors: Mapping[str, Tensor],
+    told: dict[str, Any],
+    given: dict[str, Any],
+    preprocess: PreprocessConfig | None,
+    where: str,
+) -> tuple[dict[str, Any], ViTConfig | None]:
+    """Return what is to be asked of a network of its own sizes, and its configuration once nothing is."""
+    stored = TensorSource(tensors, where)
+    present = {key: any(name in tensors for name in names) for key, names in _PRESENT.items()}
+    for key, value in given.items():
+        if value is False and present.get(key):
+            raise CheckpointError(f"{where}: VIT_ARCHITECTURE has {key}=false, but {_PRESENT[key][0]!r} is there")
+    stated = {key: value for key, value in told.items() if not present.get(key)} | given
+    wide, deep = stored.shape("blocks.0.attn.qkv.weight"), stored.shape("blocks.0.mlp.fc2.weight")
+    patch = stored.shape("patch_embed.proj.weight")
+    if len(wide) != 2 or len(deep) != 2 or len(patch) not in (2, 4):
+        raise CheckpointError(f"{where}: blocks.0.attn.qkv.weight has shape {list(wide)}: not a Vision Transformer's")
+    width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
+    channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
+    stem = _stem(tensors, stated.get("conv_stem"), where)
+    if stem is not None:
+        channels, edge = stored.shape("patch_embed.backbone.0.weight")[1], edge * stem.stride
+    if "blocks.0.attn.q_norm.weight" in tensors and stored.shape("blocks.0.attn.q_norm.weight")[0]:
+        stated.setdefault("num_heads", wide[0] // 3 // stored.shape("blocks.0.attn.q_norm.weight")[0])
+    prefix = ("cls_token", "dist_token", "reg_token")
+    tokens = sum(stored.shape(name)[1] for name in prefix if name in tensors)
+
+    usual = _usual(tensors, stated, present, gates, bool(tokens))
+    if stem is not None and not stated.get("conv_stem"):
+        usual["conv_stem"] = "-relu-".join([*["2"] * len(stem.widths), "1"])
+    if len(patch) == 2 and channels > 1:
+        usual["patch_order"] = "channels_last"
+    asked = {key: value for key, value in usual.items() if key not in stated}
+    if asked or preprocess is None:
+        return asked, None
+
+    if "pos_embed" in tensors:
+        stated["pos_embed"] = "learn"
+    grid = tuple(length // edge for length in preprocess.size)
+    positions = stored.shape("pos_embed")[1] if "pos_embed" in tensors else 0
+    over_prefix = (positions != math.prod(grid) and math.isqrt(positions) ** 2 != positions) or not tokens
+    rows, columns = _grid(stored, edge, preprocess, tokens if over_prefix else 0)
+    sizes = {"embed_dim": width, "depth": len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})}
+    sizes |= {"patch_size": edge, "in_chans": channels, "reg_tokens": 0, "no_embed_class": not over_prefix}
+    fields = {
+        "conv_stem": stem,
+        "mlp": "swiglu" if gates == 2 else "plain",
+        "mlp_width": deep[1],
+        "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
+        "layer_scale": "blocks.0.ls1.gamma" in tensors,
+        "norm_before_blocks": "norm_pre.weight" in tensors,
+        "patch_norms": "patch_embed.norm_in.weight" in tensors,
+        "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",
+        "distillation_token": "dist_token" in tensors,
+        "distillation_head": "head_dist.weight" in tensors,
+        "registers": stored.shape("reg_token")[1] if "reg_token" in tensors else 0,
+    }
+    with validating(where):
+        size = _image_size((rows, columns), edge, preprocess)
+        # The number of heads has to divide the width of the attention, which may be another than that of the tokens.
+        plain = TimmArguments.model_validate(stated | sizes | _head(stored) | {"img_size": size, "num_heads": 1})
+        heads = TimmArguments.model_validate({"img_size": 1, "num_classes": 1, "num_heads": stated["num_heads"]})
+        config = plain.vit_config().model_dump() | fields | {"heads": heads.num_heads}
+        return {}, ViTConfig.model_validate(config)
+
+
+def _usual(
+    tensors: Mapping[str, Tensor], stated: Mapping[str, Any], present: Mapping[str, bool], gates: int, has_prefix: bool
+) -> dict[str, Any]:
+    """Return the arguments that have to be stated of a network, with what most networks of this kind have."""
+    pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
+    usual = {"num_heads": "N", "norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu", "norm_eps": 1e-6}
+    usual |= {"global_pool": pool} | dict.fromkeys(
+        [key for key, is_present in present.items() if not is_present], False
+    )
+    if "pos_embed" not in tensors:
+        usual["pos_embed"] = "none"
+    if pool in ("avg", "avgmax", "max"):
+        usual |= {} if not present["final_norm"] or "fc_norm.weight" in tensors else {"fc_norm": False}
+        usual |= {"pool_include_prefix": False} if has_prefix else {}
+    if "pre_logits.fc.weight" in tensors:
+        usual["head_act"] = "tanh"
+    return usual
+
+
+def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> ConvolutionalStem | None:
+    """Return the convolutions before the patches' own, whose strides and activations are as stated, else as usual."""
+    shapes = [
+        tuple(t.shape) for n, t in sorted(tensors.items()) if re.fullmatch(r"patch_embed\.backbone\.\d\.weight", n)
+    ]
+    if not shapes:
+        return None
+    words = str(stated).split("-") if stated else ["2", *["relu", "2"] * (len(shapes) - 1), "relu", "1"]
+    strides, activations = words[::2], set(words[1::2])
+    last = tuple(tensors["patch_embed.proj.weight"].shape)[2:]
+    if len(words) != 2 * len(shapes) + 1 or len(activations) != 1 or not all(word.isdecimal() for word in strides):
+        raise CheckpointError(
+            f"{where}: conv_stem {stated!r:.100}: expected {len(shapes) + 1} strides, one activation between each two"
+        )
+    if stated and last != (int(strides[-1]), int(strides[-1])):
+        raise CheckpointError(f"{where}: the last convolution of the stem is {list(last)}, not as large as its stride")
+    with validating(where, "conv_stem "):
+        return ConvolutionalStem(
+            widths=tuple(shape[0] for shape in shapes),
+            kernels=tuple(shape[-1] for shape in shapes),
+            strides=tuple(int(stride) for stride in strides[:-1]),
+            activation=activations.pop(),
+        )
+
+
+def _head(stored: TensorSource) -> dict[str, Any]:
+    head = stored.shape("head.weight")
+    hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
+    if len(head) != 2 or (hidden is not None and len(hidden) != 2):
+        raise CheckpointError(f"{stored.where}: head.weight has shape {list(head)}: expected [classes, width]")
+    return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
+
+
+def _flat(inputs: int, where: str) -> tuple[int, int]:
+    """Return channels and edge of patches that a linear layer reads."""
+    for channels in (1, 3):
+        edge = math.isqrt(inputs // channels)
+        if channels * edge * edge == inputs and edge:
+            return channels, edge
+    raise CheckpointError(f"{where}: patches of {inputs} numbers are no square ones of 1 or 3 channels")
+
+
+def _patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None) -> dict[str, Tensor]:
+    """Return the tensors with the embedding of patches as the model counts a patch's numbers: channels first."""
+    result = dict(tensors)
+    channels, edge = config.in_channels, config.patch_size
+    for name in ("patch_embed.proj.weight", "patch_embed.norm_in.weight", "patch_embed.norm_in.bias"):
+        flat = result.get(name)
+        if flat is None or flat.ndim == 4 or config.stem is not None or flat.shape[-1] != channels * edge**2:
+            continue
+        if order == "channels_last":
+            flat = flat.reshape(-1, edge, edge, channels).permute(0, 3, 1, 2)
+        flat = flat.reshape(-1, channels, edge, edge)
+        if "norm_in" in name:
+            result[name] = flat.flatten()
+        else:
+            result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
+    return result
+
+
+def _completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Return the tensors with those that are stated not to be in the file, and the last norm where it is stated."""
+    if config.position_embedding == "sincos2d":
+        tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
+    if config.projection_bias and not any(name.endswith(".attn.proj.bias") for name in tensors):
+        tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
+    if config.norm_after_pool and "fc_norm.weight" not in tensors:
+        return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
@@ -162,60 +394,118 @@ def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
     return shape[1]
 
 
-def _grid(stored: TensorSource, probe: ViTConfig, preprocess: PreprocessConfig, name: str) -> tuple[int, int]:
+def _grid(
+    stored: TensorSource, patch: int, preprocess: PreprocessConfig, prefix: int, probe: ViTConfig | None = None
+) -> tuple[int, int]:
     """Return the position embedding's grid: the preprocessing's where it has as many patches, else a square."""
-    rows, columns = (edge // probe.patch_size for edge in preprocess.size)
-    if probe.position_embedding == "none":
+    rows, columns = (edge // patch for edge in preprocess.size)
+    if "pos_embed" not in stored and (probe is None or probe.position_embedding == "none"):
         return rows, columns
     shape = stored.shape("pos_embed")
-    prefix = probe.prefix_tokens if probe.position_prefix else 0
     count = shape[1] - prefix if len(shape) == 3 else 0
     if count == rows * columns:
         return rows, columns
     edge = math.isqrt(max(count, 0))
     if edge < 1 or edge * edge != count:
         raise CheckpointError(
-            f"{stored.where}: pos_embed has shape {list(shape)}: with the {prefix} prefix tokens of {name} "
+            f"{stored.where}: pos_embed has shape {list(shape)}: with {prefix} prefix tokens "
             f"no square grid, and not the {rows}x{columns} of its preprocessing"
         )
     return edge, edge
 
 
-def _check_names(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a state dict whose names cannot be those of a ViT's patches, blocks and head.
-
-    Raises:
-        CheckpointError: it says what the names look like instead.
-    """
-    if any(name.startswith(_TRANSFORMERS_NAMES) for name in tensors):
-        raise CheckpointError(f"{where}: transformers' names: give its folder, with config.json, instead")
-    prefix = _prefix(tensors)
-    if prefix is None:
-        raise CheckpointError(f"{where}: {_description(tensors)}; this version reads {_EXPECTED_NAMES}")
-    if prefix:
-        others = [name for name in tensors if not name.startswith(prefix)]
-        which = (
-            f"a ViT's names begin with {prefix!r:.100}, {others[0]!r:.100} does not"
-            if others
-            else f"all begin with {prefix!r:.100}"
-        )
-        raise CheckpointError(f"{where}: {which}: save the tensors under timm's names, without this prefix")
-    if "head.weight" not in tensors:
-        raise CheckpointError(f"{where}: missing key 'head.weight': a ViT without a classification head")
+def _image_size(grid: tuple[int, int], patch: int, preprocess: PreprocessConfig) -> tuple[int, int]:
+    rows, columns = preprocess.size
+    return preprocess.size if (rows // patch, columns // patch) == grid else (grid[0] * patch, grid[1] * patch)
 
 
-def _prefix(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return what stands before a ViT's own names, mostly nothing, or None where they are not a ViT's."""
-    prefixes = {match[1] for name in tensors if (match := _FIRST_BLOCK.match(name))}
-    return next((p for p in sorted(prefixes) if any(name.startswith(f"{p}patch_embed.") for name in tensors)), None)
+def _assumed(config: ViTConfig, given: dict[str, Any], source: str) -> tuple[str, ...]:
+    """Return what no tensor says and was not stated either, with whose code has it so."""
+    pools = {"cls": "token", "mean": "avg", "mean_max": "avgmax", "attention": "map"}
+    values = (config.heads, config.norm_order, config.activation, config.norm_eps, pools.get(config.pool, config.pool))
+    return tuple(
+        f"{key}={value}, as {source} has it (VIT_ARCHITECTURE)"
+        for key, value in zip(_UNSAID, values, strict=True)
+        if key not in given
+    )
 
 
-def _description(tensors: Mapping[str, Tensor]) -> str:
-    first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
-    shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:_SHOWN_NAMES])
-    convolutions = sum(tensor.ndim == 4 for tensor in tensors.values())
-    if convolutions > 1:
-        return (
-            f"not a Vision Transformer but a convolutional network: {convolutions} convolutions, names such as {shown}"
-        )
-    return f"not a Vision Transformer that is read: names such as {shown}"
+def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return timm's name of an architecture that has these sizes and parts, else `vit` and what is asked of that."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+    patch = shapes["patch_embed.proj.weight"]
+    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool"}
+    parts = {
+        "ls1.gamma",
+        "q_norm",
+        "norm_pre",
+        "pre_logits",
+        "dist_token",
+        "reg_token",
+        "norm_in",
+        "attn_pool",
+        "backbone",
+    }
+    if (
+        asked.keys() <= usual
+        and len(patch) == 4
+        and patch[1] <= 4
+        and not any(part in name for name in shapes for part in parts)
+    ):
+        for size in ("tiny", "small", "base", "large"):
+            own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
+            hidden = shapes["blocks.0.mlp.fc1.weight"][0]
+            if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], depth, hidden):
+                return f"vit_{size}_patch{patch[3]}_224", {}
+    return OWN, asked
+
+
+def _question(
+    files: SingleFile,
+    options: CheckpointOptions,
+    name: str,
+    given: dict[str, Any],
+    asked: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> CheckpointError:
+    """Return the error that asks for all that is missing at once, with the command that would serve the file."""
+    arguments = ",".join([name, *(f"{key}={_written(value)}" for key, value in {**given, **asked}.items())])
+    command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture", arguments]
+    missing = [*asked] or ([] if options.architecture else ["architecture"])
+    if options.preprocess is None:
+        missing.append("preprocessing")
+    if options.labels is None and files.labels is None:
+        missing.append("labels")
+    command += ["--preprocess", options.preprocess or _preprocess(tensors)]
+    command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
+    for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
+        command += [flag, value] if value else []
+    hints = []
+    if "num_heads" in asked:
+        wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
+        hints.append(f"N is the number of heads, a divisor of {wide}")
+    if options.preprocess is None:
+        hints.append("MEAN and STD are those of its training, for pixels of 0...1")
+    hint = f" ({'; '.join(hints)})" if hints else ""
+    return CheckpointError(
+        f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
+        f"{shlex.join(command)}{hint}"
+    )
+
+
+def _preprocess(tensors: Mapping[str, Tensor]) -> str:
+    stem = tensors.get("patch_embed.backbone.0.weight")
+    shape = tuple(tensors["patch_embed.proj.weight"].shape if stem is None else stem.shape)
+    channels, edge = (shape[1], shape[2]) if len(shape) == 4 else _flat(shape[1], "patch_embed.proj.weight")
+    tokens = tuple(tensors["pos_embed"].shape)[1] if "pos_embed" in tensors and stem is None else 0
+    pixels = math.isqrt(tokens) * edge or "SIZE"
+    mean, deviation = (", ".join([word] * channels) for word in ("MEAN", "STD"))
+    return (
+        f'{{"size": [{pixels}, {pixels}], "resize": "squash", "resize_size": [{pixels}, {pixels}], '
+        f'"interpolation": "bilinear", "mean": [{mean}], "std": [{deviation}]}}'
+    )
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import io
+import json
 import math
+import pathlib
 import pickle
 import re
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -17,19 +21,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
-PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin")
-
-_NESTED: Final = ("model", "state_dict", "model_state_dict", "module", "net")
-_WRAPPERS: Final = ("module.", "_orig_mod.")
-"""Of DistributedDataParallel and torch.compile, which wrap any model."""
-USUAL_PREFIXES: Final = (*_WRAPPERS, "model.", "backbone.", "net.", "network.", "encoder.")
-"""What training code puts before every name of a model that is a part of another, e.g. of a LightningModule."""
+ARCHIVE_SUFFIX: Final = ".mar"
+PICKLE_SUFFIXES: Final = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 _ADVICE: Final = (
     "no code from a file is run here: where it was made, save the weights alone with "
@@ -39,6 +38,28 @@ _TRANSFORMERS_ADVICE: Final = (
     "no code from a file is run here: where it was made, save the model as a folder with "
     "model.save_pretrained(FOLDER) and processor.save_pretrained(FOLDER), and give that folder"
 )
+_PROGRAM: Final = "a {} program, which is code: where it may run, save its weights alone with torch.save({}, FILE)"
+_TORCHSCRIPT: Final = _PROGRAM.format("TorchScript", "torch.jit.load({}).state_dict()")
+FOREIGN: Final = {
+    ".pt2": _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"),
+    **dict.fromkeys(
+        (".onnx", ".xml", ".engine", ".tflite", ".mlmodel"),
+        "a graph made from a network, whose weights are no longer those of its layers: give what it was exported "
+        "from, saved where it was trained with torch.save(model.state_dict(), FILE)",
+    ),
+}
+"""What files of other kinds are, and how to get at a state dict; by suffix."""
+_POINTER: Final = b"version https://git-lfs"
+_DATA: Final[list[Any]] = [
+    argparse.Namespace,
+    pathlib.PosixPath,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"),
+    # By the names that NumPy 1 and 2 write.
+    (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),
+    (np.float64().__reduce__()[0], "numpy._core.multiarray.scalar"),
+]
+"""What training scripts save beside tensors, and what is made without running anything."""
 
 _MAX_NPZ_ARRAYS: Final = 10_000
 _MAX_NPZ_BYTES: Final = 64 << 30
@@ -71,83 +92,80 @@ def read_safetensors(path: Path, where: str | None = None) -> dict[str, Tensor]:
     Raises:
         CheckpointError: no such file, truncated or malformed.
     """
+    refuse_pointer(path, where or str(path))
     with reading(where or str(path), "not a valid safetensors file", SafetensorError, *_MALFORMED):
         return load_file(path, device="cpu")
 
 
-def read_pickle(path: Path, where: str | None = None) -> dict[str, Tensor]:
-    """Return the state dict of a file that `torch.save` wrote; no code in it is run.
-
-    A state dict may lie under the names of `_NESTED`, as training scripts save it, and its names may
-    start with those of `_WRAPPERS`.
+def read_pickle(path: Path | io.BytesIO, where: str | None = None) -> Any:
+    """Return what a file that `torch.save` wrote holds: tensors, numbers and text in mappings; no code in it is run.
 
     Raises:
-        CheckpointError: no such file, damaged, holding more than tensors, or no state dict.
+        CheckpointError: no such file, damaged, or holding more than that.
     """
     where = where or str(path)
     with reading(where, "not a file that torch.save wrote", *_MALFORMED), warnings.catch_warnings():
         # What torch warns of (other pickle protocols, old formats) it then reads or refuses.
         warnings.simplefilter("ignore", UserWarning)
+        if isinstance(path, Path):
+            refuse_pointer(path, where)
         _refuse_packed(path, where)
         try:
-            value = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(path, io.BytesIO):
+                path.seek(0)
+            with torch.serialization.safe_globals(_DATA):
+                return torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             text = str(error)
             if isinstance(error, RuntimeError) and "weights_only" not in text:
                 raise
-            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text)}") from None
-    return _state_dict(value, where)
+            raise CheckpointError(f"{where}: refused, it is not plain tensors: {_found(text, where)}") from None
 
 
-def _refuse_packed(path: Path, where: str) -> None:
+def read_archive(path: Path) -> tuple[Any, dict[str, str] | None]:
+    """Return what the state dict of a TorchServe archive holds, and its labels by index or None; its code stays unread.
+
+    Raises:
+        CheckpointError: no such file, damaged, larger than the memory that is free, or as `read_pickle`.
+    """
+    with reading(str(path), "not an archive of TorchServe", *_MALFORMED), zipfile.ZipFile(path) as archive:
+        if sum(info.file_size for info in archive.infolist()) > free_memory():
+            raise CheckpointError(f"{path}: unpacks to more than the memory that is free")
+        name = json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]["serializedFile"]
+        weights, labels = archive.read(name), None
+        if "index_to_name.json" in archive.namelist():
+            named = json.loads(archive.read("index_to_name.json"))
+            labels = {index: label[-1] if isinstance(label, list) else label for index, label in named.items()}
+        if name.endswith(".safetensors"):
+            return load(weights), labels
+    return read_pickle(io.BytesIO(weights), f"{path}/{name}"), labels
+
+
+def refuse_pointer(path: Path, where: str) -> None:
+    """Refuse the few lines that Git LFS leaves in the place of a file that was not fetched."""
+    with reading(where), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
+
+
+def _refuse_packed(path: Path | io.BytesIO, where: str) -> None:
     """Refuse an archive that unpacks to more than itself: torch packs nothing, but unpacks what others did."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(info.file_size for info in archive.infolist())
-        if size > path.stat().st_size:
+        if size > (path.stat().st_size if isinstance(path, Path) else path.getbuffer().nbytes):
             raise CheckpointError(f"{where}: unpacks to {size} bytes, more than it has: torch.save packs nothing")
 
 
-def _found(text: str) -> str:
+def _found(text: str, where: str) -> str:
     """Return what a file holds instead of plain tensors, from torch's message, and advice that is not torch's."""
     if "TorchScript" in text:
-        return f"a TorchScript archive, which holds code; {_ADVICE}"
+        return _TORCHSCRIPT.format(repr(Path(where).name))
     named = re.search(r"GLOBAL ([\w.]{1,200})", text)
     if named is None:
         return f"damaged, or of a program other than torch; {_ADVICE}"
     advice = _TRANSFORMERS_ADVICE if named[1].startswith("transformers.") else _ADVICE
     return f"it holds the Python object {named[1]}; {advice}"
-
-
-def _state_dict(value: Any, where: str) -> dict[str, Tensor]:
-    while isinstance(value, Mapping):
-        nested = next((value[key] for key in _NESTED if isinstance(value.get(key), Mapping)), None)
-        if nested is None:
-            break
-        value = nested
-    if not isinstance(value, Mapping) or not value:
-        raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in value.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{where}: {name!r} holds a {type(tensor).__name__}, expected a tensor")
-        if tensor.layout == torch.strided and tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{where}: {name!r} has shape {list(tensor.shape)}, more than the file holds")
-        tensors[name] = tensor.detach()
-    return without_prefixes(tensors, _WRAPPERS)
-
-
-def without_prefixes(tensors: Mapping[str, Tensor], prefixes: Collection[str] = USUAL_PREFIXES) -> dict[str, Tensor]:
-    """Return tensors without the usual prefixes, also nested, that all their names share.
-
-    Args:
-        tensors: as a file names them.
-        prefixes: those that are taken away, each with its dot.
-    """
-    stripped = dict(tensors)
-    while prefix := next((p for p in prefixes if stripped and all(name.startswith(p) for name in stripped)), None):
-        stripped = {name.removeprefix(prefix): tensor for name, tensor in stripped.items()}
-    return stripped
 
 
 def npz_shapes(path: Path) -> dict[str, Tensor]:

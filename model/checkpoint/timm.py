@@ -20,12 +20,14 @@ from model.errors import CheckpointError
 FORMAT: Final = "timm"
 
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
+_WRAPPED: Final = "timm_model."
+"""What transformers' wrapper puts before the names."""
 _UNUSED_ARGS: Final = frozenset({"weight_init", "fix_init", "strict_img_size"})
 """Arguments that change training or checks, never an answer."""
 
 
 def recognises(files: Files) -> bool:
-    """Return whether a folder's `config.json` is timm's."""
+    """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around its models."""
     config = files.config
     return config is not None and isinstance(config.get("architecture"), str) and "pretrained_cfg" in config
 
@@ -47,8 +49,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if size != vit.image_size and not arguments.dynamic_img_size:
         raise CheckpointError(f"{where}: pretrained_cfg.input_size {size} disagrees with img_size {vit.image_size}")
     preprocess = options.preprocess_or(None if options.preprocess else _preprocess(where, pretrained), where)
-    labels, notes = _labels(where, config, pretrained, vit.num_classes, options)
-    tensors = native_tensors(native_names(files.tensors(), vit), vit, files.place)
+    labels, assumed = _labels(where, config, pretrained, vit.num_classes, options)
+    stored = {name.removeprefix(_WRAPPED): tensor for name, tensor in files.tensors().items()}
+    tensors = native_tensors(native_names(stored, vit), vit, files.place)
     if size != vit.image_size:
         # What timm's `dynamic_img_size` does at each forward pass is done once.
         old, vit = vit, resized_config(vit, size, files.source)
@@ -64,7 +67,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         labels=labels,
         tensors=tensors,
         revision=files.revision,
-        notes=notes,
+        assumed=assumed,
     )
 
 
@@ -77,7 +80,9 @@ def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -
     in_chans, *size = _input_size(where, pretrained)
     arguments |= {"img_size": tuple(size), "in_chans": in_chans}
     arguments |= {key: value for key, value in given.items() if key not in _UNUSED_ARGS}
-    for key in ("num_classes", "global_pool"):
+    # transformers' wrapper says in `model_args` alone how its model pools.
+    is_wrapped = config.get("model_type") == "timm_wrapper"
+    for key in ("num_classes",) if is_wrapped else ("num_classes", "global_pool"):
         value = required(config, key, where)
         if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
             raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
@@ -112,7 +117,7 @@ def _preprocess(where: str, pretrained: dict[str, Any]) -> PreprocessConfig:
 def _labels(
     where: str, config: dict[str, Any], pretrained: dict[str, Any], classes: int, options: CheckpointOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return labels and notes: human descriptions where the config has them, else its label names.
+    """Return labels and what was assumed: human descriptions where the config has them, else its label names.
 
     timm's own ImageNet-1k checkpoints carry none; their tag says what they were trained on.
     """
@@ -121,7 +126,7 @@ def _labels(
     names = config.get("label_names") or pretrained.get("label_names")
     tag = pretrained.get("tag")
     if names is None and classes == 1000 and isinstance(tag, str) and tag.endswith("in1k"):
-        return imagenet_labels(), (f"labels: preset imagenet-1k, for its tag {tag!r}",)
+        return imagenet_labels(), (f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",)
     if names is None:
         return options.labels_or(None, classes, f"{where}: label_names is missing"), ()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -8,6 +8,7 @@ blocks, other norms) are refused by name.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -22,6 +23,8 @@ from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
 
 _POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
+
+_POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
 
 
 def _pair(value: Any) -> Any:
@@ -47,7 +50,7 @@ class TimmArguments(BaseModel):
     proj_bias: bool = True
     init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
     class_token: bool = True
-    pos_embed: Literal["learn", "none", ""] = "learn"
+    pos_embed: Literal["learn", "sincos2d", "none", ""] = "learn"
     no_embed_class: bool = False
     reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
     pre_norm: bool = False
@@ -62,6 +65,17 @@ class TimmArguments(BaseModel):
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
     distilled: bool = False
+    # Nor these: what networks of other code have.
+    norm_order: Literal["pre", "post"] = "pre"
+    patch_bias: bool | None = None
+    patch_order: Literal["channels_first", "channels_last"] = "channels_first"
+    """How a linear layer over patches counts the numbers of one."""
+    head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
+    head_act: Activation | None = None
+    conv_stem: Annotated[str, Field(max_length=200)] | None = None
+    """Strides of convolutions, and the activations between them: `2-relu-2-relu-1`."""
+    pooler: bool = False
+    """Whether the head reads the CLS token through transformers' pooler."""
     stem_layers: tuple[int, ...] | None = None
 
     @property
@@ -96,13 +110,14 @@ class TimmArguments(BaseModel):
             in_channels=self.in_chans,
             drop_remainder=bool(rows % patch or columns % patch),
             stem=self.stem,
-            patch_bias=not self.pre_norm,
-            position_embedding="learned" if self.pos_embed == "learn" else "none",
+            patch_bias=not self.pre_norm if self.patch_bias is None else self.patch_bias,
+            position_embedding=_POSITIONS.get(self.pos_embed, "none"),
             position_prefix=not self.no_embed_class,
             class_token=self.class_token,
             distillation_token=self.distilled,
             registers=self.reg_tokens,
             norm_before_blocks=self.pre_norm,
+            norm_order=self.norm_order,
             norm_eps=self.norm_eps,
             qkv_bias=self.qkv_bias,
             projection_bias=self.proj_bias,
@@ -114,6 +129,8 @@ class TimmArguments(BaseModel):
             pool_prefix=self.pool_include_prefix,
             final_norm=self.final_norm,
             norm_after_pool=self.final_norm and fc_norm,
+            head_width=self.head_hidden,
+            head_activation=self.head_act or "tanh",
             distillation_head=self.distilled,
         )
 
@@ -133,9 +150,10 @@ def architecture_arguments(name: str, where: str) -> dict[str, Any]:
         CheckpointError: no architecture of this name that is read here.
     """
     if name not in architectures():
-        kinds = ", ".join(sorted({f"{known.partition('_')[0]}_*" for known in architectures()}))
+        near = difflib.get_close_matches(name, architectures(), n=3, cutoff=0.6)
         raise CheckpointError(
-            f"{where}: {name!r:.100} is not a Vision Transformer that is read; this version reads timm's {kinds}"
+            f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
+            + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
         )
     return dict(architectures()[name])
 

@@ -58,7 +58,7 @@ def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
         x: the block's input, [B, N, D].
     """
     attention: Attention = block.attn
-    q, k, v = attention.project(block.norm1(x))
+    q, k, v = attention.project(block.attention_input(x))
     scores = (attention.q_norm(q[:, :, :queries]) * attention.head_dim**-0.5) @ attention.k_norm(k).transpose(-2, -1)
     bias = attention.bias()
     if bias is not None:
@@ -68,10 +68,7 @@ def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
 
 def finish(block: Block, x: Tensor, weighed: Weighed) -> Tensor:
     """Return the block's output for the tokens that `weighed` has rows of: [B, Q, D]."""
-    y = block.attn.proj(mix(weighed))
-    x = x[:, : y.shape[1]] + block.ls1(y)
-    out: Tensor = x + block.ls2(block.mlp(block.norm2(x)))
-    return out
+    return block.finish(block.attended(x, block.attn.proj(mix(weighed))))
 
 
 def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
@@ -95,7 +92,7 @@ def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:
 def finish_pool(model: VisionTransformer, pool: AttentionPool, weighed: Weighed) -> Tensor:
     """Return the logits [B, num_classes] of the pooled tokens."""
     pooled = pool.proj(mix(weighed)).squeeze(1)
-    logits: Tensor = model.head(model.fc_norm(pooled + pool.mlp(pool.norm(pooled))))
+    logits: Tensor = model.head(model.pre_logits(model.fc_norm(pooled + pool.mlp(pool.norm(pooled)))))
     return logits
 
 

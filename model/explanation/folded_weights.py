@@ -59,7 +59,7 @@ def fold(model: VisionTransformer) -> FoldedWeights:
         return FoldedWeights(margin, None, None, joined)
     last = blocks[-1]
     weight = last.attn.qkv.weight
-    values = through_norm_unscaled(last.norm1, weight[2 * width :].float())
+    values = through_norm_unscaled(last.norm1, weight[2 * model.config.inner_width :].float())
     by_head = values.reshape(model.config.heads, -1, width).to(weight.dtype)
     return FoldedWeights(margin, _projection(last), by_head, joined)
 

@@ -23,6 +23,7 @@ from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
+    through_activation,
     through_linear,
     through_mlp,
     through_norm,
@@ -32,7 +33,7 @@ from model.explanation.frozen_gradients import (
     with_rivals,
 )
 from model.network.layers.attention import Attention
-from model.network.layers.block import Block, Kept
+from model.network.layers.block import Block, Kept, PreLogits
 from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
 
 KEPT: Final = HOPS + 1
@@ -81,7 +82,8 @@ def token_relevance(
     """
     assert output.kept is not None
     weights = weights or fold(model)
-    margins = _margins(model, weights, with_rivals(output.logits, classes, len(weights.margin)))
+    ranked = with_rivals(output.logits, classes, len(weights.margin))
+    margins = _margins(model, weights, ranked, output.embeddings["head"])
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
@@ -137,7 +139,7 @@ def _start_at_block(
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -> Tensor:
+def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, pooled: Tensor) -> Tensor:
     """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
     The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
@@ -146,9 +148,12 @@ def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor) -
 
     Args:
         ranked: see `with_rivals`.
+        pooled: what was pooled, [B, D or 2 D].
     """
     margins = [(nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1) for head in heads_of(model)]
     joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
+    if isinstance(model.pre_logits, PreLogits):
+        joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
@@ -180,7 +185,7 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
         weight: `FoldedWeights.hops`.
         attentions, kept: of these blocks.
     """
-    width = weight.shape[1]
+    width = attentions[0].inner_width
     of_queries = start.rows.flatten() * 3  # of each token's row in the fused projection, it is the first third
     projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
     moved: Tensor | None = None

@@ -45,8 +45,8 @@ def patch_filters(model: VisionTransformer, count: int = 28) -> PatchFilters:
         InputError: the patches are those of a convolutional stem's features, not of pixels.
     """
     config = model.config
-    if config.stem is not None:
-        raise InputError("checkpoint", "no patch filters: the patches of a hybrid are features of its ResNet stem")
+    if config.stem is not None or config.conv_stem is not None:
+        raise InputError("checkpoint", "no patch filters: the patches are features of a stem of convolutions")
     patch = model.patch_embed
     weight = (patch.proj if isinstance(patch, PatchEmbed) else patch.get_submodule("proj")).weight
     assert isinstance(weight, Tensor)
@@ -105,7 +105,9 @@ def mean_attention_distance(model: VisionTransformer, batches: Iterable[Tensor],
         x = model.embed(pixels)
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            total[layer] += _summed_distance(block.attn, block.norm1(x), config.prefix_tokens, places, max_scores).cpu()
+            total[layer] += _summed_distance(
+                block.attn, block.attention_input(x), config.prefix_tokens, places, max_scores
+            ).cpu()
             if layer < config.depth - 1:
                 x = block(x)[0]
         images += len(pixels)

@@ -70,6 +70,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
         "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
     }
+    if checkpoint.assumed:
+        rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:
         rows["notes"] = "; ".join(checkpoint.notes)
     return rows
@@ -80,7 +82,10 @@ def _patches(config: ViTConfig) -> str:
     if config.stem is not None:
         layers = "-".join(str(n) for n in config.stem.layers) or "root only"
         text += f", after a ResNetV2 stem ({layers})"
-    return text + (", linear" if config.patch_embedding == "linear" else "")
+    if config.conv_stem is not None:
+        text += f", after {len(config.conv_stem.widths)} convolutions ({config.conv_stem.activation})"
+    text += ", linear" if config.patch_embedding == "linear" else ""
+    return text + (", norms before and after" if config.patch_norms else "")
 
 
 def _tokens(config: ViTConfig) -> str:
@@ -106,6 +111,8 @@ def _blocks(config: ViTConfig) -> str:
     parts = [f"{config.depth}", f"width {config.width}", f"{config.heads} heads"]
     parts.append(f"{'SwiGLU' if config.mlp == 'swiglu' else 'MLP'} {config.mlp_width} ({config.activation})")
     for name, present in (
+        (f"attention {config.inner_width} wide", config.inner_width != config.width),
+        ("post-norm", config.norm_order == "post"),
         ("LayerScale", config.layer_scale),
         ("QK-norm", config.qk_norm),
         ("norm before the blocks", config.norm_before_blocks),
@@ -125,6 +132,8 @@ def _pooling(config: ViTConfig) -> str:
         "cls_mean": "CLS token and mean, concatenated",
         "attention": "attention by a learned query",
     }[config.pool]
+    if config.head_width is not None:
+        text += f", a head of two layers ({config.head_width}, {config.head_activation})"
     if config.distillation_head:
         text += ", averaged with the distillation token's head"
     if not config.final_norm:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import Block, Kept, Mlp
+from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.prediction import Pooling, embedding_width
+from model.outputs import Pooling, embedding_width
 
 _LAYER_SCALE_START = 1e-5
 
@@ -138,7 +138,9 @@ class VisionTransformer(nn.Module):
         self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
-        self.head = nn.Linear(embedding_width(config), config.num_classes)
+        pooled = embedding_width(config)
+        self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
+        self.head = nn.Linear(config.head_width or pooled, config.num_classes)
         self.head_dist = nn.Linear(width, config.num_classes) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -232,7 +234,7 @@ class VisionTransformer(nn.Module):
 
     def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:
         """Map the normed tokens and what was pooled of them to logits [B, num_classes]."""
-        logits: Tensor = self.head(pooled)
+        logits: Tensor = self.head(self.pre_logits(pooled))
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
         return logits

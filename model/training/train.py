@@ -127,9 +127,9 @@ def run(
             test = _measure_calibrated(logits, images, kept.checkpoint)
         record = _record(trainer, start, dataset, kept, kept_epoch, test)
         _write_results(out, record, trainer, last.checkpoint, kept.checkpoint)
-    text = "%s: %s accuracy %.2f%% after %.0f s of training; serve it with VIT_CHECKPOINT=%s"
+    text = "%s: %s accuracy %.2f%% after %.0f s of training"
     split, accuracy = "validation" if record.test is None else "test", 100 * record.measured.accuracy
-    logger.info(text, data, split, accuracy, record.seconds, out)
+    logger.info(text, data, split, accuracy, record.seconds)
     return record
 
 

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.images.heatmap import COLORMAPS, MAX_SIZE
-from model.images.sheet import ContactSheet
-from model.prediction import FUSIONS, METHODS
-from service.cli.file_maps import FileMaps, MapChoice, maps_in_process, maps_of_server
-from service.cli.image_files import find_images
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking
+from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap
+from model.images.preprocess import ModelInput, upright_photo
+from model.images.sheet import ContactSheet, in_a_row
+from model.outputs import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
+from service.cli.image_files import find_images, handle_answers, predict_files, writing
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.client import Client
+
+_OPTIONS = ("method", "layer", "head", "fusion", "discard")
+"""Arguments that say which map it is, and"""
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "alpha", "colormap", "size")
-"""Arguments that say how a map is drawn, under the names that the service has for them."""
+"""how it is drawn, under the names that the service has for them."""
+
+_MOST: Final = 8
+"""Images computed together at most: a bar that moves, and little memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileMaps:
+    """The maps of one file.
+
+    Attributes:
+        label, score: of the best class.
+        facts: what the maps are of.
+        drawing: the maps beside each other, behind the picture if that is asked for.
+        values: float32 [rows, columns], or [maps, rows, columns] for several classes.
+    """
+
+    label: str
+    score: float
+    facts: str
+    drawing: Image.Image | None
+    values: NDArray[np.float32] | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,63 +109,116 @@ def run(arguments: argparse.Namespace) -> int:
         _require_place(output, ".npy" if numbers else ".png")
     if arguments.sheet is not None:
         _require_place(arguments.sheet, ".png")
-    choice = MapChoice(
-        method=arguments.method,
-        classes=arguments.classes,
-        layer=arguments.layer,
-        head=arguments.head,
-        fusion=arguments.fusion,
-        discard=arguments.discard,
-        look={name: vars(arguments)[name] for name in _LOOK if vars(arguments)[name] is not None},
-        side_by_side=arguments.side_by_side,
-        drawn=not numbers or arguments.sheet is not None,
-        numbers=numbers,
-    )
+    drawn = not numbers or arguments.sheet is not None
     name_of = _folder_names(output, ".npy" if numbers else ".png") if to_a_folder else lambda _: output
-    answers = (_of_server if arguments.url else _in_process)(files, choice, arguments)
-    return _write_all(answers, len(files), name_of, numbers, arguments.sheet)
-
-
-def _write_all(
-    answers: Iterator[FileMaps],
-    count: int,
-    name_of: Callable[[Path], Path | None],
-    numbers: bool,
-    sheet_file: Path | None,
-) -> int:
-    """Write each file's maps and then the sheet of all, and print a line for each; return the exit code."""
+    answers = (_through_server if arguments.url else _in_process)(files, arguments, drawn, numbers)
     sheet: ContactSheet | None = None
-    failed = 0
-    for answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
-        if answer.error is not None:
-            failed += 1
-            tqdm.write(f"vitserve: {answer.file}: {answer.error}", file=sys.stderr)
-            continue
-        target = name_of(answer.file)
+
+    def write(file: Path, answer: FileMaps | str) -> None:
+        nonlocal sheet
+        if isinstance(answer, str):
+            tqdm.write(f"vitserve: {file}: {answer}", file=sys.stderr)
+            return
+        target = name_of(file)
         if target is not None:
             _write(answer, target, numbers)
-        if sheet_file is not None and answer.drawing is not None:
-            sheet = sheet or ContactSheet(count, answer.drawing.size)
-            sheet.add(answer.drawing, answer.file.name, f"{answer.score:.0%} {answer.label}")
+        if arguments.sheet is not None and answer.drawing is not None:
+            sheet = sheet or ContactSheet(len(files), answer.drawing.size)
+            sheet.add(answer.drawing, file.name, f"{answer.score:.0%} {answer.label}")
         facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or answer.file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
-    if sheet_file is not None and sheet is not None:
-        _save(sheet.image, sheet_file)
-    if failed and count > 1:
-        print(f"vitserve: {failed} of {count} files have no map", file=sys.stderr)  # noqa: T201
-    return int(failed > 0)
+        tqdm.write(f"{target or file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
+
+    code = handle_answers(answers, len(files), write, "map")
+    if sheet is not None:
+        _save(sheet.image, arguments.sheet)
+    return code
 
 
-def _in_process(files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace) -> Iterator[FileMaps]:
-    return maps_in_process(files, choice, *predictor_from(arguments))
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of the arguments that are given; the others are the service's defaults."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _of_server(files: Sequence[Path], choice: MapChoice, arguments: argparse.Namespace) -> Iterator[FileMaps]:
-    with (
-        asking(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-    ):
-        yield from maps_of_server(files, choice, client)
+def _through_server(
+    files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, numbers: bool
+) -> Iterator[tuple[Path, FileMaps | str]]:
+    options, look = _given(arguments, _OPTIONS), _given(arguments, _LOOK)
+    named = options | ({"class": " and ".join(arguments.classes)} if arguments.classes else {})
+    facts = ", ".join(f"{name} {value}" for name, value in named.items())
+    if arguments.classes:
+        options["class_"] = arguments.classes
+
+    def ask(file: Path) -> FileMaps:
+        best = client.classify(file, top_k=1).predictions[0]
+        panels = []
+        if drawn and arguments.side_by_side:
+            # Without the colour bar, as no map is drawn.
+            plain = {name: value for name, value in look.items() if name in ("size", "view")}
+            panels.append(client.heat_map(file, alpha=0, **plain))
+        if drawn:
+            panels.append(client.heat_map(file, **options, **look))
+        values = client.attention_array(file, **options) if numbers else None
+        drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
+        return FileMaps(best.label, best.score, facts, drawing, values)
+
+    with client_of(arguments) as client:
+        client.labels()  # one error for all files where there is no service
+        yield from stream_answers(files, client, ask, concurrency=4)
+
+
+def _in_process(
+    files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, _: bool
+) -> Iterator[tuple[Path, FileMaps | str]]:
+    predictor, info, settings = predictor_from(arguments)
+    classes, look = ",".join(arguments.classes) or None, _given(arguments, _LOOK)
+    maps = parse_maps(info.config, info.labels, classes=classes, **_given(arguments, _OPTIONS))
+    overlay, whole_photo = look.pop("overlay", True), look.pop("view", "input") == "photo"
+    if whole_photo and not overlay:
+        raise InputError("view", "--view photo does not apply with --no-overlay")
+
+    def draw(values: NDArray[np.float32], file: Path, seen: ModelInput) -> Image.Image:
+        picture, region = seen.pixels, None
+        if whole_photo:
+            picture, region = upright_photo(
+                file.read_bytes(),
+                seen.region,
+                arguments.size,
+                max_pixels=settings.max_image_pixels,
+                scaled_decode=settings.scaled_decode,
+            )
+        drawings = [draw_heatmap(each, picture=picture if overlay else None, region=region, **look) for each in values]
+        if arguments.side_by_side:
+            photo = draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=arguments.size)
+            drawings.insert(0, photo)
+        return in_a_row(drawings, len(drawings))
+
+    def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
+        maps = [each.map for each in outputs if each.map is not None]
+        values = np.stack([each.values for each in maps])
+        label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
+        drawing = draw(values, file, seen) if drawn else None
+        return FileMaps(label, score, _facts(maps, info.labels), drawing, values if len(values) > 1 else values[0])
+
+    requests = [RequestedOutputs(1, request) for request in maps]
+    return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
+
+
+def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
+    request, classes = maps[0].request, (map_.request.class_index for map_ in maps)
+    of_classes = " and ".join(labels[index] for index in classes if index is not None)
+    what: str = request.method
+    if request.method == "cls":
+        what = f"layer {request.layer}, head {request.head}"
+    elif request.method == "rollout":
+        what = f"rollout, fusion {request.fusion}, discard {request.discard:g}"
+    rows, columns = maps[0].values.shape
+    patches = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
+    return f"{what}{' of ' if of_classes else ''}{of_classes}, {patches}"
+
+
+def _opened(png: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(png)) as picture:
+        return picture.convert("RGB")
 
 
 def _require_place(file: Path, suffix: str) -> None:
@@ -156,22 +237,15 @@ def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
     taken: set[Path] = set()
 
     def name_of(picture: Path) -> Path:
-        # `.heat` keeps a map from taking its picture's place where both are in one folder.
-        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in _numbers())
+        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
+        # of pictures that are called alike, in several folders.
+        numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
+        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in numbers)
         target = next(name for name in names if name not in taken)
         taken.add(target)
         return target
 
     return name_of
-
-
-def _numbers() -> Iterator[str]:
-    """Give nothing, and then -2, -3, ..., for pictures of one name from several folders."""
-    yield ""
-    number = 2
-    while True:
-        yield f"-{number}"
-        number += 1
 
 
 def _write(answer: FileMaps, target: Path, numbers: bool) -> None:
@@ -180,15 +254,10 @@ def _write(answer: FileMaps, target: Path, numbers: bool) -> None:
         _save(answer.drawing, target)
         return
     assert answer.values is not None, "the numbers were asked for"
-    try:
-        with target.open("wb") as file:
-            np.save(file, answer.values, allow_pickle=False)
-    except OSError as error:
-        raise InputError("output", f"{target}: {error.strerror}") from None
+    with writing(target), target.open("wb") as file:
+        np.save(file, answer.values, allow_pickle=False)
 
 
 def _save(drawing: Image.Image, target: Path) -> None:
-    try:
+    with writing(target):
         drawing.save(target, "PNG", compress_level=4)
-    except OSError as error:
-        raise InputError("output", f"{target}: {error.strerror}") from None

@@ -18,7 +18,7 @@ import numpy as np
 
 from model.errors import InputError
 from service.cli.image_files import EXAMPLE_IMAGE, find_images
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking, local_url
+from service.cli.server_flags import add_api_key_flag, api_key_for, local_url, request_errors
 from vitserve.client import AsyncClient
 from vitserve.documents import Classification, ModelDescription
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.concurrency < 1 or arguments.seconds <= 0:
         raise InputError("concurrency", "--concurrency and --seconds must be above zero")
     images = [file.read_bytes() for file in find_images(arguments.pictures)] or [EXAMPLE_IMAGE.read_bytes()]
-    with asking(arguments.url):
+    with request_errors(arguments.url):
         model, measurement = asyncio.run(_measure(arguments, images))
     _print(arguments, model, len(images), measurement)
     return int(not measurement.latencies)

@@ -7,32 +7,23 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.prediction import RequestedOutputs
-from service.cli.image_files import find_images
-from service.cli.predictions import predict_files
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
+from model.images.preprocess import ModelInput
+from model.outputs import Outputs, RequestedOutputs
+from service.cli.image_files import find_images, handle_answers, predict_files
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.client import Client
 from vitserve.documents import Prediction
 
 _DEFAULT_TOP_K = 5
 
-
-@dataclass(frozen=True, slots=True)
-class ClassifiedFile:
-    """One file's predictions, or the error that left it without any."""
-
-    file: Path
-    predictions: list[Prediction]
-    error: str | None = None
+Answer = list[Prediction] | str
+"""A file's predictions, or why it has none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,41 +43,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
-    answers = _ask_server(files, arguments) if arguments.url else _ask_model(files, arguments)
-    write = _writer(arguments)
-    failed = 0
-    for answer in tqdm(answers, total=len(files), unit="image", disable=len(files) < 2 or None):
-        write(answer)
-        failed += answer.error is not None
-    if failed:
-        print(f"vitserve: {failed} of {len(files)} files have no answer", file=sys.stderr)  # noqa: T201
-    return int(failed > 0)
+    answers = (_through_server if arguments.url else _in_process)(files, arguments)
+    return handle_answers(answers, len(files), _writer(arguments), "answer")
 
 
-def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
-    for file, outputs in predict_files(files, requested, predictor, info, settings):
-        if isinstance(outputs, str):
-            yield ClassifiedFile(file, [], outputs)
-        else:
-            yield ClassifiedFile(
-                file, Prediction.ranked(info.labels, outputs.indices.tolist(), outputs.scores.tolist())
-            )
+
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
+        return Prediction.ranked(info.labels, outputs[0].indices.tolist(), outputs[0].scores.tolist())
+
+    return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[ClassifiedFile]:
-    with (
-        asking(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-    ):
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+    with client_of(arguments) as client:
         top_k = _top_k(arguments.top_k, client.model().classes)
-        answers = client.stream(files, partial(client.classify, top_k=top_k))
-        for file, answer in while_reachable(answers, len(files)):
-            if isinstance(answer, Exception):
-                yield ClassifiedFile(file, [], str(answer))
-            else:
-                yield ClassifiedFile(file, answer.predictions)
+        yield from stream_answers(files, client, lambda file: client.classify(file, top_k=top_k).predictions)
 
 
 def _top_k(requested: int | None, classes: int) -> int:
@@ -96,29 +70,28 @@ def _top_k(requested: int | None, classes: int) -> int:
     return min(requested or _DEFAULT_TOP_K, classes)
 
 
-def _writer(arguments: argparse.Namespace) -> Callable[[ClassifiedFile], None]:
-    """Return a function that prints an answer in the form that the arguments choose."""
+def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
+    """Return a function that prints a file's answer in the form that the arguments choose."""
     if not arguments.csv:
         form = _json if arguments.json else _text
-        return lambda answer: tqdm.write(form(answer), file=sys.stdout)
+        return lambda file, answer: tqdm.write(form(file, answer), file=sys.stdout)
     table = csv.writer(sys.stdout)
     table.writerow(["file", "rank", "label", "index", "score", "error"])
-    return lambda answer: _write_csv(answer, table)
+    return lambda file, answer: table.writerows(_rows(file, answer))
 
 
-def _write_csv(answer: ClassifiedFile, table: Any) -> None:
-    if answer.error is not None:
-        table.writerow([answer.file, "", "", "", "", answer.error])
-    for rank, prediction in enumerate(answer.predictions, start=1):
-        table.writerow([answer.file, rank, prediction.label, prediction.index, prediction.score, ""])
+def _rows(file: Path, answer: Answer) -> list[list[Any]]:
+    if isinstance(answer, str):
+        return [[file, "", "", "", "", answer]]
+    return [[file, rank, each.label, each.index, each.score, ""] for rank, each in enumerate(answer, start=1)]
 
 
-def _json(answer: ClassifiedFile) -> str:
-    predictions = [prediction.model_dump() for prediction in answer.predictions]
-    outcome = {"predictions": predictions} if answer.error is None else {"error": answer.error}
-    return json.dumps({"file": str(answer.file), **outcome}, ensure_ascii=False)
+def _json(file: Path, answer: Answer) -> str:
+    outcome = {"error": answer} if isinstance(answer, str) else {"predictions": [each.model_dump() for each in answer]}
+    return json.dumps({"file": str(file), **outcome}, ensure_ascii=False)
 
 
-def _text(answer: ClassifiedFile) -> str:
-    lines = [f"{prediction.score:8.2%}  {prediction.label}" for prediction in answer.predictions]
-    return "\n".join([str(answer.file), *lines, *([f"  error: {answer.error}"] if answer.error else [])])
+def _text(file: Path, answer: Answer) -> str:
+    if isinstance(answer, str):
+        return f"{file}\n  error: {answer}"
+    return "\n".join([str(file), *(f"{each.score:8.2%}  {each.label}" for each in answer)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 
 from model.errors import InputError
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
+from service.cli.image_files import writing
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from
 
 
@@ -34,11 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint.build()  # names, shapes and values of the weights are checked here
     if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
         raise InputError("output", f"{arguments.output}: exists and is not an empty folder")
-    try:
+    with writing(arguments.output):
         native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
-    except OSError as error:
-        raise InputError("output", f"{arguments.output}: {error.strerror or error}") from None
-    program = sys.argv[0] if Path(sys.argv[0]).name == "vitserve" else "vitserve"
-    command = shlex.join([program, "serve", "--checkpoint", str(arguments.output)])
+    command = serve_command(arguments.output)
     print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
     return 0

@@ -6,7 +6,6 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.prediction import POOLINGS, RequestedOutputs, parse_embedding
-from service.cli.image_files import find_images
-from service.cli.predictions import predict_files
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking, while_reachable
+from model.images.preprocess import ModelInput
+from model.outputs import POOLINGS, Outputs, RequestedOutputs, parse_embedding
+from service.cli.image_files import find_images, handle_answers, predict_files, writing
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.client import Client
+
+Answer = NDArray[np.float32] | str
+"""A file's embedding, float32 [D], or why it has none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,49 +52,46 @@ def run(arguments: argparse.Namespace) -> int:
     if output.suffix != ".npy" or not output.parent.is_dir():
         raise InputError("output", f"{output}: expected a name that ends in .npy, in a folder that exists")
     files = find_images(arguments.paths)
-    answers = _ask_server(files, arguments) if arguments.url else _ask_model(files, arguments)
     named: list[Path] = []
     rows: list[NDArray[np.float32]] = []
-    for file, found in tqdm(answers, total=len(files), unit="image", disable=len(files) < 2 or None):
-        if isinstance(found, str):
-            tqdm.write(f"vitserve: {file}: {found}", file=sys.stderr)
+
+    def collect(file: Path, answer: Answer) -> None:
+        if isinstance(answer, str):
+            tqdm.write(f"vitserve: {file}: {answer}", file=sys.stderr)
         else:
             named.append(file)
-            rows.append(found)
+            rows.append(answer)
+
+    answers = (_through_server if arguments.url else _in_process)(files, arguments)
+    code = handle_answers(answers, len(files), collect, "embedding")
     if rows:
         _write(output, named, rows)
-    failed = len(files) - len(rows)
-    if failed:
-        print(f"vitserve: {failed} of {len(files)} files have no embedding", file=sys.stderr)  # noqa: T201
-    return int(failed > 0)
+    return code
 
 
 def _write(output: Path, files: list[Path], rows: list[NDArray[np.float32]]) -> None:
-    np.save(output, np.stack(rows), allow_pickle=False)
-    with output.with_suffix(".csv").open("w", newline="", encoding="utf-8") as names:
-        table = csv.writer(names)
-        table.writerow(["row", "file"])
-        table.writerows(enumerate(files))
+    table = output.with_suffix(".csv")
+    with writing(output):
+        np.save(output, np.stack(rows), allow_pickle=False)
+    with writing(table), table.open("w", newline="", encoding="utf-8") as names:
+        writer = csv.writer(names)
+        writer.writerow(["row", "file"])
+        writer.writerows(enumerate(files))
 
 
-def _ask_model(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, NDArray[np.float32] | str]]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(1, embedding=parse_embedding(info.config, arguments.pool, arguments.normalize))
-    for file, found in predict_files(files, requested, predictor, info, settings):
-        if isinstance(found, str):
-            yield file, found
-        elif found.failure is not None or found.embedding is None:
-            yield file, "the model gives values that are not finite"
-        else:
-            yield file, found.embedding
+
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
+        assert outputs[0].embedding is not None, "it was requested"
+        return outputs[0].embedding
+
+    return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _ask_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, NDArray[np.float32] | str]]:
-    with (
-        asking(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-    ):
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+    with client_of(arguments) as client:
         client.model()
-        embed = partial(client.embed, pool=arguments.pool, normalize=arguments.normalize)
-        for file, found in while_reachable(client.stream(files, embed), len(files)):
-            yield file, str(found) if isinstance(found, Exception) else found
+        options = {"pool": arguments.pool, "normalize": arguments.normalize}
+        yield from stream_answers(files, client, lambda file: client.embed(file, **options))

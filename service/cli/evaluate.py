@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from service.cli import explanations
-from service.cli.server_flags import add_api_key_flag, api_key_for, asking
+from service.cli.image_files import writing
+from service.cli.server_flags import add_api_key_flag, client_of
 from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.client import Client, ClientError
+from vitserve.client import ClientError
 
 if TYPE_CHECKING:
     from model.evaluation.evaluate import Evaluation
@@ -94,11 +95,7 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
 def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     from model.evaluation.evaluate import measure  # noqa: PLC0415
 
-    with (
-        asking(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-        ThreadPoolExecutor(arguments.concurrency) as pool,
-    ):
+    with client_of(arguments) as client, ThreadPoolExecutor(arguments.concurrency) as pool:
         labels = tuple(client.labels())
 
         def ask(upload: Callable[[int], bytes], number: int) -> list[float]:
@@ -143,7 +140,5 @@ def _robustness(
     if card is not None:
         from model.training.report.model_card import with_robustness  # noqa: PLC0415
 
-        try:
+        with writing(card):
             card.write_text(with_robustness(card.read_text(encoding="utf-8"), accuracies, len(truth)), encoding="utf-8")
-        except OSError as error:
-            raise InputError("card", f"{card}: {error.strerror}") from error

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import ImageError, InputError
-from model.images.preprocess import preprocess
 from model.insight import figures
-from service.cli.image_files import find_images
+from service.cli.image_files import find_images, read_input, report_left_out, writing
 from service.cli.setting_flags import settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
@@ -97,7 +94,8 @@ def measure_maps(arguments: argparse.Namespace) -> int:
     readable = _readable(pictures, checkpoint, settings)
 
     def read(number: int) -> Tensor:
-        pixels = torch.from_numpy(_decode(readable[number], checkpoint, settings)).to(device)
+        _, read_file = readable[number]
+        pixels = torch.from_numpy(read_input(read_file(), checkpoint.preprocess, settings).pixels).to(device)
         normalised: Tensor = normalise(pixels.unsqueeze(0))[0]
         return normalised
 
@@ -148,19 +146,14 @@ def _chosen(methods: dict[str, Maps], names: Sequence[str]) -> dict[str, Maps]:
     }
 
 
-def _decode(picture: Picture, checkpoint: Checkpoint, settings: Settings) -> NDArray[np.uint8]:
-    config, limit = checkpoint.preprocess, settings.max_image_pixels
-    return preprocess(picture[1](), config, max_pixels=limit, scaled_decode=settings.scaled_decode)
-
-
 def _readable(pictures: list[Picture], checkpoint: Checkpoint, settings: Settings) -> list[Picture]:
     """Return the pictures that can be read; any other is named on stderr."""
     readable = []
     for picture in tqdm(pictures, desc="read", unit="img", disable=None):
         try:
-            _decode(picture, checkpoint, settings)
+            read_input(picture[1](), checkpoint.preprocess, settings)
         except (ImageError, OSError) as error:
-            print(f"vitserve: {picture[0]}: left out: {error}", file=sys.stderr)  # noqa: T201
+            report_left_out(picture[0], error)
         else:
             readable.append(picture)
     return readable
@@ -188,16 +181,13 @@ def _cell(value: Estimate | None) -> str:
 
 
 def _write(path: Path, results: ExplanationResults, names: Sequence[str], labels: Sequence[str]) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            for each in results.pictures:
-                share = f"{np.mean(each.shares):.6f}" if each.shares else ""
-                areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
-                label = labels[each.class_index]
-                writer.writerow(
-                    [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
-                )
-    except OSError as error:
-        raise InputError("csv", f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        for each in results.pictures:
+            share = f"{np.mean(each.shares):.6f}" if each.shares else ""
+            areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
+            label = labels[each.class_index]
+            writer.writerow(
+                [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
+            )

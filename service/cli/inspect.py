@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import FigureError, ImageError, InputError
 from model.insight import figures
-from service.cli.image_files import find_images, read_pixels
+from service.cli.image_files import find_images, read_input, report_left_out, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
@@ -57,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         _prepare(out)
     settings = settings_from(arguments)
+    if settings.keys is not None and not Path(settings.keys).expanduser().exists():
+        return _write_draft(settings, Path(settings.keys).expanduser())
     checkpoint = checkpoint_from(settings)
     model = checkpoint.build()  # names, shapes and values of the weights are checked here
     _print_summary(checkpoint)
@@ -75,6 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
     text = _draw_attention(checkpoint, model, images, out)
     print(f"{out / DISTANCE}: {len(files) - len(unreadable)} pictures, {text}")  # noqa: T201
     return int(bool(unreadable))
+
+
+def _write_draft(settings: Settings, path: Path) -> int:
+    """Write a first draft of a map of the names of a state dict."""
+    from model.checkpoint import key_map, stored_tensors  # noqa: PLC0415  torch takes seconds to import
+
+    text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError("keys", f"{path}: cannot be written: {error.strerror}") from error
+    count, unknown = text.count("[[tensor]]"), text.count('to = "?"')
+    print(f"{path}: a first draft of {count} entries; in {unknown} of them say what it is in place of ?")  # noqa: T201
+    return 0
 
 
 def _prepare(out: Path) -> None:
@@ -138,10 +153,10 @@ def _readable(
     """Yield the pixels of each file, uint8 [H, W, C]; a file that cannot be read is named on stderr and left out."""
     for file in tqdm(files, desc="attention", unit="img", disable=None):
         try:
-            yield read_pixels(file, config, settings)
+            yield read_input(file.read_bytes(), config, settings).pixels
         except (ImageError, OSError) as error:
             on_unreadable(file)
-            print(f"vitserve: {file}: left out: {error}", file=sys.stderr)  # noqa: T201
+            report_left_out(file, error)
 
 
 def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessConfig) -> Iterator[Tensor]:
@@ -156,10 +171,7 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
 
 
 def _write_distances(distance: NDArray[np.float64], path: Path) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["layer", "head", "distance_px"])
-            writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
-    except OSError as error:
-        raise FigureError(f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["layer", "head", "distance_px"])
+        writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, TypeVar
 
 import httpx
 
 from model.errors import InputError
-from service.api_keys import parse_keys
-from service.settings import Settings
-from vitserve.client import ClientError, Unauthorized, Unreachable
+from service.settings import Settings, parse_keys
+from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 
-_Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 _LOST_IN_A_ROW: Final = 8
@@ -51,7 +50,7 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 
 @contextmanager
-def asking(url: str) -> Iterator[None]:
+def request_errors(url: str) -> Iterator[None]:
     """Turn the errors of requests to a server into an InputError: one line that says what to do."""
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
@@ -66,21 +65,31 @@ def asking(url: str) -> Iterator[None]:
         raise InputError("url", message) from None
 
 
-def while_reachable(answers: Iterable[tuple[_Item, _Answer]], count: int) -> Iterator[tuple[_Item, _Answer]]:
-    """Yield files with their answers or errors, as long as the server answers.
+@contextmanager
+def client_of(arguments: argparse.Namespace) -> Iterator[Client]:
+    """Give a client of the server at `--url`; its errors become an InputError, see `request_errors`."""
+    with (
+        request_errors(arguments.url),
+        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
+    ):
+        yield client
 
-    Args:
-        count: of all files.
+
+def stream_answers(
+    files: Sequence[Path], client: Client, ask: Callable[[Path], _Answer], *, concurrency: int = 8
+) -> Iterator[tuple[Path, _Answer | str]]:
+    """Yield each file with its answer, or with why it has none, as long as the server answers.
 
     Raises:
         ClientError: `_LOST_IN_A_ROW` consecutive files got no answer; the others would only wait.
     """
     lost = 0
-    for number, (item, answer) in enumerate(answers, start=1):
+    for number, (file, answer) in enumerate(client.stream(files, ask, concurrency=concurrency), start=1):
         lost = lost + 1 if isinstance(answer, Unreachable) else 0
-        yield item, answer
-        if lost == _LOST_IN_A_ROW and number < count:
-            raise ClientError(f"no answer any more, {count - number} of {count} files were not asked about")
+        yield file, str(answer) if isinstance(answer, ClientError | OSError) else answer
+        if lost == _LOST_IN_A_ROW and number < len(files):
+            left = len(files) - number
+            raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
 
 
 def local_url(environment: Mapping[str, str] = os.environ) -> str:

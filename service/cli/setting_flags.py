@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.engine.loading import load_predictor
@@ -13,7 +16,7 @@ from service.settings import ENV_PREFIX, Settings, load_settings
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
-CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture")
+CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture", "weights", "base", "keys")
 MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
 
 
@@ -46,3 +49,9 @@ def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo,
     predictor, info = load_predictor(settings)
     predictor.warm_up()
     return predictor, info, settings
+
+
+def serve_command(checkpoint: Path) -> str:
+    """Return the command line that serves a checkpoint with this installation."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "vitserve" else "vitserve"
+    return shlex.join([program, "serve", "--checkpoint", str(checkpoint)])

@@ -11,6 +11,7 @@ from typing import Any
 
 from model.errors import TrainingError
 from service import logs
+from service.cli.setting_flags import serve_command
 from service.settings import ENV_PREFIX
 
 
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto"),
         memory=int(arguments.memory * 2**30),
     )
+    print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
 
 

@@ -16,13 +16,12 @@ from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.supervisor import TRY_AGAIN
-from service.engine.local import LocalEngine
 from service.http.lifecycle import trim_regularly
 from service.http.watchdog import keep_beating
 from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import batch_observer, start_telemetry
-from service.web.single_process import Loader
+from service.web.single_process import Loader, engine_of
 
 if TYPE_CHECKING:
     from service.tracing.telemetry import Telemetry
@@ -71,16 +70,8 @@ async def _serve(
     def queue_changed(depth: int) -> None:
         counters.queue_depth[index] = depth
 
-    engine = LocalEngine(
-        lambda: load(settings),
-        device=channel.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        batch_timeout=settings.batch_timeout,
-        load_timeout=load_timeout,
-        on_batch=batch_observer(metrics.observe_batch, telemetry),
-        on_queue=queue_changed,
-    )
+    on_batch = batch_observer(metrics.observe_batch, telemetry)
+    engine = engine_of(settings, load, on_batch, load_timeout=load_timeout, on_queue=queue_changed)
 
     def engine_changed() -> None:
         if engine.status.state == "ready":
@@ -96,7 +87,7 @@ async def _serve(
     failed, failure = engine.status.state == "failed", engine.failure
     await server.close()
     beating.cancel()
-    if isinstance(failure, NewProcessNeeded) and counters.change_option(index, failure.option, failure.value):
+    if isinstance(failure, NewProcessNeeded) and channel.change_option(failure.option, failure.value):
         logger.warning("engine %s: starting again with %s=%s", channel.device, failure.option, failure.value)
         return TRY_AGAIN
     if failed:

@@ -1,4 +1,4 @@
-"""Lets a web worker use an engine of another process; `service.cluster.channel` draws how."""
+"""Lets a web worker use an engine of another process, or several of them; `service.cluster.channel` draws how."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
 
-from model.prediction import EncodedPicture
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol
 from service.cluster.shared_memory import ImageSlots
@@ -50,8 +49,8 @@ class RemoteEngine:
         index, counters = self._channel.index, self._channel.counters
         depth = int(counters.queue_depth[index]) if self.ready else 0
         # Whatever becomes of an engine, its metrics keep their labels.
-        device, restarts = self._channel.device_name, int(counters.restarts[index])
-        return replace(self._status, device=device, queue_depth=depth, restarts=restarts)
+        device = self._channel.device_name.read() or self._channel.device
+        return replace(self._status, device=device, queue_depth=depth, restarts=int(counters.restarts[index]))
 
     @property
     def ready(self) -> bool:
@@ -117,12 +116,67 @@ class RemoteEngine:
             self._on_change()
 
 
+class Balancer:
+    """Sends each image to the engine, of several with the same model, that has the shortest queue over all workers."""
+
+    def __init__(self, engines: Sequence[RemoteEngine]) -> None:
+        self.engines = tuple(engines)
+        self._last = 0
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Return the description of the model, with the devices of all loaded engines, or None."""
+        infos = [engine.info for engine in self.engines if engine.info is not None]
+        if not infos:
+            return None
+        return replace(infos[0], device=",".join(info.device for info in infos))
+
+    @property
+    def status(self) -> EngineStatus:
+        """Return the status of the first ready engine, with the queue depths and restarts of all."""
+        statuses = [engine.status for engine in self.engines]
+        first = next((status for status in statuses if status.state == "ready"), statuses[0])
+        return replace(
+            first,
+            device=",".join(status.device for status in statuses),
+            queue_depth=sum(status.queue_depth for status in statuses),
+            restarts=sum(status.restarts for status in statuses),
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Return whether at least one engine takes images."""
+        return any(engine.ready for engine in self.engines)
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Start all engines."""
+        for engine in self.engines:
+            engine.start(on_change)
+
+    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+        """See `Engine.infer`."""
+        return await self._least_loaded().infer(request, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close all engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    def _least_loaded(self) -> RemoteEngine:
+        """Return the ready engine with the fewest images; of equals, the next in turn."""
+        count = len(self.engines)
+        in_turn = [(self._last + 1 + step) % count for step in range(count)]
+        ready = [index for index in in_turn if self.engines[index].ready]
+        if not ready:
+            raise EngineUnavailable(self.status.reason)
+        self._last = min(ready, key=lambda index: self.engines[index].outstanding)
+        return self.engines[self._last]
+
+
 class _Pending(NamedTuple):
     """A request without an outcome: its slot is in use though its caller may have gone."""
 
     slot: int
     future: asyncio.Future[InferenceResult]
-    encoded: bool
 
 
 class _EngineConnection(FrameProtocol):
@@ -180,17 +234,13 @@ class _EngineConnection(FrameProtocol):
             raise EngineUnavailable(_CONNECTION_LOST)
         if not self._free:  # all in use, or cancelled a moment ago and not given back yet
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
-        slot, picture, encoded = self._free.pop(), request.pixels, None
-        if isinstance(picture, EncodedPicture):
-            self._slots.write(slot, picture.data)
-            encoded = len(picture.data), *picture.size, picture.orientation
-        else:
-            self._slots[slot][...] = picture
+        slot = self._free.pop()
+        self._slots[slot][...] = request.pixels
         id_ = next(self._ids)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._pending[id_] = _Pending(slot, future, encoded is not None)
+        self._pending[id_] = _Pending(slot, future)
         self._count()
-        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent, encoded))
+        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent))
         try:
             return await future
         except asyncio.CancelledError:
@@ -200,11 +250,7 @@ class _EngineConnection(FrameProtocol):
     def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
         if id_ not in self._pending:
             raise protocol.FrameError(f"an answer to {id_}, which waits for none")
-        slot, future, encoded = self._pending.pop(id_)
-        if encoded and isinstance(outcome, InferenceResult) and not future.done():
-            assert self._slots is not None
-            decoded = self._slots[slot].copy()  # the slot is another's in a moment
-            outcome = replace(outcome, outputs=replace(outcome.outputs, decoded=decoded))
+        slot, future = self._pending.pop(id_)
         self._free.append(slot)
         self._count()
         if future.done():  # its caller went away

@@ -9,13 +9,13 @@ from typing import Final
 
 from service.cluster.swap_board import GROUPS, SwapBoard, Verdict
 from service.engine.base import Engine
-from service.engine.swapping import UNDER_WAY, CurrentEngine, Generation, Reloads
+from service.engine.swapping import UNDER_WAY, Generation, Reloads
 from service.errors import CheckpointRefused, SwapUnderWay
 
 _LOOK_SECONDS: Final = 0.05
 
 
-class RemoteSwap(CurrentEngine):
+class RemoteSwap:
     """The engines of other processes, in two groups; one group is current.
 
     Args:
@@ -40,7 +40,7 @@ class RemoteSwap(CurrentEngine):
         return self._board.reloads
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Connect to the engines of both groups; see `Engine.start`."""
+        """Connect to the engines of both groups; see `Swappable.start`."""
         self._on_change = on_change
         for generation in self._groups:
             generation.engine.start(partial(self._changed, generation))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from service.cluster.engine_process import STOP, run_engine
@@ -14,7 +14,7 @@ from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child, Supervisor
 from service.cluster.swap import Swap
 from service.cluster.swap_board import GROUPS
-from service.cluster.worker import CHANGED, run_web
+from service.cluster.worker import run_web
 from service.http.lifecycle import Terminal
 from service.metrics.metrics import Metrics, count_in_files
 from service.settings import Settings
@@ -32,7 +32,7 @@ def run_cluster(settings: Settings, load: Loader) -> int:
         [engine_child(settings, shared, index, load, group) for index in range(len(settings.devices))]
         for group in range(GROUPS)
     ]
-    swap = swap_of(settings, shared, engines, workers, system)
+    swap = Swap(shared, engines, workers, system, settings.checkpoint)
     ticker = Ticker(settings, shared)
 
     def tick() -> None:
@@ -80,7 +80,8 @@ def worker_child(settings: Settings, shared: SharedResources, index: int) -> Chi
 
 def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int = 0) -> Child:
     """Return the child process of one device's engine; only engines of the first group are started at once."""
-    counters, channel = shared.groups[group].counters, shared.groups[group].channels[index]
+    channel = shared.groups[group][index]
+    counters = channel.counters
     child = Child(
         "engine" if channel.device == "auto" else f"engine {channel.device}",
         partial(_be_engine, settings, shared, index, load, group),
@@ -93,55 +94,6 @@ def engine_child(settings: Settings, shared: SharedResources, index: int, load: 
     if group:
         child.spare, child.start_at = True, None
     return child
-
-
-def swap_of(
-    settings: Settings,
-    shared: SharedResources,
-    engines: Sequence[Sequence[Child]],
-    workers: Sequence[Child],
-    system: OperatingSystem,
-) -> Swap:
-    """Return what swaps the checkpoint of these children."""
-    state = shared.counters.worker_state
-
-    def begin(number: int) -> None:
-        current, following = shared.groups[shared.board.group], shared.groups[number]
-        # What the device has not allowed for one model, it will not for another.
-        following.counters.engine_options[:] = current.counters.engine_options
-        for channel in following.channels:
-            channel.failure.write("")
-
-    def refusal(number: int) -> str:
-        current, following = shared.groups[shared.board.group], shared.groups[number]
-        for channel in following.channels:
-            limits = [group.counters.changed_options(channel.index).get("max_batch") for group in (current, following)]
-            if limits[0] != limits[1]:
-                return f"{channel.device}: not enough memory beside the model that is served"
-            if failure := channel.failure.read():
-                return failure
-        return ""
-
-    def wake_workers() -> None:
-        for index, child in enumerate(workers):
-            if child.pid is not None and state[index]:  # before that the signal would end it
-                system.kill(child.pid, CHANGED)
-
-    def end(number: int) -> None:
-        for channel in shared.groups[number].channels:
-            channel.pixels.empty()
-
-    return Swap(
-        shared.board,
-        engines,
-        system,
-        checkpoint=settings.checkpoint,
-        running=lambda: state > 0,
-        refusal=refusal,
-        on_begin=begin,
-        on_take_over=wake_workers,
-        on_end=end,
-    )
 
 
 class Ticker:
@@ -168,18 +120,17 @@ class Ticker:
 def _be_worker(settings: Settings, shared: SharedResources, index: int) -> int:
     for other in {*shared.listeners} - {shared.listeners[index]}:
         other.close()
-    count_in_files(shared.metrics.folder, shared.metrics.worker(index))
+    count_in_files(shared.metrics.folder, f"worker-{index}")
     return run_web(settings, shared, index, Metrics(shared.metrics.folder))
 
 
 def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int) -> int:
     shared.stop_listening()
-    channel = shared.groups[group].channels[index]
-    count_in_files(shared.metrics.folder, shared.metrics.engine(group * len(settings.devices) + index))
+    channel = shared.groups[group][index]
+    count_in_files(shared.metrics.folder, f"engine-{group * len(settings.devices) + index}")
     own = {"device": channel.device, "checkpoint": shared.board.checkpoints[group].read()}
-    changed = channel.counters.changed_options(index)
     return run_engine(
-        settings.model_copy(update=own | changed),
+        settings.model_copy(update=own | channel.changed_options()),
         channel,
         load,
         Metrics(shared.metrics.folder),
@@ -188,6 +139,6 @@ def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Lo
 
 
 def _forget_worker(shared: SharedResources, index: int) -> None:
-    for group in shared.groups:
-        group.counters.forget_worker(index)
+    for [channel, *_] in shared.groups:
+        channel.counters.forget_worker(index)
     shared.board.forget_worker(index)

@@ -16,13 +16,12 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.web.admission import ByteBudget, Limiter
-from service.web.keys import KeyLimiter
+from service.web.api_keys import KeyLimiter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -98,8 +97,9 @@ class SharedText:
         self.write(text)
 
     def write(self, text: str) -> None:
-        """Replace the text; what is longer loses its end."""
+        """Replace the text; what is longer loses its end. A text that is half written reads as empty."""
         data = text[: self.MOST].encode(errors="surrogatepass")
+        self._memory[:4] = bytes(4)
         self._memory[4 : 4 + len(data)] = data
         self._memory[:4] = len(data).to_bytes(4, "little")
 
@@ -124,40 +124,23 @@ class ImageSlots:
     Args:
         file: of the engine, which has grown it to `size` a worker.
         shape: of an image, (rows, columns, channels).
-        least: bytes that a slot has at least, for encoded pictures.
     """
 
-    def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int], least: int = 0) -> None:
-        size, pixels = self.size(slots, shape, least), math.prod(shape)
-        room = max(pixels, least)
-        self._slots = np.frombuffer(file.map(size, worker * size), np.uint8, slots * room).reshape(slots, room)
-        self._images = self._slots[:, :pixels].reshape(slots, *shape)
-        assert np.may_share_memory(self._images, self._slots)
+    def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int]) -> None:
+        size = self.size(slots, shape)
+        memory = file.map(size, worker * size)
+        self._images = np.frombuffer(memory, np.uint8, slots * math.prod(shape)).reshape(slots, *shape)
         self.count = slots
 
     @staticmethod
-    def size(slots: int, shape: tuple[int, int, int], least: int = 0) -> int:
+    def size(slots: int, shape: tuple[int, int, int]) -> int:
         """Return the bytes of one worker's part."""
-        return whole_pages(slots * max(math.prod(shape), least))
+        return whole_pages(slots * math.prod(shape))
 
     def __getitem__(self, slot: int) -> NDArray[np.uint8]:
         """Return the image in a slot, uint8 [H, W, C], as a view; raises `IndexError` when there is no such slot."""
         image: NDArray[np.uint8] = self._images[slot]
         return image
-
-    def write(self, slot: int, data: bytes) -> None:
-        """Put an encoded picture into a slot; raises `ValueError` when it is longer than a slot."""
-        self._slots[slot, : len(data)] = np.frombuffer(data, np.uint8)
-
-    def read(self, slot: int, length: int) -> bytes:
-        """Return a copy of an encoded picture, which its writer does not change any more."""
-        return self._slots[slot, :length].tobytes()
-
-
-_OPTIONS: Final = ("compile", "max_batch")
-"""The settings that an engine's successor may start with in another way."""
-
-_VALUES: Final = ("no-graphs", "off")
 
 
 class SharedCounters:
@@ -176,7 +159,6 @@ class SharedCounters:
         engine_beats: [engines], as `worker_beats`; written by the engine.
         queue_depth: [engines]; written by the engine.
         restarts: [engines]; written by the supervisor.
-        engine_options: [engines, options], see `change_option`; written by the engine.
         seconds: [1], of the service's life: the clock that all processes can read; written by the supervisor.
     """
 
@@ -190,7 +172,6 @@ class SharedCounters:
         self.key_requests = shared_zeros(workers, max(1, keys))
         self.outstanding = shared_zeros(workers, engines)
         self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = shared_zeros(4, engines)
-        self.engine_options = shared_zeros(engines, len(_OPTIONS))
         self.seconds = shared_zeros(1)
 
     def all_ready(self) -> bool:
@@ -205,19 +186,6 @@ class SharedCounters:
     def count_restart(self, engine: int) -> None:
         """Count one more start of an engine."""
         self.restarts[engine] += 1
-
-    def change_option(self, engine: int, option: str, value: str | int) -> bool:
-        """Let an engine's successors start with another value than the settings'; return whether that is new."""
-        column = _OPTIONS.index(option)
-        cell = value if isinstance(value, int) else 1 + _VALUES.index(value)
-        changed = bool(self.engine_options[engine, column] != cell)
-        self.engine_options[engine, column] = cell
-        return changed
-
-    def changed_options(self, engine: int) -> dict[str, str | int]:
-        """Return the settings that an engine is to start with instead of those of the service."""
-        cells = zip(_OPTIONS, self.engine_options[engine].tolist(), strict=True)
-        return {name: cell if name == "max_batch" else _VALUES[cell - 1] for name, cell in cells if cell}
 
     def forget_worker(self, worker: int) -> None:
         """Clear the cells of a worker that ended, so that its permits and its bytes are free."""

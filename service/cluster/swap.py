@@ -15,15 +15,14 @@ from __future__ import annotations
 import enum
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from service.cluster.channel import EngineChannel
 from service.cluster.processes import OperatingSystem
+from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child
-from service.cluster.swap_board import Request, SwapBoard, Verdict
+from service.cluster.swap_board import CHANGED, Request, Verdict
 from service.engine.swapping import UNDER_WAY
 from service.http.watchdog import Pulse
 
@@ -48,35 +47,22 @@ class Swap:
     Args:
         groups: the engines of each group, by device; those of the second are not started yet.
         checkpoint: the configured checkpoint.
-        running: returns which workers run, bool [workers]. One that does not serve at the moment takes over, too.
-        refusal: returns why an engine of a group cannot serve its checkpoint; empty as far as is known.
-        on_begin: called with a group before its engines are started.
-        on_take_over: called when another generation is current.
-        on_end: called with a group when its engines have ended.
     """
 
     def __init__(
         self,
-        board: SwapBoard,
+        shared: SharedResources,
         groups: Sequence[Sequence[Child]],
+        workers: Sequence[Child],
         system: OperatingSystem,
-        *,
         checkpoint: str,
-        running: Callable[[], NDArray[np.bool_]],
-        refusal: Callable[[int], str],
-        on_begin: Callable[[int], None],
-        on_take_over: Callable[[], None],
-        on_end: Callable[[int], None],
     ) -> None:
-        self._board = board
+        self._shared = shared
+        self._board = shared.board
         self._groups = groups
+        self._workers = workers
         self._system = system
         self._checkpoint = checkpoint
-        self._running = running
-        self._refusal = refusal
-        self._on_begin = on_begin
-        self._on_take_over = on_take_over
-        self._on_end = on_end
         self._phase = _Phase.IDLE
         self._other = 1
         self._request: Request | None = None
@@ -103,7 +89,8 @@ class Swap:
                 self._look_at_loading()
             case _Phase.TAKING_OVER:
                 self._refuse_others()
-                if self._board.all_adopted(self._running()):
+                # A worker that does not serve at the moment takes over, too.
+                if self._board.all_adopted(self._shared.counters.worker_state > 0):
                     self._answer(Verdict.SERVED)
                     self._phase = _Phase.RETIRING
             case _Phase.RETIRING:
@@ -124,7 +111,10 @@ class Swap:
         checkpoint = (request and request.checkpoint) or self._checkpoint
         self._other = self._board.begin(checkpoint)
         logger.info("loading %s beside the model that is served", checkpoint)
-        self._on_begin(self._other)
+        for channel, following in zip(*self._channels(), strict=True):
+            # What the device has not allowed for one model, it will not for another.
+            following.options.write(channel.options.read())
+            following.failure.write("")
         for child in self._groups[self._other]:
             child.start_at, child.ever_ran = self._system.now(), False
             child.delay, child.failures, child.pulse = 0.0, 0, Pulse()
@@ -132,7 +122,7 @@ class Swap:
 
     def _look_at_loading(self) -> None:
         children = self._groups[self._other]
-        refusal = self._refusal(self._other)
+        refusal = self._refusal()
         if refusal or any(child.pid is None and child.start_at is None for child in children):
             reason = refusal or "an engine ended before it was ready"
             logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
@@ -148,8 +138,26 @@ class Swap:
                 child.spare, child.start_at = True, None
             self._board.take_over()
             self._other = old
-            self._on_take_over()
+            self._wake_workers()
             self._phase = _Phase.TAKING_OVER
+
+    def _channels(self) -> tuple[list[EngineChannel], list[EngineChannel]]:
+        """Return the channels of the group that serves and of the other group."""
+        return self._shared.groups[self._board.group], self._shared.groups[self._other]
+
+    def _refusal(self) -> str:
+        """Return why an engine of the other group cannot serve its checkpoint; empty as far as is known."""
+        for channel, following in zip(*self._channels(), strict=True):
+            if channel.changed_options().get("max_batch") != following.changed_options().get("max_batch"):
+                return f"{channel.device}: not enough memory beside the model that is served"
+            if failure := following.failure.read():
+                return failure
+        return ""
+
+    def _wake_workers(self) -> None:
+        for child, state in zip(self._workers, self._shared.counters.worker_state, strict=True):
+            if child.pid is not None and state:  # before that the signal would end it
+                self._system.kill(child.pid, CHANGED)
 
     def _refuse_others(self) -> None:
         for request in self._board.requests():
@@ -174,6 +182,7 @@ class Swap:
                 self._system.kill(child.pid, signal.SIGKILL if now > self._stop_by else number or child.stop)
         if not alive:
             self._stop_by = None
-            self._on_end(self._other)
+            for channel in self._shared.groups[self._other]:
+                channel.pixels.empty()
             logger.info("the engines that no longer serve have ended")
             self._phase = _Phase.IDLE

@@ -17,6 +17,7 @@ one writer: the supervisor, or the worker that it belongs to. A text is written 
 from __future__ import annotations
 
 import enum
+import signal
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,9 @@ from service.cluster.shared_memory import SharedText, shared_zeros
 from service.engine.swapping import Reloads
 
 GROUPS = 2
+
+CHANGED = signal.SIGUSR1
+"""Tells the supervisor, or a worker that serves, to look at what others have written."""
 
 
 class Verdict(enum.IntEnum):

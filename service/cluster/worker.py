@@ -10,13 +10,13 @@ import os
 import signal
 from collections.abc import Sequence
 
-from service.cluster.balancer import Balancer
 from service.cluster.channel import EngineChannel
-from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
 from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
 from service.cluster.shared_resources import SharedResources
+from service.cluster.swap_board import CHANGED
 from service.engine.base import Engine
 from service.http.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.http.server import Server
@@ -25,9 +25,6 @@ from service.metrics.metrics import Metrics
 from service.settings import Settings
 from service.tracing.start import start_telemetry
 from service.web.app import create_app, log_model
-
-CHANGED = signal.SIGUSR1
-"""Tells the supervisor, or a worker that serves, to look at what others have written."""
 
 
 class WorkerServer(Server):
@@ -44,16 +41,17 @@ class WorkerServer(Server):
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
     """Run one web worker until a signal ends it, and return its exit code."""
     counters, telemetry = shared.counters, start_telemetry(settings)
-    engines = [_engine(group.channels, worker) for group in shared.groups]
-    engine = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
+    engines = [_engine(group, worker) for group in shared.groups]
+    swap = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
     lifecycle = Lifecycle()
 
     async def beside() -> None:
-        asyncio.get_running_loop().add_signal_handler(CHANGED, engine.adopt)
-        engine.adopt()  # a signal may have come before
+        asyncio.get_running_loop().add_signal_handler(CHANGED, swap.adopt)
+        swap.adopt()  # a signal may have come before
         await keep_beating(counters.worker_beats, worker)
 
     def engine_changed() -> None:
+        engine = swap.current.engine
         serving = engine.status.state == "ready"
         counters.worker_state[worker] = SharedCounters.SERVING if serving else SharedCounters.LISTENING
         if serving and worker == 0 and engine.info is not None:
@@ -64,7 +62,7 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
 
     app = create_app(
         settings,
-        engine,
+        swap,
         metrics,
         lifecycle,
         engine_changed,

@@ -1,5 +1,7 @@
 """The threads of an engine: each stream takes the next batch from the queue that all share, and launches it.
 
+Every image of a launch gets an outcome, and an image that the model fails on fails alone.
+
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
 launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
 """
@@ -7,25 +9,30 @@ launched only while no other image waits, or when a map has waited for long, and
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
-from service.engine.batching import BatchQueue, Poll
-from service.engine.launch import Outcome, Waiting, launch
-from service.engine.messages import BatchReport, InferenceRequest
-from service.errors import EngineUnavailable, ServiceError
+from service.engine.batching import BatchQueue, Entry, Poll
+from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
+from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 from service.priority import lower_priority, seconds_without_core
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED_AT_ONCE: Final = 8
+MAX_EXPLANATION_BATCH: Final = 8
 """Images in a batch of explanations at most, so that it does not hold the device for long."""
 
-PATIENCE: Final = 1.0
+MAX_EXPLANATION_WAIT: Final = 1.0
 """Seconds after which a map no longer waits for classification, which under constant load never pauses."""
+
+Outcome = InferenceResult | ServiceError
+Waiting = Entry[InferenceRequest]
+"""An image in the queue, or taken out of it."""
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
@@ -111,13 +118,13 @@ class Streams:
         """
         self._streams = runner.streams
         others = [
-            threading.Thread(target=self._serve, args=(runner,), name=f"engine-{number}", daemon=True)
+            threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)
         ]
         others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
         for thread in others:
             thread.start()
-        self._serve(runner)
+        self._classify(runner)
         for thread in others:
             thread.join()
         for failure in self._failures[1:]:
@@ -140,15 +147,15 @@ class Streams:
 
     def _explain(self, runner: ModelRunner) -> None:
         lower_priority()
-        self._launch_all(runner, lambda: self._next(self._explanations, min(runner.max_batch, EXPLAINED_AT_ONCE)))
+        self._launch_all(runner, self._explanations, min(runner.max_batch, MAX_EXPLANATION_BATCH))
 
-    def _serve(self, runner: ModelRunner) -> None:
-        self._launch_all(runner, lambda: self._next(self._queue, runner.max_batch))
+    def _classify(self, runner: ModelRunner) -> None:
+        self._launch_all(runner, self._queue, runner.max_batch)
 
-    def _launch_all(self, runner: ModelRunner, next_batch: Callable[[], Poll[InferenceRequest] | None]) -> None:
+    def _launch_all(self, runner: ModelRunner, queue: BatchQueue[InferenceRequest], max_batch: int) -> None:
         batch: list[Waiting] = []
         try:
-            while (poll := next_batch()) is not None:
+            while (poll := self._next(queue, max_batch)) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
@@ -164,8 +171,8 @@ class Streams:
         with self._wake:
             self._launched_at.pop(stream, None)
             while not self._stopping:
-                if queue is self._explanations and len(self._queue) and (age := queue.age()) < PATIENCE:
-                    self._wake.wait(PATIENCE - age if len(queue) else None)
+                if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
+                    self._wake.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
                     continue
                 waited = len(queue)
                 poll = queue.poll(max_batch)
@@ -182,3 +189,76 @@ class Streams:
 def reason_of(error: BaseException) -> str:
     """Return why an engine ended: errors of ours speak for themselves, others need their type's name."""
     return str(error) if isinstance(error, VitError | ServiceError) else f"{type(error).__name__}: {error}"
+
+
+def launch(
+    runner: ModelRunner, batch: Sequence[Waiting], release: Release, clock: Callable[[], float]
+) -> tuple[list[Outcome], BatchReport]:
+    """Compute a batch, and if that fails, its images one by one.
+
+    Args:
+        batch: at least one image, and at most `runner.max_batch`.
+        clock: monotonic seconds, the same that the queue reads.
+
+    Returns:
+        The outcome of each image, in the batch's order, and the report of the launch.
+
+    Raises:
+        EngineUnavailable: the device no longer computes.
+    """
+    launched = clock()
+    try:
+        outcomes = _predict(runner, batch, launched, clock)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
+        outcomes = [_predict_alone(runner, entry, launched, clock) for entry in batch]
+    if all(isinstance(outcome, InferenceFailed) for outcome in outcomes):
+        # Every image failed. If an empty image fails too, the device is lost, and the engine ends.
+        try:
+            runner.check()
+        except VitError as error:
+            raise EngineUnavailable(f"the device failed: {error}") from error
+    links = tuple({entry.item.traceparent: None for entry in batch if entry.item.traceparent is not None})
+    traceparent = _new_traceparent() if links else None
+    if traceparent is not None:
+        outcomes = [
+            replace(outcome, batch_traceparent=traceparent) if isinstance(outcome, InferenceResult) else outcome
+            for outcome in outcomes
+        ]
+    return outcomes, BatchReport(
+        device=runner.device,
+        size=len(batch),
+        padding=runner.launch_size(len(batch)) - len(batch),
+        release=release,
+        inference_seconds=clock() - launched,
+        traceparent=traceparent,
+        links=links,
+    )
+
+
+def _new_traceparent() -> str:
+    """Return the context of a new span in a trace of its own, sampled."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def _predict(
+    runner: ModelRunner, batch: Sequence[Waiting], launched: float, clock: Callable[[], float]
+) -> list[Outcome]:
+    requests = [entry.item for entry in batch]
+    outputs = runner.predict([each.pixels for each in requests], [each.requested for each in requests])
+    seconds = clock() - launched
+    return [
+        InferenceResult(each, len(batch), launched - entry.arrived, seconds)
+        if each.finite
+        else InferenceFailed("the model gave no finite score for this image")
+        for each, entry in zip(outputs, batch, strict=True)
+    ]
+
+
+def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:
+    """Compute one image of a batch that failed: only the images that fail alone are at fault."""
+    try:
+        return _predict(runner, [entry], launched, clock)[0]
+    except (RuntimeError, ValueError, MemoryError) as error:
+        logger.error("an image failed alone: %s", error)
+        return InferenceFailed("the model failed on this image")

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
 from service.engine.base import Engine
-from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, Forbidden, ServiceError, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
@@ -60,8 +59,8 @@ class Reloads(NamedTuple):
     last_successful: bool = True
 
 
-class Swappable(Engine, Protocol):
-    """An engine whose model can be swapped."""
+class Swappable(Protocol):
+    """Owns the engines of a service whose model can be swapped."""
 
     current: Generation
     """What requests that begin now belong to."""
@@ -69,6 +68,11 @@ class Swappable(Engine, Protocol):
     @property
     def reloads(self) -> Reloads:
         """Return what became of the loads until now, over all processes."""
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading the configured checkpoint; `on_change` is called when the state of the current engine changes,
+        or another engine is current.
+        """
 
     async def load(self, checkpoint: str | None) -> None:
         """Load a checkpoint (None: the configured checkpoint), and return when it answers new requests.
@@ -79,59 +83,11 @@ class Swappable(Engine, Protocol):
             EngineUnavailable: no model is ready yet.
         """
 
-
-class CurrentEngine:
-    """The engine of the current generation, as an engine; see `service.engine.base.Engine`."""
-
-    current: Generation
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        """Return the engines that compute the current model."""
-        return self.current.engine.engines
-
-    @property
-    def info(self) -> ModelInfo | None:
-        """Return the description of the current model, or None before it is loaded."""
-        return self.current.engine.info
-
-    @property
-    def status(self) -> EngineStatus:
-        """Return the current engine's status."""
-        return self.current.engine.status
-
-    @property
-    def ready(self) -> bool:
-        """Return whether the current engine takes images."""
-        return self.current.engine.ready
-
-    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        """Return the result of an image that was prepared for the current model; see `Engine.infer`."""
-        return await self.current.engine.infer(request, timeout=timeout)
-
-
-class Unswapped(CurrentEngine):
-    """An engine whose model stays until the process ends."""
-
-    reloads = Reloads()
-
-    def __init__(self, engine: Engine) -> None:
-        self.current = Generation(engine)
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the model; see `Engine.start`."""
-        self.current.engine.start(on_change)
-
-    async def load(self, checkpoint: str | None) -> None:
-        """Raise `Forbidden`: nothing is loaded beside the model."""
-        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
-
     async def close(self) -> None:
-        """Close the engine."""
-        await self.current.engine.close()
+        """Close all engines."""
 
 
-class LocalSwap(CurrentEngine):
+class LocalSwap:
     """Swaps engines of this process.
 
     Args:
@@ -152,7 +108,7 @@ class LocalSwap(CurrentEngine):
         self.current = self._generation(None)
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the configured checkpoint; see `Engine.start`."""
+        """Begin loading the configured checkpoint; see `Swappable.start`."""
         self._on_change = on_change
         self._start(self.current, lambda: None)
 
@@ -175,8 +131,8 @@ class LocalSwap(CurrentEngine):
     def _begin(self, checkpoint: str | None) -> asyncio.Task[None]:
         if self._swap is not None:
             raise SwapUnderWay(UNDER_WAY)
-        if not self.ready:
-            raise EngineUnavailable(self.status.reason)
+        if not self.current.engine.ready:
+            raise EngineUnavailable(self.current.engine.status.reason)
         logger.info("loading %s beside the model that is served", checkpoint or "the configured checkpoint")
         self._swap = asyncio.create_task(self._load(checkpoint))
         self._swap.add_done_callback(self._loaded)
@@ -236,3 +192,14 @@ class LocalSwap(CurrentEngine):
         self._engines.remove(generation.engine)
         self._on_retired()
         logger.info("the old model is closed, and its memory is free")
+
+
+class Unswapped(LocalSwap):
+    """An engine of this process that serves until the process ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(lambda checkpoint: engine)
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`: nothing is loaded beside the model."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")

@@ -14,7 +14,8 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -108,6 +109,23 @@ class Exemplars:
         return metric
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What is read of a service at every scrape.
+
+    Attributes:
+        statuses: returns those of the engines.
+        recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
+        places: returns how many places for images are taken, and how many there are.
+        reloads: returns how many checkpoints took over and were refused, and whether the last one serves.
+    """
+
+    statuses: Callable[[], Sequence[EngineStatus]] = tuple
+    recent: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+    places: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    reloads: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, True)
+
+
 class Metrics(Collector):
     """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
 
@@ -143,11 +161,6 @@ class Metrics(Collector):
         )
         # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
-        self.device_decodes = counter(
-            "vit_device_decodes_total",
-            "Pictures where JPEGs are decoded on the device, by outcome: decoded, unsuited, failed",
-            ["outcome"],
-        )
         self.decoder_restarts = counter(
             "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
         )
@@ -175,21 +188,9 @@ class Metrics(Collector):
         )
         self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
 
-    def watch_engines(self, statuses: Callable[[], Sequence[EngineStatus]]) -> None:
-        """Read the engines' state at every scrape instead of following each change."""
-        self._state.statuses = statuses
-
-    def watch_recent(self, usage: Callable[[], tuple[int, int, int]]) -> None:
-        """Read how many pictures and bytes are kept, and how many pictures were pushed out, at every scrape."""
-        self._state.usage = usage
-
-    def watch_places(self, places: Callable[[], tuple[int, int]]) -> None:
-        """Read how many places for images are taken, and how many there are, at every scrape."""
-        self._state.places = places
-
-    def watch_reloads(self, reloads: Callable[[], tuple[int, int, bool]]) -> None:
-        """Read how many checkpoints took over and were refused, and whether the last one serves, at every scrape."""
-        self._state.reloads = reloads
+    def watch(self, sources: Sources) -> None:
+        """Read the state of the service at every scrape instead of following each change."""
+        self._state.sources = sources
 
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
@@ -234,24 +235,12 @@ class _StateCollector(Collector):
     """The gauges of the engines, which know their device (`cuda:0`, not `auto`) when ready, and of kept pictures."""
 
     def __init__(self) -> None:
-        self.statuses: Callable[[], Sequence[EngineStatus]] = tuple
-        self.usage: Callable[[], tuple[int, int, int]] | None = None
-        self.places: Callable[[], tuple[int, int]] | None = None
-        self.reloads: Callable[[], tuple[int, int, bool]] | None = None
+        self.sources: Sources | None = None
         self.counts_tasks = False
         self.models: dict[str, tuple[str, ...]] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Return all gauges; each source is read once."""
-        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
-        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
-        restarts = CounterMetricFamily(
-            "vit_engine_restarts_total", "Engines started again after a failure", labels=["device"]
-        )
-        for status in self.statuses():
-            up.add_metric([status.device], float(status.state == "ready"))
-            depth.add_metric([status.device], float(status.queue_depth))
-            restarts.add_metric([status.device], float(status.restarts))
         model = GaugeMetricFamily(
             "vit_model_info",
             "Always 1; the labels tell what is served",
@@ -259,29 +248,60 @@ class _StateCollector(Collector):
         )
         for labels in self.models.values():
             model.add_metric(labels, 1)
-        yield from (up, depth, restarts, model)
+        yield model
         if self.counts_tasks:
             tasks = _tasks()
             yield GaugeMetricFamily("vit_event_loop_tasks", "Tasks of the event loop that is scraped", value=tasks)
-        if self.usage is not None:
-            pictures, size, evicted = self.usage()
-            yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
-            yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
-            yield CounterMetricFamily(
-                "vit_recent_evicted_total", "Pictures pushed out before their time was over", value=evicted
-            )
-        if self.reloads is not None:
-            served, refused, successful = self.reloads()
-            counts = CounterMetricFamily("vit_reloads_total", "Checkpoints that were to be swapped", labels=["outcome"])
-            counts.add_metric(["served"], served)
-            counts.add_metric(["refused"], refused)
-            yield counts
-            text = "0 when the last checkpoint that was to take over was refused, else 1"
-            yield GaugeMetricFamily("vit_last_reload_successful", text, value=float(successful))
-        if self.places is not None:
-            taken, limit = self.places()
-            yield GaugeMetricFamily("vit_admitted_images", "Images in the service, of all stages", value=taken)
-            yield GaugeMetricFamily("vit_admitted_images_limit", "Images that the service admits at once", value=limit)
+        if self.sources is None:
+            return
+        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
+        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
+        restarts = CounterMetricFamily(
+            "vit_engine_restarts_total", "Engines started again after a failure", labels=["device"]
+        )
+        for status in self.sources.statuses():
+            up.add_metric([status.device], float(status.state == "ready"))
+            depth.add_metric([status.device], float(status.queue_depth))
+            restarts.add_metric([status.device], float(status.restarts))
+        yield from (up, depth, restarts)
+        pictures, size, evicted = self.sources.recent()
+        yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
+        yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
+        text = "Pictures pushed out before their time was over"
+        yield CounterMetricFamily("vit_recent_evicted_total", text, value=evicted)
+        served, refused, successful = self.sources.reloads()
+        counts = CounterMetricFamily("vit_reloads_total", "Checkpoints that were to be swapped", labels=["outcome"])
+        counts.add_metric(["served"], served)
+        counts.add_metric(["refused"], refused)
+        yield counts
+        text = "0 when the last checkpoint that was to take over was refused, else 1"
+        yield GaugeMetricFamily("vit_last_reload_successful", text, value=float(successful))
+        taken, limit = self.sources.places()
+        yield GaugeMetricFamily("vit_admitted_images", "Images in the service, of all stages", value=taken)
+        yield GaugeMetricFamily("vit_admitted_images_limit", "Images that the service admits at once", value=limit)
+
+
+class _Replicas(Collector):
+    """The samples of all replicas, in one family a metric: a name may be declared only once in an answer."""
+
+    def __init__(self, replicas: Mapping[str, Iterable[Metric]]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all families, the samples of which carry the label `replica`."""
+        families: dict[str, Metric] = {}
+        for replica, metrics in self._replicas.items():
+            for family in metrics:
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
+    """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as Prometheus' text."""
+    return generate_latest(_Replicas(replicas))
 
 
 def _tasks() -> int:

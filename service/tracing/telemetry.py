@@ -27,9 +27,8 @@ from opentelemetry.trace import format_span_id, format_trace_id, get_current_spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from service.tracing.batch_spans import BatchTracer
 from service.tracing.http import HttpMetrics
-from service.tracing.request_spans import RequestTracer
+from service.tracing.spans import BatchTracer, RequestTracer
 from vitserve import __version__
 
 _SCOPE: Final = "vitserve"

@@ -15,17 +15,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from service.api_keys import parse_keys
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
-from service.settings import MEMORY, Settings
+from service.metrics.metrics import Metrics, Sources
+from service.settings import MEMORY, Settings, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
+from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.image_stores import KeptPictures
 from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
-from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (
@@ -42,7 +41,7 @@ from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
@@ -90,7 +89,7 @@ def create_app(
     """Return the ASGI application around an engine.
 
     Args:
-        engine: started when the application starts, closed when it stops.
+        engine: of the models that are served one after another; started and closed with the application.
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
@@ -109,7 +108,7 @@ def create_app(
     pools = Pools(settings, metrics.decoder_restarts.inc)
 
     def engine_changed() -> None:
-        for replica in engine.engines:
+        for replica in engine.current.engine.engines:
             if replica.info is not None:
                 metrics.set_model(replica.info, VERSION)
         on_engine_change()
@@ -146,10 +145,14 @@ def create_app(
     app.router.routes = [route for router in routers for route in router.routes]
     app.router.default = no_such_path
 
-    metrics.watch_engines(lambda: [replica.status for replica in engine.engines])
-    metrics.watch_recent(pictures.usage)
-    metrics.watch_reloads(lambda: engine.reloads)
-    metrics.watch_places(lambda: (limiter.taken, limiter.capacity))
+    metrics.watch(
+        Sources(
+            statuses=lambda: [replica.status for replica in engine.current.engine.engines],
+            recent=pictures.usage,
+            places=lambda: (limiter.taken, limiter.capacity),
+            reloads=lambda: engine.reloads,
+        )
+    )
 
     app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)

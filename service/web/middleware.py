@@ -3,7 +3,7 @@
 RequestContextMiddleware      request id, start time, metrics, log line, unread bodies
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
-      ApiKeyMiddleware        Authorization: Bearer, see `service.web.keys`
+      ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
         routes
 """
 
@@ -39,7 +39,7 @@ from service.web.admission import RefusalPace
 from service.web.request_log import Answered, RequestLog
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTrace, RequestTracer
+    from service.tracing.spans import RequestTrace, RequestTracer
 
 logger = logging.getLogger(__name__)
 

@@ -43,9 +43,10 @@ def run_single_process(settings: Settings, load: Loader) -> int:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         return engine_of(own, load, on_batch, load_timeout=settings.load_timeout if served else None)
 
-    engine = LocalSwap(make, on_retired=freeze_objects)
+    swap = LocalSwap(make, on_retired=freeze_objects)
 
     def engine_changed() -> None:
+        engine = swap.current.engine
         if engine.status.state == "failed":
             server.stop(exit_code=1)
         elif engine.status.state == "ready" and engine.info is not None:
@@ -58,12 +59,12 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     def hung_up() -> bool:
         if terminal.was_closed():
             return False
-        engine.reload()
+        swap.reload()
         return True
 
     tracer = None if telemetry is None else telemetry.request_tracer()
-    app = create_app(settings, engine, metrics, lifecycle, engine_changed, tracer=tracer)
-    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
+    app = create_app(settings, swap, metrics, lifecycle, engine_changed, tracer=tracer)
+    server = Server(app, settings, lifecycle, Watchdog().watch, hung_up)
     trim_regularly()
     server.run()
     if telemetry is not None:
@@ -72,7 +73,12 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
 
 def engine_of(
-    settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], *, load_timeout: float | None = None
+    settings: Settings,
+    load: Loader,
+    on_batch: Callable[[BatchReport], None],
+    *,
+    load_timeout: float | None = None,
+    on_queue: Callable[[int], None] = lambda depth: None,
 ) -> LocalEngine:
     """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(
@@ -83,6 +89,7 @@ def engine_of(
         batch_timeout=settings.batch_timeout,
         load_timeout=load_timeout,
         on_batch=on_batch,
+        on_queue=on_queue,
     )
 
 
@@ -99,7 +106,8 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     base = f"http://{_reachable(settings.host)}:{port}"
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
-    logger.info("  curl -F file=@%s '%s/classify'", picture, base)
+    key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
+    logger.info("  curl %s-F file=@%s '%s/classify'", key, picture, base)
 
 
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:

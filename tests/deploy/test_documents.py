@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.engine.messages import EngineStatus
-from service.metrics.metrics import Metrics
+from service.metrics.metrics import Metrics, Sources
 from service.metrics.nvml import GpuCollector
 from service.settings import ENV_PREFIX, Settings
 from service.web.app import _PUBLIC
@@ -32,10 +32,7 @@ class Nvml(SimpleNamespace):
 @pytest.fixture(scope="module")
 def metric_names() -> set[str]:
     metrics = Metrics()
-    metrics.watch_engines(lambda: [STATUS])
-    metrics.watch_recent(lambda: (0, 0, 0))
-    metrics.watch_places(lambda: (0, 0))
-    metrics.watch_reloads(lambda: (0, 0, True))
+    metrics.watch(Sources(lambda: [STATUS]))
     gpus = GpuCollector(Nvml())
     gpus.watch("cuda:0", uuid="")
     gpus.read()
@@ -61,8 +58,8 @@ def test_metrics_that_are_named_exist(document, metric_names):
     ids=lambda path: path.name,
 )
 def test_settings_that_are_named_exist(document):
-    # VIT_SHARED is the tests' own.
-    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"VIT_SHARED"}
+    # VIT_SHARED is the tests' own, VIT_API_KEY the callers'.
+    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"VIT_SHARED", "VIT_API_KEY"}
 
     assert set(re.findall(r"\bVIT_[A-Z0-9]\w*\b", document.read_text())) <= settings
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from service.cluster import shared_memory
-from service.engine import launch, local, streams
+from service.engine import local, streams
 from service.engine.batching import BatchQueue, Poll, State
 from service.errors import EngineUnavailable, InferenceFailed
 from service.web import admission
@@ -51,25 +51,25 @@ def dead_workers_permits_kept(patch: pytest.MonkeyPatch) -> None:
 
 def results_shifted(patch: pytest.MonkeyPatch) -> None:
     """Each image of a batch gets its neighbour's result."""
-    predict = launch._predict
-    patch.setattr(launch, "_predict", lambda *arguments: [*predict(*arguments)[1:], predict(*arguments)[0]])
+    predict = streams._predict
+    patch.setattr(streams, "_predict", lambda *arguments: [*predict(*arguments)[1:], predict(*arguments)[0]])
 
 
 def retries_swapped(patch: pytest.MonkeyPatch) -> None:
     """When a batch fails, its images are tried in the wrong order."""
-    alone = launch._predict_alone
+    alone = streams._predict_alone
     memory: list[Any] = []
 
     def predict_alone(runner: Any, entry: Any, launched: float, clock: Any) -> Any:
         memory.append(entry)
         return alone(runner, memory[-2] if len(memory) > 1 else entry, launched, clock)
 
-    patch.setattr(launch, "_predict_alone", predict_alone)
+    patch.setattr(streams, "_predict_alone", predict_alone)
 
 
 def failed_image_fails_its_batch(patch: pytest.MonkeyPatch) -> None:
     """The images of a batch that failed are not tried alone."""
-    patch.setattr(launch, "_predict_alone", lambda *_: InferenceFailed("the batch failed"))
+    patch.setattr(streams, "_predict_alone", lambda *_: InferenceFailed("the batch failed"))
 
 
 def numbers_without_meaning_sent(patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def numbers_without_meaning_sent(patch: pytest.MonkeyPatch) -> None:
     predict = Device.predict
 
     def careless(*arguments: Any, **options: Any) -> Any:
-        return [dataclasses.replace(outputs, failure=None) for outputs in predict(*arguments, **options)]
+        return [dataclasses.replace(outputs, finite=True) for outputs in predict(*arguments, **options)]
 
     patch.setattr(Device, "predict", careless)
 
@@ -89,7 +89,7 @@ def launched_after_its_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def no_timer_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """An image that expires in the queue is answered by nobody."""
-    patch.setattr(local.LocalEngine, "_expire", lambda self, entry: None)
+    patch.setattr(local.LocalEngine, "_expire", lambda self: None)
 
 
 def launched_though_cancelled(patch: pytest.MonkeyPatch) -> None:

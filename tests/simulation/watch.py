@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.balancer import Balancer
 from service.cluster.engine_server import EngineServer
-from service.cluster.remote_engine import RemoteEngine
-from service.engine import launch as launching
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.engine import streams
-from service.engine.launch import Outcome, Waiting
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
+from service.engine.streams import Outcome, Waiting, launch
+from service.errors import ServiceError
 from tests.simulation.device import Device, number_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Network
@@ -78,26 +77,39 @@ class WatchedEngine(LocalEngine):
         self._ended_at = math.inf
         model.engine = self
 
-    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+    def submit(self, request: InferenceRequest, timeout: float, done: Callable[[Outcome], None]) -> Waiting:
         now = self.process.time()
-        number = self._asked[id(request)] = number_of(request.pixels)
-        explained = request.requested.needs_pass
-        self._waiting[id(request)] = now, now + timeout, explained
+        number = number_of(request.pixels)
+
+        def answered(outcome: Outcome) -> None:
+            self._forget(request)
+            if isinstance(outcome, InferenceResult):
+                self._world.answered[number] = self.process
+            done(outcome)
+
+        self._asked[id(request)] = number
+        self._waiting[id(request)] = now, now + timeout, request.requested.needs_pass
         try:
-            result = await super().infer(request, timeout=timeout)
-            self._world.answered[number] = self.process
-            return result
-        finally:
-            self._waiting.pop(id(request), None)
-            del self._asked[id(request)]
+            return super().submit(request, timeout, answered)
+        except ServiceError:
+            self._forget(request)
+            raise
+
+    def cancel(self, entry: Waiting) -> None:
+        super().cancel(entry)  # until it has left the queue, it may be launched
+        self._forget(entry.item)
+
+    def _forget(self, request: InferenceRequest) -> None:
+        self._waiting.pop(id(request), None)
+        self._asked.pop(id(request), None)
 
     def on_launch(self, batch: Sequence[Waiting]) -> None:
         """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""
         world, now = self._world, self.process.time()
         if any(entry.item.requested.needs_pass for entry in batch):
-            if len(batch) > streams.EXPLAINED_AT_ONCE:
+            if len(batch) > streams.MAX_EXPLANATION_BATCH:
                 world.scheduler.violate(f"{len(batch)} images are explained at once")
-            if len(self._streams._queue) and now - batch[0].arrived < streams.PATIENCE - _TICK:
+            if len(self._streams._queue) and now - batch[0].arrived < streams.MAX_EXPLANATION_WAIT - _TICK:
                 world.scheduler.violate("an explanation does not wait for classification")
         for entry in batch:
             number = number_of(entry.item.pixels)
@@ -131,7 +143,7 @@ class WatchedEngine(LocalEngine):
                 continue
             if explained:
                 # It lets others go first, but not for ever.
-                patient_until = arrived + streams.PATIENCE
+                patient_until = arrived + streams.MAX_EXPLANATION_WAIT
                 alone_since = patient_until if self._alone_since is None else min(self._alone_since, patient_until)
                 free_since = max(arrived, model.unexplaining_since, alone_since)
             else:
@@ -148,7 +160,7 @@ def watched_launch(
 ) -> tuple[list[Outcome], BatchReport]:
     """Check a launch, and do it."""
     runner.engine.on_launch(batch)
-    return launching.launch(runner, batch, release, clock)
+    return launch(runner, batch, release, clock)
 
 
 class ErrorLog(logging.Handler):
@@ -157,7 +169,7 @@ class ErrorLog(logging.Handler):
     A stranger's bytes may be called an error, a worker's or an engine's never.
     """
 
-    _EXPECTED = ("service.engine.launch", "service.engine.local", "service.engine.streams")
+    _EXPECTED = ("service.engine.local", "service.engine.streams")
 
     def __init__(self, network: Network) -> None:
         super().__init__(logging.ERROR)

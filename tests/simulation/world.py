@@ -19,6 +19,7 @@ from service.cluster import engine_process
 from service.cluster.shared_memory import SharedCounters
 from service.engine import local, streams
 from service.settings import Settings
+from service.web import single_process
 from tests.simulation.device import Defect, Device
 from tests.simulation.heartbeats import Heartbeats
 from tests.simulation.requests import Requests
@@ -266,9 +267,9 @@ class World:
             (streams, "threading", self.threads),
             (streams, "launch", watched_launch),
             (streams, "lower_priority", lambda: None),  # virtual threads are all of this one
-            (streams, "PATIENCE", 0.03),
-            (streams, "EXPLAINED_AT_ONCE", 2),
-            (engine_process, "LocalEngine", self._local_engine),
+            (streams, "MAX_EXPLANATION_WAIT", 0.03),
+            (streams, "MAX_EXPLANATION_BATCH", 2),
+            (single_process, "LocalEngine", self._local_engine),
             (engine_process, "EngineServer", WatchedServer),
         ]
         originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -7,8 +7,11 @@ of tensors are those of the hub's files, whatever a version of transformers call
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, Final
+
+from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
@@ -18,7 +21,7 @@ from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESS
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_preprocess
-from model.checkpoint.tensors import TensorSource
+from model.checkpoint.tensors import TensorSource, renamed
 from model.errors import CheckpointError
 
 FORMAT: Final = "huggingface"
@@ -82,6 +85,35 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         revision=files.revision,
         antialias=family.antialias,
     )
+
+
+def adapted(
+    files: Files, name: str, class_name: str | None, classes: int | None
+) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Prepare a base for an adapter: its head may be the adapter's; return the renaming of both's tensors.
+
+    Args:
+        files: of the base.
+        name: of the adapter.
+        class_name: the class that the adapter was trained with; None where it does not say.
+        classes: of the head that the adapter brings, None where it brings none.
+    """
+    config = files.config
+    assert config is not None
+    config["_name_or_path"] = name
+    if class_name in _BY_CLASS:
+        config["architectures"] = [class_name]
+    labels = config.get("id2label")
+    if classes is not None and isinstance(labels, dict) and len(labels) != classes:
+        del config["id2label"]
+    family = _family(config, files.where(CONFIG_FILE))
+    body = f"{str(family.names['patch_embed.proj']).partition('.')[0]}."
+
+    def renaming(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        headless = not any(name.startswith((body, "classifier.", "distillation")) for name in tensors)
+        return renamed({f"{body}{name}" if headless else name: t for name, t in tensors.items()}, family.renames)
+
+    return renaming
 
 
 def _missing(files: Files) -> str:

@@ -53,6 +53,8 @@ def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
     Raises:
         CheckpointError: as `read_preprocessor`.
     """
+    if files.overlay is not None and (files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)):
+        files = files.overlay
     if files.path(PROCESSOR_FILE) is not None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):

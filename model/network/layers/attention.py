@@ -30,7 +30,7 @@ class Heads(NamedTuple):
         q: after its norm, [B, heads, Q, head_dim].
         k: after its norm, [B, heads, N, head_dim].
         v: [B, heads, N, head_dim].
-        fused: the fused projection, [B, N, 3 D], where all tokens are queries.
+        fused: the fused projection, [B, N, 3 heads head_dim], where all tokens are queries.
     """
 
     q: Tensor
@@ -52,17 +52,18 @@ class Attention(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.head_dim = config.width // config.heads
+        self.inner_width = config.inner_width
+        self.head_dim = config.inner_width // config.heads
         self.cls_query = config.attention_source == "cls"
         self.prefix_tokens = config.prefix_tokens
         self.grid = config.grid
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.qkv = nn.Linear(config.width, 3 * config.inner_width, bias=config.qkv_bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
-        self.proj = nn.Linear(config.width, config.width, bias=config.projection_bias)
+        self.proj = nn.Linear(config.inner_width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.mean_row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = mean_row_by_image
         self.register_buffer("fixed_bias", None, persistent=False)
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         Returns:
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
         """
-        batch, _, width = x.shape
+        batch = x.shape[0]
         fused = self.qkv(x) if queries is None else None
         q, k, v = self._project_queries(x, queries) if fused is None else self._split(fused)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -98,7 +99,7 @@ class Attention(nn.Module):
             x = self.attend(q, k, v)
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
-        x = self.proj(x.transpose(1, 2).reshape(batch, -1, width))
+        x = self.proj(x.transpose(1, 2).reshape(batch, -1, self.inner_width))
         return x, row, Heads(q, k, v, fused)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,9 +113,9 @@ class Attention(nn.Module):
 
     def _project_queries(self, x: Tensor, queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
-        batch, tokens, width = x.shape
-        q = linear_rows(self.qkv, x[:, :queries], slice(width))
-        kv = linear_rows(self.qkv, x, slice(width, None))
+        batch, tokens, _ = x.shape
+        q = linear_rows(self.qkv, x[:, :queries], slice(self.inner_width))
+        kv = linear_rows(self.qkv, x, slice(self.inner_width, None))
         q = q.reshape(batch, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v

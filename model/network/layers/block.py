@@ -18,6 +18,7 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the approximation that OpenAI's CLIP was trained with
     "relu": F.relu,
     "silu": F.silu,
+    "tanh": torch.tanh,
 }
 
 
@@ -53,6 +54,19 @@ class Mlp(nn.Module):
         fc1 = self.fc1
         hidden = torch._addmm_activation(fc1.bias, x.reshape(-1, x.shape[-1]), fc1.weight.t(), use_gelu=True)
         return hidden.reshape(*x.shape[:-1], -1)
+
+
+class PreLogits(nn.Module):
+    """The first of the two layers of a head, and the activation after it."""
+
+    def __init__(self, config: ViTConfig, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, config.head_width or width)
+        self.activation = ACTIVATIONS[config.head_activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, D] to [B, head_width]."""
+        return self.activation(self.fc(x))
 
 
 class SwiGLU(nn.Module):
@@ -122,10 +136,11 @@ class Kept(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm encoder block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Encoder block: x + attention(norm(x)), then x + mlp(norm(x)); in post-norm, norm(x + attention(x)) and so on."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
+        self.norm_first = config.norm_order == "pre"
         self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.attn = Attention(config)
         self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
@@ -142,11 +157,28 @@ class Block(nn.Module):
 
         See `Attention.forward`.
         """
-        y, row, heads = self.attn(self.norm1(x), return_attention, queries, keep)
-        attended = x[:, :queries] + self.drop_path(self.ls1(y))
-        normed, hidden = self.norm2(attended), None
-        if keep and queries is not None:
-            hidden = self.mlp.fc1(normed)
+        y, row, heads = self.attn(self.attention_input(x), return_attention, queries, keep)
+        attended = self.attended(x, y)
+        hidden = self.mlp.fc1(self.norm2(attended)) if keep and queries is not None and self.norm_first else None
         kept = Kept(x, attended, hidden, *heads) if keep else None
-        x = attended + self.drop_path(self.ls2(self.mlp(normed) if hidden is None else self.mlp.finish(hidden)))
-        return x, row, kept
+        return self.finish(attended, hidden), row, kept
+
+    def attention_input(self, x: Tensor) -> Tensor:
+        """Return what the attention reads of the block's input, [B, N, D]."""
+        y: Tensor = self.norm1(x) if self.norm_first else x
+        return y
+
+    def attended(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the tokens after the attention, [B, Q, D], of the block's input and the attention's output."""
+        x = x[:, : y.shape[1]] + self.drop_path(self.ls1(y))
+        z: Tensor = x if self.norm_first else self.norm1(x)
+        return z
+
+    def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if that is known."""
+        if hidden is None:
+            y = self.mlp(self.norm2(attended) if self.norm_first else attended)
+        else:
+            y = self.mlp.finish(hidden)
+        x: Tensor = attended + self.drop_path(self.ls2(y))
+        return x if self.norm_first else self.norm2(x)

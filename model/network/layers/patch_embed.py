@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ViTConfig
+from model.config import ConvolutionalStem, ViTConfig
+from model.network.layers.block import ACTIVATIONS
 from model.network.layers.resnet import ResNetV2
 
 
 class PatchEmbed(nn.Module):
     """Non-overlapping patches, each through the same linear map: a convolution with stride = kernel.
 
-    With a stem (`ViTConfig.stem`) the patches are those of the ResNet's last feature map.
+    With a stem the patches are those of its last feature map.
 
     Attributes:
         as_product: compute the convolution as one matrix product over flattened patches.
@@ -27,6 +28,9 @@ class PatchEmbed(nn.Module):
         if config.stem is not None:
             self.backbone = ResNetV2(config.stem, config.in_channels)
             channels, patch = config.stem.channels, config.patch_size // config.stem.stride
+        if config.conv_stem is not None:
+            self.backbone = ConvStem(config.conv_stem, config.in_channels)
+            channels, patch = config.conv_stem.widths[-1], config.patch_size // config.conv_stem.stride
         self.proj = nn.Conv2d(channels, config.width, kernel_size=patch, stride=patch, bias=config.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -40,17 +44,43 @@ class PatchEmbed(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
+class ConvStem(nn.ModuleList):
+    """Convolutions with an activation after each; see `ConvolutionalStem`."""
+
+    def __init__(self, config: ConvolutionalStem, in_channels: int) -> None:
+        inputs = (in_channels, *config.widths)
+        super().__init__(
+            nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2)
+            for channels, width, kernel, stride in zip(
+                inputs, config.widths, config.kernels, config.strides, strict=False
+            )
+        )
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, C, H, W] to [B, widths[-1], H / stride, W / stride]."""
+        for convolution in self:
+            x = self.activation(convolution(x))
+        return x
+
+
 class LinearPatchEmbed(nn.Module):
     """A patch embedding as one matrix product over flattened patches (channels, then rows, then columns)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patch_size = config.patch_size
-        self.proj = nn.Linear(config.in_channels * config.patch_size**2, config.width, bias=config.patch_bias)
+        inputs = config.in_channels * config.patch_size**2
+        self.norm_in: nn.Module = nn.LayerNorm(inputs, eps=config.norm_eps) if config.patch_norms else nn.Identity()
+        self.proj = nn.Linear(inputs, config.width, bias=config.patch_bias)
+        self.norm_out: nn.Module = (
+            nn.LayerNorm(config.width, eps=config.norm_eps) if config.patch_norms else nn.Identity()
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, gh*gw, D], row by row."""
-        return F.linear(_flat_patches(pixels, self.patch_size), self.proj.weight, self.proj.bias)
+        x: Tensor = self.norm_out(self.proj(self.norm_in(_flat_patches(pixels, self.patch_size))))
+        return x
 
 
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from model.prediction import METHODS
+from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint, problems
@@ -51,7 +51,7 @@ async def model(request: Request) -> ModelDescription:
         layers=config.depth,
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
-        attention_methods=list(METHODS),
+        attention_methods=list(methods_of(config)),
     )
 
 

@@ -131,7 +131,7 @@ def test_a_released_jax_file_gets_its_published_preset_and_says_so(tmp_path: Pat
     checkpoint = load_checkpoint(str(file))
     assert checkpoint.preprocess == PREPROCESS_PRESETS["google-224"]
     assert checkpoint.labels[0] == "tench, Tinca tinca"
-    assert len(checkpoint.notes) == 2
+    assert len(checkpoint.assumed) == 2
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])

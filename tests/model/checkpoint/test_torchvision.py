@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from model.checkpoint import torchvision as reader
-from model.checkpoint.tensors import TensorSource
-from model.network.vit import VisionTransformer, count_parameters
+from model.checkpoint.home_made import recognise
+from model.errors import CheckpointError
+from model.network.vit import count_parameters
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import torchvision
 
@@ -21,9 +22,8 @@ from tests.timm_reference import torchvision
 @pytest.fixture
 def small_torchvision(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes torchvision's model in a size that our reader is told of, as the real sizes take seconds each."""
-    monkeypatch.setitem(reader._SIZES, 48, {"width": 48, "depth": 2, "heads": 4, "mlp_width": 96})
-    monkeypatch.setitem(reader._NAMES, (48, 16), "vit_b_16")
-    monkeypatch.setitem(reader._NAMES, (48, 32), "vit_b_32")
+    monkeypatch.setitem(reader.MODELS, (48, 16), ("vit_b_16", 4))
+    monkeypatch.setitem(reader.MODELS, (48, 32), ("vit_b_32", 4))
 
     def make(patch: int, size: int, classes: int) -> Any:
         model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=classes).eval()
@@ -60,12 +60,10 @@ def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
 def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
-    config = reader._config(TensorSource(theirs.state_dict(), name))
-    with torch.device("meta"):
-        ours = VisionTransformer(config)
-    assert reader._NAMES[config.width, config.patch_size] == name
-    assert count_parameters(ours) == count_parameters(theirs)
-    assert config.heads == theirs.encoder.layers[0].num_heads
+    tensors = recognise(theirs.state_dict(), name).tensors
+    width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
+    assert reader.MODELS[width, patch] == (name, theirs.encoder.layers[0].num_heads)
+    assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
 def test_torchvisions_older_names_of_the_mlp_are_read(small_torchvision: Callable[..., Any], tmp_path: Path) -> None:
@@ -89,7 +87,21 @@ def test_a_released_torchvision_file_gets_its_published_preset_and_says_so(
     checkpoint = load_checkpoint(str(file))
     assert checkpoint.preprocess == PREPROCESS_PRESETS["torchvision-224"]
     assert checkpoint.labels[207] == "golden retriever"
-    assert len(checkpoint.notes) == 2
+    assert len([text for text in checkpoint.assumed if f"for the released file {file.name}" in text]) == 2
+    assert checkpoint.architecture == "vit_b_16"
+    with pytest.raises(CheckpointError, match="is a vit_b_16, not a vit_b_32"):
+        load_checkpoint(str(file), architecture="vit_b_32")
+
+
+def test_another_size_of_torchvisions_class_is_asked_for_its_heads(tmp_path: Path) -> None:
+    model = torchvision().models.VisionTransformer(32, 16, 2, 4, 40, 80, num_classes=3).eval()
+    randomise(model)
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 32, 32), "labels": "numbers"}
+    with pytest.raises(CheckpointError, match=r"no file says its num_heads: .* --architecture vit,num_heads=N"):
+        load_checkpoint(str(tmp_path / "mine.pth"), **options)
+    checkpoint = load_checkpoint(str(tmp_path / "mine.pth"), architecture="vit,num_heads=4", **options)
+    assert_same_logits(checkpoint, model, "torchvision, another size")
 
 
 def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
@@ -98,7 +110,7 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
         for weights in getattr(models, enum):
             match = reader._RELEASED.fullmatch(weights.url.rsplit("/", 1)[1])
             assert match is not None
-            preset = PREPROCESS_PRESETS[reader._PRESETS[match[1], match[2]]]
+            preset = PREPROCESS_PRESETS[reader.published_preset(match[0], match[1]) or ""]
             published = weights.transforms()
             assert preset.size[0] == published.crop_size[0], weights
             assert preset.resize_size[0] == published.resize_size[0], weights

@@ -29,9 +29,14 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
     x = model.embed(pixels)
     attention, outputs = [], []
     for block in blocks(model):
-        mixed, weights = _attend(block.attn, block.norm1(x))
-        x = x + block.ls1(mixed)
-        x = x + block.ls2(block.mlp(block.norm2(x)))
+        if model.config.norm_order == "post":
+            mixed, weights = _attend(block.attn, x)
+            x = block.norm1(x + block.ls1(mixed))
+            x = block.norm2(x + block.ls2(block.mlp(x)))
+        else:
+            mixed, weights = _attend(block.attn, block.norm1(x))
+            x = x + block.ls1(mixed)
+            x = x + block.ls2(block.mlp(block.norm2(x)))
         attention.append(weights)
         outputs.append(x)
     logits, pool = read(model, x)
@@ -40,7 +45,7 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
 
 def attention_weights(layer: Attention, x: Tensor) -> Tensor:
     """Return the attention [B, heads, N, N] of tokens [B, N, D] after the block's first norm."""
-    width, heads = x.shape[2], layer.heads
+    width, heads = layer.qkv.out_features // 3, layer.heads
     q, k, _ = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
     scores = torch.einsum("bhqd,bhkd->bhqk", layer.q_norm(q), layer.k_norm(k)) / (width // heads) ** 0.5
     if layer.relative_position_bias_table is not None:
@@ -50,7 +55,7 @@ def attention_weights(layer: Attention, x: Tensor) -> Tensor:
 
 
 def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-    v = layer.qkv(x)[..., 2 * x.shape[2] :].unflatten(2, (layer.heads, -1)).transpose(1, 2)
+    v = layer.qkv(x)[..., layer.qkv.out_features // 3 * 2 :].unflatten(2, (layer.heads, -1)).transpose(1, 2)
     weights = attention_weights(layer, x)
     weights.retain_grad()
     return layer.proj(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)), weights
@@ -78,7 +83,7 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
         pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
-    logits = model.head(model.fc_norm(pooled))
+    logits = model.head(model.pre_logits(model.fc_norm(pooled)))
     if model.head_dist is not None:
         logits = 0.5 * logits + 0.5 * model.head_dist(x[:, 1])
     return logits, weights

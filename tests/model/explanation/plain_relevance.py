@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.network.layers.block import Block, SwiGLU
+from model.network.layers.block import Block, PreLogits, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.explanation.plain_reference import attention_weights
@@ -63,7 +63,7 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
 def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
     """Return what each token gave to each taker's features, times the taker's gradient: [takers, N]."""
     layer = block.attn
-    width, heads = x.shape[2], layer.heads
+    width, heads = layer.qkv.out_features // 3, layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]
     values = layer.qkv(block.norm1(x))[0, :, 2 * width :].unflatten(1, (heads, width // heads))
     given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2) @ layer.proj.weight.T
@@ -88,7 +88,7 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
 def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
     """Compute a block of x by these attention weights, past which `residual`, the same tokens, is added."""
     normed = _frozen_norm(block.norm1, x)
-    values = block.attn.qkv(normed)[..., 2 * x.shape[2] :].unflatten(2, (block.attn.heads, -1))
+    values = block.attn.qkv(normed)[..., block.attn.qkv.out_features // 3 * 2 :].unflatten(2, (block.attn.heads, -1))
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2)
     x = residual + block.ls1(block.attn.proj(mixed))
     left: Tensor = x + block.ls2(_frozen_mlp(block.mlp, _frozen_norm(block.norm2, x)))
@@ -113,7 +113,11 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
         pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
-    logits = model.head(_frozen_norm(model.fc_norm, pooled))
+    pooled = _frozen_norm(model.fc_norm, pooled)
+    if isinstance(model.pre_logits, PreLogits):
+        hidden = model.pre_logits.fc(pooled)
+        pooled = (model.pre_logits.activation(hidden) / hidden).detach() * hidden
+    logits = model.head(pooled)
     return torch.as_tensor(logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1]))
 
 

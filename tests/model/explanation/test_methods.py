@@ -13,7 +13,7 @@ from model.config import ViTConfig
 from model.explanation import methods
 from model.explanation.methods import EXPLANATIONS, explain, rollout
 from model.network.vit import VisionTransformer
-from model.prediction import CLASS_SPECIFIC, METHODS, MapRequest, Method
+from model.outputs import CLASS_SPECIFIC, METHODS, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward, read
 from tests.model.explanation.plain_relevance import plain_relevance
 
@@ -30,6 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cls_mean": {"pool": "cls_mean"},
     "mean": {"pool": "mean"},
     "beit_mean": {"pool": "mean", "relative_position_bias": True, "norm_after_pool": True},
+    "inner_width": {"attention_width": 12},
+    "inner_width_mean": {"attention_width": 36, "pool": "mean"},
+    "two_layers": {"head_width": 10},
+    "two_layers_of_cls_mean": {"head_width": 10, "head_activation": "gelu", "pool": "cls_mean"},
+    "patch_norms": {"patch_embedding": "linear", "patch_norms": True},
+    "post_norm": {"norm_order": "post", "layer_scale": True},
     "mean_with_prefix": {"pool": "mean", "pool_prefix": True, "registers": 2},
     "max": {"pool": "max"},
     "mean_max": {"pool": "mean_max"},
@@ -149,9 +155,18 @@ PLAIN: dict[str, Callable[[VisionTransformer, Tensor], Tensor]] = {
 }
 
 
-CASES: list[tuple[str, str, dict[str, Any]]] = [(family, method, {}) for family in FAMILIES for method in PLAIN]
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    (family, method, {})
+    for family, options in FAMILIES.items()
+    for method in PLAIN
+    if method != "relevance" or options.get("norm_order") != "post"
+]
 # Of many patches relevance follows several and not one, and of many blocks the last ones.
-CASES += [(family, "relevance", {"image_size": (56, 48), "depth": 6}) for family in FAMILIES if family != "square"]
+CASES += [
+    (family, "relevance", {"image_size": (56, 48), "depth": 6})
+    for family in FAMILIES
+    if family not in ("square", "post_norm")
+]
 # Of very many it follows 16, and of many classes a class has ten rivals.
 CASES += [("plain", "relevance", {"image_size": (96, 112), "num_classes": 30})]
 

@@ -32,7 +32,7 @@ def test_patch_filters_are_the_directions_the_filters_were_made_from(embedding: 
 
 def test_a_hybrid_has_no_patch_filters() -> None:
     model = random_model(image_size=(32, 32), patch_size=16, stem=ResNetStem(layers=(1,)))
-    with pytest.raises(InputError, match="ResNet stem"):
+    with pytest.raises(InputError, match="features of a stem of convolutions"):
         patch_filters(model)
 
 

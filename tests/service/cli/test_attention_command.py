@@ -102,7 +102,7 @@ def test_each_method_gives_the_map_of_its_function(
     from model.checkpoint import load_checkpoint
     from model.explanation.methods import explain
     from model.images.preprocess import preprocess
-    from model.prediction import MapRequest, RequestedOutputs
+    from model.outputs import MapRequest, RequestedOutputs
     from model.runtime.predictor import Predictor
     from model.runtime.torch_backend import Normalise
 
@@ -198,7 +198,7 @@ class FakeServer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     found = FakeServer()
-    monkeypatch.setattr("service.cli.attention.Client", partial(Client, transport=httpx.MockTransport(found)))
+    monkeypatch.setattr("service.cli.server_flags.Client", partial(Client, transport=httpx.MockTransport(found)))
     return found
 
 

@@ -6,15 +6,22 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
+from model.outputs import Outputs
+from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import TorchBackend
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -59,6 +66,33 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
 
 
+@pytest.mark.parametrize("command", ["classify", "embed", "attention"])
+def test_a_picture_whose_scores_are_not_finite_has_no_answer(
+    command: str,
+    checkpoint: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predict = Predictor.predict
+
+    def overflow(self: Predictor, images: Any, requests: Any) -> list[Outputs]:
+        outputs = predict(self, images, requests)
+        if len(images) == 2:  # those of the command, and not of the warm-up
+            outputs[0] = replace(outputs[0], finite=False)
+        return outputs
+
+    monkeypatch.setattr(Predictor, "predict", overflow)
+    files = [pictures / "a.jpg", pictures / "b.png"]
+    output = {"classify": [], "embed": ["-o", tmp_path / "x.npy"], "attention": ["-o", tmp_path / "maps"]}[command]
+    code, out, err = run(capsys, command, *files, "--checkpoint", checkpoint, *output)
+    assert code == 1
+    assert "the model gives no finite score for this picture" in out + err
+    assert "vitserve: 1 of 2 files have no " in err
+    assert out.count("a.jpg") == (command == "classify"), "its scores mean nothing"
+
+
 def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,6 +107,26 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     assert "samples per pixel" in out
     assert err == "vitserve: 1 of 1 files have no answer\n"
     assert [record.name for record in caplog.records if record.name.startswith("PIL")] == []
+
+
+def test_compile_ends_when_the_model_is_compiled(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exercised: list[tuple[int, ...]] = []
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
+    monkeypatch.setattr(TorchBackend, "_exercise", lambda _, compute, sizes: exercised.append(tuple(sizes)))
+    arguments = ["compile", "--checkpoint", checkpoint, "--device", "cpu", "--dtype", "float32", "--backend", "torch"]
+    code, out, err = run(capsys, *arguments, "--compile", "on", "--max-batch", "4")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"tiny on cpu in float32: compiled, \d+ s\n", out)
+    assert exercised[-1] == (1, 2, 4)
+
+
+def test_compile_says_that_nothing_is_compiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "compile", "--checkpoint", checkpoint, "--device", "cpu", "--backend", "torch")
+    assert code == 1
+    assert "off on the CPU unless asked for" in out
 
 
 @pytest.mark.parametrize(

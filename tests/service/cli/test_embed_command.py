@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from model.checkpoint import load_checkpoint
-from model.prediction import EmbeddingRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from service.cli import embed
-from service.cli.image_files import read_pixels
+from service.cli import server_flags
+from service.cli.image_files import read_input
 from service.settings import load_settings
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 from vitserve.client import Client
@@ -53,7 +53,7 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
     loaded, settings = load_checkpoint(str(checkpoint)), load_settings({})
     predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
     for row, file in zip(found, ("a.jpg", "b.png", "deep/c.webp"), strict=True):
-        pixels = read_pixels(pictures / file, loaded.preprocess, settings)
+        pixels = read_input((pictures / file).read_bytes(), loaded.preprocess, settings).pixels
         asked = RequestedOutputs(1, embedding=EmbeddingRequest("mean", True))
         [expected] = predictor.predict(pixels[np.newaxis], asked)
         assert expected.embedding is not None
@@ -86,7 +86,7 @@ def test_a_server_is_asked_for_the_same(
     def connect(url: str, **options: object) -> Answering:
         return Answering(url, transport=httpx.MockTransport(lambda _: httpx.Response(500)))
 
-    monkeypatch.setattr(embed, "Client", connect)
+    monkeypatch.setattr(server_flags, "Client", connect)
     output = tmp_path / "features.npy"
     code, *_ = run(capsys, "embed", pictures, "-o", output, "--url", "http://127.0.0.1:1", "--pool", "cls")
     assert code == 0

@@ -6,6 +6,8 @@ import argparse
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from model.errors import InputError
 from service.cli import bench, classify, evaluate, server_flags
 from tests.service.cli.command_line import run
-from vitserve.client import ClientError, Unreachable
+from vitserve.client import Client, ClientError, Unreachable
 
 UNAUTHORIZED = (
     b'{"type": "about:blank", "title": "Unauthorized", "status": 401, "detail": "no key", "code": "unauthorized", '
@@ -65,26 +67,42 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
     ],
 )
 def test_why_a_server_could_not_be_asked_is_one_line(error: Exception, message: str) -> None:
-    with pytest.raises(InputError) as caught, server_flags.asking("http://u"):
+    with pytest.raises(InputError) as caught, server_flags.request_errors("http://u"):
         raise error
     assert str(caught.value) == message
 
 
 def test_an_address_without_its_scheme_is_told_with_one() -> None:
-    with pytest.raises(InputError) as caught, server_flags.asking("there:8000"):
+    with pytest.raises(InputError) as caught, server_flags.request_errors("there:8000"):
         pytest.fail("it cannot be asked")
     assert str(caught.value) == "there:8000: expected an address such as http://there:8000"
 
 
+class _Streaming(Client):
+    """Gives these answers for any files."""
+
+    def __init__(self, answers: list[object]) -> None:
+        super().__init__("http://u")
+        self._answers = answers
+
+    def stream(self, images: Any, ask: object, **options: object) -> Any:
+        return zip(images, self._answers, strict=True)
+
+
 def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> None:
     gone = Unreachable(httpx.ConnectError("refused"), httpx.URL("http://u"))
-    answers = enumerate([gone] * 7 + ["an answer"] + [gone] * 992)
+
+    def answers(*given: object) -> Iterator[tuple[Path, str]]:
+        files = [Path(str(number)) for number in range(len(given))]
+        return server_flags.stream_answers(files, _Streaming(list(given)), lambda file: "")
+
     seen = []
     with pytest.raises(ClientError, match="no answer any more, 984 of 1000 files were not asked about"):
-        for number, _ in server_flags.while_reachable(answers, 1000):
-            seen.append(number)
-    assert seen == list(range(16))
-    assert len(list(server_flags.while_reachable(enumerate([gone] * 8), 8))) == 8  # these were all
+        for file, answer in answers(*[gone] * 7, "an answer", *[gone] * 992):
+            seen.append((file.name, answer))
+    assert [name for name, _ in seen] == [str(number) for number in range(16)]
+    assert [answer for _, answer in seen] == ["http://u: refused"] * 7 + ["an answer"] + ["http://u: refused"] * 8
+    assert len(list(answers(*[gone] * 8))) == 8  # these were all
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from PIL import Image
 
 from model.checkpoint import load_checkpoint
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from service.__main__ import main
+from service.cli.main import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
 from tests.service.cli.command_line import write_checkpoint
@@ -55,9 +55,12 @@ def epochs_done(out: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
-def test_a_folder_of_pictures_becomes_a_served_model(data: Path, start: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_a_folder_of_pictures_becomes_a_served_model(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my model"
     assert main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours")) == 0
+    assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint '{out}'\n"
     assert {"MODEL_CARD.md", "config.json", "last", "metrics.csv", "model.safetensors", "recipe.toml"} <= {
         path.name for path in out.iterdir()
     }

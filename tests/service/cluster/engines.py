@@ -8,10 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.cluster.balancer import Balancer
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
-from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from service.cluster.processes import OperatingSystem
 from service.cluster.supervisor import Child
+from service.cluster.swap_board import CHANGED
 
 START = 1000.0
 MOST_TURNS = 1000
@@ -105,7 +106,7 @@ class FakeSystem(OperatingSystem):
         self.sent.append((self.time - START, name, number))
         if number == signal.SIGKILL:
             self._events.insert(0, (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []))
-        elif name not in self.stubborn:
+        elif name not in self.stubborn and not (number == CHANGED and name.startswith("worker")):
             self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
 
     def cpu_seconds(self, pid: int) -> float:

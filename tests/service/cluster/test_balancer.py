@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.cluster.balancer import Balancer
+from service.cluster.remote_engine import Balancer
 from service.errors import EngineUnavailable
 from tests.service.cluster.engines import ask, service, until
 from tests.service.fakes import expected_indices, on_a_loop

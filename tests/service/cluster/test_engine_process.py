@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_process import STOP, _loop_factory, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine
@@ -141,19 +141,18 @@ async def test_an_engine_that_needs_another_option_says_so_to_its_successor_once
     def load(_: Settings) -> tuple[FakePredictor, ModelInfo]:
         raise NewProcessNeeded("cuda:1: not enough memory for batches of 64", "max_batch", 32)
 
-    counters = channel.counters
     assert await _serve(settings, channel, load, Metrics()) == TRY_AGAIN
     assert "engine cuda:1: starting again with max_batch=32" in caplog.text
-    assert (counters.changed_options(0), counters.changed_options(1)) == ({}, {"max_batch": 32})
+    assert channel.changed_options() == {"max_batch": 32}
 
 
 def test_an_option_that_did_not_help_is_not_tried_again(channel: EngineChannel) -> None:
-    counters = channel.counters
-    assert counters.change_option(1, "compile", "no-graphs")
-    assert not counters.change_option(1, "compile", "no-graphs")
-    assert counters.change_option(1, "max_batch", 32)
-    assert counters.change_option(1, "max_batch", 16)
-    assert counters.changed_options(1) == {"compile": "no-graphs", "max_batch": 16}
+    assert channel.changed_options() == {}
+    assert channel.change_option("compile", "no-graphs")
+    assert not channel.change_option("compile", "no-graphs")
+    assert channel.change_option("max_batch", 32)
+    assert channel.change_option("max_batch", 16)
+    assert channel.changed_options() == {"compile": "no-graphs", "max_batch": 16}
 
 
 def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.swap_board import SwapBoard, Verdict
 from service.engine.messages import InferenceRequest
@@ -47,7 +47,9 @@ class Worker:
         self.woken = 0
         self.changes: list[str] = []
         self.swap = RemoteSwap(self.board, 1, self.groups, self.wake)
-        self.swap.start(lambda: self.changes.append(self.swap.info.name if self.swap.info else ""))
+        self.swap.start(
+            lambda: self.changes.append(self.swap.current.engine.info.name if self.swap.current.engine.info else "")
+        )
 
     def wake(self) -> None:
         self.woken += 1
@@ -57,7 +59,7 @@ class Worker:
 async def test_a_worker_turns_to_the_next_engines_when_they_are_current_and_it_hears_them() -> None:
     worker = Worker()
     worker.groups[1].becomes("ready")
-    assert (worker.swap.info and worker.swap.info.name, worker.woken) == ("old", 1)
+    assert (worker.swap.current.engine.info and worker.swap.current.engine.info.name, worker.woken) == ("old", 1)
     worker.board.take_over()
     assert worker.board.all_adopted(worker.board._adopted < 0) is True  # nobody serves
     worker.groups[1].state = "loading"
@@ -68,7 +70,7 @@ async def test_a_worker_turns_to_the_next_engines_when_they_are_current_and_it_h
     assert worker.board._adopted.tolist() == [0, 1]
     worker.groups[0].becomes("closed")
     assert worker.changes == ["new"]
-    assert worker.swap.ready
+    assert worker.swap.current.engine.ready
 
 
 @on_a_loop
@@ -79,7 +81,7 @@ async def test_a_worker_whose_engine_was_down_when_the_next_took_over_does_not_s
     worker.board.take_over()
     worker.groups[0].becomes("closed")
     assert worker.changes == ["old", "old", "new"]
-    assert worker.swap.ready
+    assert worker.swap.current.engine.ready
 
 
 @on_a_loop
@@ -133,11 +135,11 @@ async def test_of_several_devices_each_engine_must_be_ready() -> None:
     worker.groups[1].members = (first, second)
     worker.board.take_over()
     worker.swap.adopt()
-    assert worker.swap.info is not None
-    assert worker.swap.info.name == "old"
+    assert worker.swap.current.engine.info is not None
+    assert worker.swap.current.engine.info.name == "old"
     second.state = "ready"
     worker.swap.adopt()
-    assert worker.swap.info.name == "new"
+    assert worker.swap.current.engine.info.name == "new"
 
 
 @on_a_loop
@@ -153,6 +155,6 @@ def test_a_worker_that_is_started_again_begins_with_the_current_engines() -> Non
     board = SwapBoard("configured", workers=1)
     board.take_over()
     swap = RemoteSwap(board, 0, [Group("old"), Group("new")], lambda: None)
-    assert swap.info is not None
-    assert swap.info.name == "new"
+    assert swap.current.engine.info is not None
+    assert swap.current.engine.info.name == "new"
     assert board._adopted.tolist() == [1]

@@ -7,7 +7,6 @@ import logging
 import signal
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,11 @@ import pytest
 
 from service.cluster import run
 from service.cluster.engine_process import STOP
-from service.cluster.run import Ticker, engine_child, swap_of, worker_child
+from service.cluster.run import Ticker, engine_child, worker_child
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
 from service.cluster.swap import Swap
-from service.cluster.worker import CHANGED
 from service.engine.messages import ModelInfo
 from service.settings import Settings, load_settings
 from tests.service.cluster.fake_system import FakeSystem
@@ -88,17 +86,6 @@ def test_what_dead_processes_had_is_free_and_their_restarts_are_counted(
     }
     assert all(listener.fileno() == -1 for listener in shared.listeners)
     assert counters.seconds[0] == 5
-
-
-def test_a_worker_that_does_not_serve_at_the_moment_takes_over_too(settings: Settings, shared: SharedResources) -> None:
-    system, workers = FakeSystem(), [worker_child(settings, shared, index) for index in (0, 1)]
-    for child in workers:
-        child.pid = system.spawn(child.name, child.main)
-    shared.counters.worker_state[:] = SharedCounters.LISTENING, 0  # its engine has died, and the other has just begun
-    swap = swap_of(settings, shared, [[], []], workers, system)
-    assert swap._running().tolist() == [True, False]
-    swap._on_take_over()
-    assert [(name, number) for _, name, number in system.sent] == [("worker 0", CHANGED)]
 
 
 def test_each_child_is_watched_by_its_own_heartbeat(settings: Settings, shared: SharedResources) -> None:
@@ -178,8 +165,8 @@ def test_an_engine_closes_all_listeners_and_gets_its_own_device(
     def load(_: Settings) -> tuple[FakePredictor, ModelInfo]:
         return FakePredictor(), model_info()
 
-    shared.counters.change_option(1, "max_batch", 32)  # by its predecessor
-    shared.counters.change_option(1, "compile", "no-graphs")
+    shared.channels[1].change_option("max_batch", 32)  # by its predecessor
+    shared.channels[1].change_option("compile", "no-graphs")
     assert engine_child(settings, shared, 1, load).main() == 5
     assert not shared.listening
     assert counted == [(shared.metrics.folder, "engine-1")]
@@ -261,42 +248,3 @@ def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(
     monkeypatch.setattr(gc, "freeze", lambda: None)
     run.run_cluster(settings, lambda _: (FakePredictor(), model_info()))
     assert reloads == ["again"]
-
-
-def test_a_swap_hands_on_what_the_devices_have_allowed_and_wakes_who_runs(
-    settings: Settings, shared: SharedResources, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts: dict[str, Any] = {}
-    monkeypatch.setattr(run, "Swap", lambda *_, **given: parts.update(given))
-    workers, system = [worker_child(settings, shared, index) for index in (0, 1)], FakeSystem()
-    run.swap_of(settings, shared, [], workers, system)
-    current, following = (group.counters for group in shared.groups)
-    channel = shared.groups[1].channels[1]
-
-    current.engine_options[:] = 1
-    channel.failure.write("of the load before")
-    parts["on_begin"](1)
-    assert (following.engine_options == 1).all()
-    assert (channel.failure.read(), parts["refusal"](1)) == ("", "")
-    channel.failure.write("no such file")
-    assert parts["refusal"](1) == "no such file"
-    following.engine_options[1] = 0
-    assert parts["refusal"](1) == "cuda:1: not enough memory beside the model that is served"
-
-    assert parts["checkpoint"] == settings.checkpoint
-    shared.counters.worker_state[:] = SharedCounters.SERVING, 0
-    assert parts["running"]().tolist() == [True, False]
-    for worker in workers:
-        worker.pid = system.spawn(worker.name, worker.main)
-    parts["on_take_over"]()
-    shared.counters.worker_state[:] = SharedCounters.SERVING
-    workers[0].pid = None
-    parts["on_take_over"]()
-    assert [(name, number) for _, name, number in system.sent] == [("worker 0", CHANGED), ("worker 1", CHANGED)]
-
-    emptied: list[int] = []
-    for group in shared.groups:
-        for each in group.channels:
-            monkeypatch.setattr(each.pixels, "empty", partial(emptied.append, id(each)))
-    parts["on_end"](1)
-    assert emptied == [id(each) for each in shared.groups[1].channels]

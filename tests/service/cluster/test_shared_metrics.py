@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 from prometheus_client import values
 
-from service.cluster.shared_metrics import SharedMetrics
+from service.cluster.shared_resources import SharedMetrics
 from service.errors import SettingsError
 from service.metrics.metrics import Metrics, count_in_files
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _SKIPPED = 77
+PROCESSES = ("worker-0", "engine-0")
 
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedMetrics]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shared = SharedMetrics(workers=1, engines=1)
+    shared = SharedMetrics(PROCESSES)
     yield shared
     shared.close()
 
@@ -58,7 +59,7 @@ def test_every_file_has_its_memory_before_anything_is_counted_and_never_needs_mo
         return {name: file.st_size for name, file in found.items()}
 
     before = sizes()
-    for process in (shared.worker(0), shared.engine(0)):
+    for process in PROCESSES:
         metrics = count_everything(shared.folder, process)
     assert sizes() == before
     assert all(path.is_symlink() for path in shared.folder.glob("*.db"))
@@ -91,14 +92,14 @@ def _count_on_a_full_disk(folder: Path) -> int:
     if libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=64k"):
         return _SKIPPED
     tempfile.tempdir = str(folder)
-    shared = SharedMetrics(workers=1, engines=1)
+    shared = SharedMetrics(PROCESSES)
     with (folder / "filler").open("wb", buffering=0) as filler:
         try:
             while filler.write(bytes(1024)):
                 pass
         except OSError:
             pass
-    metrics = count_everything(shared.folder, shared.worker(0))
+    metrics = count_everything(shared.folder, PROCESSES[0])
     return 0 if b"vit_inflight_requests 1.0" in metrics.render() else 1
 
 
@@ -110,7 +111,7 @@ def test_too_little_space_at_the_start_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, call, full)
     with pytest.raises(SettingsError, match=r"counters.*No space left") as raised:
-        SharedMetrics(workers=1, engines=1)
+        SharedMetrics(PROCESSES)
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +123,7 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(SettingsError, match=r"TMPDIR.*No space left"):
-        SharedMetrics(workers=1, engines=1)
+        SharedMetrics(PROCESSES)
 
 
 def test_a_folder_that_somebody_has_removed_keeps_the_service_from_nothing(shared: SharedMetrics) -> None:

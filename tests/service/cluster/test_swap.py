@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 import pytest
 
+from service.cluster.shared_memory import SharedCounters
+from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import TRY_AGAIN, Child, Supervisor
 from service.cluster.swap import Swap
-from service.cluster.swap_board import SwapBoard, Verdict
+from service.cluster.swap_board import CHANGED, SwapBoard, Verdict
 from service.engine.swapping import UNDER_WAY
+from service.settings import load_settings
 from tests.service.cluster.fake_system import FakeSystem
 
 STOP = signal.SIGUSR1
@@ -23,15 +29,16 @@ STOP = signal.SIGUSR1
 class Service:
     """Two devices and two workers under a supervisor; engines are ready when a test says so."""
 
+    shared: SharedResources
     system: FakeSystem = field(default_factory=FakeSystem)
-    board: SwapBoard = field(default_factory=lambda: SwapBoard("configured", workers=2))
     running: set[str] = field(default_factory=lambda: {"worker 0", "worker 1", "a0", "a1"})
-    refusal: str = ""
-    begun: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    woken: int = 0
 
     def __post_init__(self) -> None:
+        self.board = self.shared.board
+        self.shared.counters.worker_state[:] = SharedCounters.SERVING
+        for number, channels in enumerate(self.shared.groups):
+            channels[1].pixels.empty = partial(self.ended.append, number)  # type: ignore[method-assign]
         self.groups = [[self._child(f"{group}{device}", STOP) for device in (0, 1)] for group in "ab"]
         for child in self.groups[1]:
             child.spare, child.start_at = True, None
@@ -46,8 +53,11 @@ class Service:
             on_death=lambda: self.running.discard(name),
         )
 
-    def take_over(self) -> None:
-        self.woken += 1
+    def refuses(self, reason: str) -> Callable[[], None]:
+        return lambda: self.shared.groups[1][0].failure.write(reason)
+
+    def woken(self) -> list[str]:
+        return [name for _, name, number in self.system.sent if number == CHANGED and name.startswith("worker")]
 
     def hung_up(self) -> bool:
         self.swap.reload()
@@ -78,20 +88,11 @@ class Service:
         return self.board.answer(worker, ticket)
 
     def run(self, until: float) -> int:
-        self.swap = Swap(
-            self.board,
-            self.groups,
-            self.system,
-            checkpoint="configured",
-            running=lambda: np.array([True, True]),
-            refusal=lambda group: self.refusal,
-            on_begin=self.begun.append,
-            on_take_over=self.take_over,
-            on_end=self.ended.append,
-        )
+        workers = [self._child(f"worker {index}", signal.SIGTERM) for index in (0, 1)]
+        self.swap = Swap(self.shared, self.groups, workers, self.system, "configured")
         self.system.signal_at(until, signal.SIGTERM)
         code = Supervisor(
-            [self._child(f"worker {index}", signal.SIGTERM) for index in (0, 1)],
+            workers,
             [child for group in self.groups for child in group],
             self.system,
             drain_timeout=20,
@@ -108,8 +109,11 @@ class Service:
 
 
 @pytest.fixture
-def service() -> Service:
-    return Service()
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = load_settings({"workers": 2, "port": 0, "device": "cuda:0,cuda:1", "checkpoint": "configured"})
+    with closing(SharedResources(settings)) as shared:
+        yield Service(shared)
 
 
 def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_ones_end(
@@ -119,7 +123,8 @@ def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_
     seen: list[object] = []
 
     def look() -> None:
-        seen.append((service.board.generation, service.answers(), [name for _, name, _ in service.system.sent]))
+        stopped = [name for _, name, _ in service.system.sent if name.startswith("a")]
+        seen.append((service.board.generation, service.answers(), stopped))
 
     service.at(10, service.asks("next"), lambda: service.board.count(1, 0, 3))
     service.at(11, service.ready("b0"))
@@ -134,7 +139,7 @@ def test_the_other_engines_are_started_take_over_when_all_are_ready_and_the_old_
     served = (Verdict.SERVED, "")
     assert seen == [(0, None, []), (1, None, []), (1, served, []), (1, served, ["a0", "a1"])]
     assert service.system.sent_to("a0")[0][1] == STOP
-    assert (service.begun, service.ended, service.woken) == ([1], [0], 1)
+    assert (service.ended, service.woken()) == ([0], ["worker 0", "worker 1"])
     beginning, end = "loading next beside the model that is served", "the engines that no longer serve have ended"
     assert [message for message in caplog.messages if "SIG" not in message] == [beginning, end]
 
@@ -144,8 +149,8 @@ def test_an_engine_that_cannot_serve_the_checkpoint_leaves_the_old_ones_serving(
 ) -> None:
     service.at(10, service.asks("bad"))
     service.at(11, service.ready("b0"))
-    service.at(12, lambda: setattr(service, "refusal", "bad: weights are missing"))
-    service.at(13, lambda: setattr(service, "refusal", ""), service.asks("good"))
+    service.at(12, service.refuses("bad: weights are missing"))
+    service.at(13, service.asks("good"))
     service.at(15, service.ready("b0", "b1"))
     service.at(17, service.adopts())
     assert service.run(60) == 0
@@ -178,6 +183,35 @@ def test_an_engine_that_goes_about_it_otherwise_is_started_again_meanwhile(servi
     assert service.run(60) == 0
     assert service.started() == [(10, "b0"), (10, "b1"), (12, "b1")]
     assert service.answers() == (Verdict.SERVED, "")
+
+
+def test_what_a_device_has_not_allowed_one_model_it_is_not_asked_for_another(service: Service) -> None:
+    current, following = (channels[1] for channels in service.shared.groups)
+    current.change_option("compile", "no-graphs")
+    following.failure.write("of the load before")
+    service.at(10, service.asks("next"))
+    service.at(14, service.ready("b0", "b1"))
+    service.at(15, service.adopts())
+    assert service.run(60) == 0
+    assert service.answers() == (Verdict.SERVED, "")
+    assert following.changed_options() == {"compile": "no-graphs"}
+
+
+def test_a_model_with_memory_for_smaller_batches_alone_is_refused(service: Service) -> None:
+    service.at(10, service.asks("next"))
+    service.at(12, lambda: service.shared.groups[1][1].change_option("max_batch", 32))
+    assert service.run(60) == 0
+    assert service.answers() == (Verdict.REFUSED, "cuda:1: not enough memory beside the model that is served")
+
+
+def test_a_worker_that_has_not_begun_to_serve_is_not_woken_and_not_waited_for(service: Service) -> None:
+    service.shared.counters.worker_state[:] = SharedCounters.LISTENING, 0  # its engine has died; it has just begun
+    service.at(10, service.asks("next"))
+    service.at(12, service.ready("b0", "b1"))
+    service.at(14, lambda: service.board.adopt(0, 1))
+    assert service.run(60) == 0
+    assert service.answers() == (Verdict.SERVED, "")
+    assert service.woken() == ["worker 0"]
 
 
 def test_of_two_requests_at_once_the_second_is_told_so(service: Service) -> None:
@@ -228,7 +262,7 @@ def test_a_hang_up_together_with_a_request_is_heeded_after_it(service: Service) 
 
 def test_an_engine_that_is_refused_is_not_started_again_though_it_was_to_be(service: Service) -> None:
     def event() -> list[int]:
-        service.refusal = "bad: weights are missing"
+        service.refuses("bad: weights are missing")()
         return service.system._end("b1", TRY_AGAIN)
 
     service.at(10, service.asks("bad"))

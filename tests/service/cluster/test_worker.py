@@ -20,10 +20,10 @@ import pytest
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster import worker
-from service.cluster.balancer import Balancer
-from service.cluster.remote_engine import RemoteEngine
+from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
+from service.cluster.swap_board import CHANGED
 from service.errors import QueueFull, TooManyRequests
 from service.metrics.metrics import Metrics
 from service.settings import Settings, load_settings
@@ -95,7 +95,7 @@ class Worker:
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""
-        for engine in getattr(self.engine, "engines", (self.engine,)):
+        for engine in self.engine.current.engine.engines:
             engine.info = model_info()
             engine._status = replace(engine._status, state=state)
         self.engine_changed()
@@ -106,7 +106,7 @@ def test_a_worker_serves_its_own_socket_and_returns_the_exit_code(made: Callable
     assert one.served == [one.shared.listeners[1]]
     assert one.exit_code == 7
     assert one.state_before_serving == SharedCounters.LISTENING
-    assert one.ignored == [(worker.CHANGED, signal.SIG_IGN)]
+    assert one.ignored == [(CHANGED, signal.SIG_IGN)]
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
 
 
@@ -118,7 +118,7 @@ def test_the_supervisor_hears_when_a_worker_begins_to_serve_and_when_it_ceases(m
     assert one.settled == 1
     one.becomes("failed")
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
-    assert one.woken == [(os.getpid(), worker.CHANGED)] * 2
+    assert one.woken == [(os.getpid(), CHANGED)] * 2
     assert one.settled == 1
 
 
@@ -188,7 +188,7 @@ async def test_its_event_loop_beats_in_a_cell_of_its_own_and_heeds_news_of_a_swa
     beating = asyncio.create_task(one.server._beside())  # type: ignore[misc]
     await asyncio.sleep(0)
     assert one.counters.worker_beats.tolist() == [0, 1]
-    assert heeded == [(worker.CHANGED, one.engine.adopt)]
+    assert heeded == [(CHANGED, one.engine.adopt)]
     beating.cancel()
     with suppress(asyncio.CancelledError):
         await beating

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import MapRequest, Outputs, RequestedOutputs
+from model.outputs import MapRequest, Outputs, RequestedOutputs
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
@@ -63,7 +63,7 @@ async def test_they_wait_while_another_image_waits(running: Running) -> None:
 async def test_a_map_that_has_waited_for_long_waits_for_nobody(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", 0.0)
     async with running() as rig:
         first = await rig.keep_busy(0)
         second = rig.ask_soon(1)

@@ -11,10 +11,10 @@ from itertools import count
 import numpy as np
 import pytest
 
-from model.prediction import EmbeddingRequest
+from model.outputs import EmbeddingRequest
 from service.engine.batching import Entry
-from service.engine.launch import launch
 from service.engine.messages import InferenceRequest, InferenceResult
+from service.engine.streams import launch
 from service.errors import EngineUnavailable, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import (

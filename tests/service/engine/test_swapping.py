@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from model.errors import CheckpointError
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, LocalSwap
@@ -74,8 +74,12 @@ async def until(condition: Callable[[], bool]) -> None:
 async def running() -> AsyncIterator[tuple[LocalSwap, Models]]:
     models = Models()
     swap = LocalSwap(models.make, models.retire)
-    swap.start(lambda: models.changes.append(swap.info.name if swap.info else swap.status.reason))
-    await until(lambda: swap.ready)
+    swap.start(
+        lambda: models.changes.append(
+            swap.current.engine.info.name if swap.current.engine.info else swap.current.engine.status.reason
+        )
+    )
+    await until(lambda: swap.current.engine.ready)
     try:
         yield swap, models
     finally:
@@ -101,7 +105,7 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
             waiting = ask(old, 2)
             await swap.load("next")
             after = models.predictors["next"]
-            assert (swap.info and swap.info.name, after.warm_ups) == ("next", 1)
+            assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == ("next", 1)
             prepared = ask(old, 3)  # decoded for the old model while the next one took over
             assert (await ask(swap.current, 4)).batch_size == 1
             before.gate.set()
@@ -159,8 +163,8 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
         assert (models.changes, swap.reloads) == (["configured"], (0, 1, False))
         await swap.load("good")
         assert swap.reloads == (1, 1, True)
-        assert swap.info is not None
-        assert swap.info.name == "good"
+        assert swap.current.engine.info is not None
+        assert swap.current.engine.info.name == "good"
 
 
 @on_a_loop
@@ -178,8 +182,8 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
         assert (models.predictors["hangs"].warm_ups, hung.status.state, hung._runner) == (0, "failed", None)
         models.load_timeout = PATIENCE
         await swap.load("next")
-        assert swap.info is not None
-        assert swap.info.name == "next"
+        assert swap.current.engine.info is not None
+        assert swap.current.engine.info.name == "next"
 
 
 @on_a_loop
@@ -220,7 +224,7 @@ async def test_a_caller_who_leaves_does_not_end_the_load() -> None:
         caller.cancel()
         await asyncio.wait((caller,))
         models.gate.set()
-        await until(lambda: swap.info is not None and swap.info.name == "next")
+        await until(lambda: swap.current.engine.info is not None and swap.current.engine.info.name == "next")
 
 
 @on_a_loop
@@ -241,11 +245,13 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
 @on_a_loop
 async def test_the_swap_is_the_engine_that_is_current() -> None:
     async with running() as (swap, models):
-        assert list(swap.engines) == models.engines
-        assert (await swap.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=PATIENCE)).batch_size == 1
+        assert list(swap.current.engine.engines) == models.engines
+        assert (
+            await swap.current.engine.infer(InferenceRequest(pixels(1), RequestedOutputs(3)), timeout=PATIENCE)
+        ).batch_size == 1
         await swap.load("next")
-        assert list(swap.engines) == models.engines[1:]
-        await swap.infer(InferenceRequest(pixels(2), RequestedOutputs(3)), timeout=PATIENCE)
+        assert list(swap.current.engine.engines) == models.engines[1:]
+        await swap.current.engine.infer(InferenceRequest(pixels(2), RequestedOutputs(3)), timeout=PATIENCE)
         assert models.predictors["next"].launched == [[2]]
 
 

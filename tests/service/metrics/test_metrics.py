@@ -9,14 +9,13 @@ from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.messages import BatchReport, EngineStatus
-from service.metrics.metrics import CONTENT_TYPE, Metrics, count_in_files
+from service.metrics.metrics import CONTENT_TYPE, Metrics, Sources, count_in_files
 from tests.service.fakes import model_info
 
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
     "vit_images_total": set(),
     "vit_decoder_restarts_total": set(),
-    "vit_device_decodes_total": {"outcome"},
     "vit_batches_total": {"device", "release"},
     "vit_batch_padding_total": {"device"},
     "vit_rejected_total": {"reason"},
@@ -56,16 +55,12 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
 def metrics() -> Metrics:
     """Return metrics with every series touched once."""
     metrics = Metrics()
-    metrics.watch_engines(lambda: [status()])
-    metrics.watch_recent(lambda: (1, 2, 3))
-    metrics.watch_places(lambda: (4, 5))
-    metrics.watch_reloads(lambda: (2, 1, False))
+    metrics.watch(Sources(lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False)))
     metrics.set_model(model_info(), "1.2.3")
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
     metrics.stage_duration.labels("decode").observe(0.1)
     metrics.rejected.labels("queue_full").inc()
-    metrics.device_decodes.labels("decoded").inc()
     metrics.key_requests.labels("key1", "200").inc()
     metrics.key_inflight.labels("key1").inc()
     metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
@@ -117,7 +112,7 @@ def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> Non
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
-    metrics.watch_engines(lambda: [now])
+    metrics.watch(Sources(lambda: [now]))
     assert value(metrics, "vit_engine_up", device="auto") == 0
     now = status("ready", device="cuda:0", depth=7)
     assert value(metrics, "vit_engine_up", device="cuda:0") == 1
@@ -172,17 +167,14 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     def start(name: str) -> Metrics:
         count_in_files(tmp_path, name)
         metrics = Metrics(tmp_path)
-        metrics.watch_engines(lambda: [status(device="cuda:0"), status(device="cuda:1", depth=2)])
-        metrics.watch_recent(lambda: (1, 2, 3))
-        metrics.watch_places(lambda: (4, 5))
-        metrics.watch_reloads(lambda: (0, 0, True))
+        engines = [status(device="cuda:0"), status(device="cuda:1", depth=2)]
+        metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5)))
         metrics.set_model(model_info(device="cuda:0"), "1.2.3")
         metrics.set_model(model_info(device="cuda:1"), "1.2.3")
         metrics.requests.labels("/classify", "200").inc(0)
         metrics.request_duration.labels("/classify")
         metrics.stage_duration.labels("decode")
         metrics.rejected.labels("queue_full").inc(0)
-        metrics.device_decodes.labels("decoded").inc(0)
         metrics.key_requests.labels("key1", "200").inc(0)
         metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))

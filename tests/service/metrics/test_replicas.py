@@ -1,22 +1,28 @@
 from __future__ import annotations
 
+import pickle
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.metrics.metrics import Metrics
-from service.metrics.replicas import merge
+from service.metrics.metrics import Metrics, render_replicas
 
 
-def text(endpoint: str, seconds: float) -> str:
+def replica(endpoint: str, seconds: float) -> Metrics:
     metrics = Metrics()
     metrics.requests.labels(endpoint, "200").inc()
     metrics.request_duration.labels(endpoint).observe(seconds)
-    return metrics.render().decode()
+    return metrics
+
+
+def merge(**replicas: Metrics) -> str:
+    """What is scraped of replicas whose metrics come from other processes."""
+    sent = {name: pickle.dumps(list(metrics.collect())) for name, metrics in replicas.items()}
+    return render_replicas({name: pickle.loads(data) for name, data in sent.items()}).decode()
 
 
 def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
-    families = list(
-        text_string_to_metric_families(merge({"a": text("/classify", 0.5), "b": text("/model", 2)}).decode())
-    )
+    merged = merge(a=replica("/classify", 0.5), b=replica("/model", 2))
+    families = list(text_string_to_metric_families(merged))
 
     [requests] = [family for family in families if family.name == "vit_requests"]
     assert [(sample.labels, sample.value) for sample in requests.samples] == [
@@ -27,8 +33,8 @@ def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
 
 
 def test_each_metric_is_declared_once_with_its_type():
-    merged = merge({"a": text("/classify", 0.5), "b": text("/classify", 2)}).decode()
-    alone = text("/classify", 0.5)
+    merged = merge(a=replica("/classify", 0.5), b=replica("/classify", 2))
+    alone = replica("/classify", 0.5).render().decode()
 
     declared = [line for line in merged.splitlines() if line.startswith("# TYPE")]
     assert declared == [line for line in alone.splitlines() if line.startswith("# TYPE")]

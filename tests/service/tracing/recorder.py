@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from service.settings import load_settings
-from service.tracing.batch_spans import traceparent_of
+from service.tracing.spans import traceparent_of
 from service.tracing.telemetry import Telemetry
 from tests.service.web.apps import App
 

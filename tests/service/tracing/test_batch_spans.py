@@ -12,7 +12,7 @@ pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed"
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from service.engine.messages import BatchReport
-from service.tracing.batch_spans import traceparent_of
+from service.tracing.spans import traceparent_of
 from tests.service.fakes import on_a_loop, running
 from tests.service.tracing.recorder import CALLER, Recorder, attributes, ids
 

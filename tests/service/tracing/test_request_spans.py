@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from service.tracing.batch_spans import traceparent_of
+from service.tracing.spans import traceparent_of
 from tests.service.fakes import on_a_loop, png
 from tests.service.tracing.recorder import CALLER, SPAN_ID, TRACE_ID, UNSAMPLED, Recorder, attributes, ids, parent_of
 from tests.service.web.apps import App, form, until

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from service.tracing import telemetry as telemetry_module
-from service.tracing.batch_spans import context_of
+from service.tracing.spans import context_of
 from service.tracing.telemetry import RequestIds, Sparingly, Telemetry, resource_of_process
 from tests.service.fakes import PATIENCE
 

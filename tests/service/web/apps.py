@@ -20,7 +20,7 @@ from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
 if TYPE_CHECKING:
-    from service.tracing.request_spans import RequestTracer
+    from service.tracing.spans import RequestTracer
 
 BOUNDARY = "b0undary"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from service.http.watchdog import Watchdog
 from service.settings import load_settings
 from service.web import single_process
 from service.web.single_process import log_address, run_single_process
 from tests.launcher import free_port, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, png
+from tests.service.web.apps import Clock
 from tests.service.web.fake_engine import FakeEngine
 
 
@@ -35,6 +38,13 @@ def test_the_hint_names_the_example_where_there_is_one(hint: pytest.LogCaptureFi
 def test_the_hint_names_the_callers_own_picture_where_no_examples_are(hint: pytest.LogCaptureFixture) -> None:
     log_address(load_settings({"host": "::"}), 9000, container_marks=())
     assert "curl -F file=@photo.jpg 'http://127.0.0.1:9000/classify'" in hint.text
+
+
+def test_the_hint_brings_a_key_where_one_is_needed_and_does_not_show_it(hint: pytest.LogCaptureFixture) -> None:
+    log_address(load_settings({"api_keys": "web:secret"}), 9000)
+    curl = """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://127.0.0.1:9000/classify'"""
+    assert curl in hint.text
+    assert "secret" not in hint.text
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,10 @@ def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Made) as made:
         run_single_process(load_settings(wanted), lambda _: (FakePredictor(), model_info()))
     asked = {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
-    assert made.value.args[0] == asked | {"load_timeout": None}  # the first checkpoint may take any time
+    options = made.value.args[0]
+    assert options.pop("load_timeout") is None  # the first checkpoint may take any time
+    options.pop("on_queue")(3)  # nobody counts what waits
+    assert options == asked
 
 
 def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_ends_the_service(
@@ -90,7 +103,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
 ) -> None:
     done: list[Any] = []
     engine: Any = FakeEngine(model_info(name="first"))
-    engine.reload = lambda: done.append("reload")
+    swap = SimpleNamespace(current=SimpleNamespace(engine=engine), reload=lambda: done.append("reload"))
     telemetry = SimpleNamespace(
         batch_tracer=SimpleNamespace, request_tracer=lambda: "tracer", close=lambda: done.append("telemetry closed")
     )
@@ -99,7 +112,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     def make_app(
         settings: object, served: object, metrics: object, lifecycle: object, changed: Any, **more: Any
     ) -> Any:
-        assert (served, more) == (engine, {"tracer": "tracer"})
+        assert (served, more) == (swap, {"tracer": "tracer"})
         return changed
 
     class Server:
@@ -124,7 +137,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             assert self._hung_up() is False
             self._lifecycle.exit_code = 7
 
-    parts = {"LocalSwap": lambda make, on_retired: engine, "create_app": make_app, "Server": Server}
+    parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
     parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "freeze_objects": lambda: None}
     parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
@@ -133,6 +146,29 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     trim, loading, first, second, closed, *rest = done
     assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload", "telemetry closed"])
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
+
+
+def test_a_loop_that_is_held_up_for_seconds_ends_no_service_however_little_time_a_batch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ended, looks = Clock(), list[int](), list[list[int]]()
+
+    class Server:
+        def __init__(self, app: object, settings: object, lifecycle: object, watch: Any, hung_up: object) -> None:
+            self._watchdog: Watchdog = watch.__self__
+
+        def run(self) -> None:
+            for seconds in (29, 1):
+                for _ in range(seconds):
+                    clock.now += 1
+                    self._watchdog.look()
+                looks.append(list(ended))
+
+    monkeypatch.setattr(single_process, "Watchdog", partial(Watchdog, clock=clock, end=ended.append))
+    monkeypatch.setattr(single_process, "Server", Server)
+    monkeypatch.setattr(single_process, "trim_regularly", lambda: None)
+    run_single_process(load_settings({"batch_timeout": 0.2}), lambda _: (FakePredictor(), model_info()))
+    assert looks == [[], [1]]
 
 
 @on_a_loop

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import CurrentEngine, Generation, Reloads
+from service.engine.swapping import Generation, Reloads
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, kept, pipeline_of, until
@@ -27,7 +27,7 @@ def other_model() -> FakeEngine:
     return FakeEngine(model_info(name="other", labels=LABELS, preprocess=preprocess, config=config))
 
 
-class FakeSwap(CurrentEngine):
+class FakeSwap:
     """Swaps at once, for the engine that it is given."""
 
     reloads = Reloads()

@@ -1,30 +1,37 @@
-"""The spans of a request.
+"""The spans of requests and of batches.
 
     POST /classify                  server, a child of the caller's span
       read                          internal, one for each stage that metrics measure
       decode                        from here on one for each picture
       queue
-      inference  - - link - - >  batch, see `service.tracing.batch_spans`
+      inference  - - link - - >  batch
 
-A stage's span is made when the stage is over, from the seconds that were measured.
+A stage's span is made when the stage is over, from the seconds that were measured. A batch belongs to many requests:
+its span is in a trace of its own, with links to each of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.propagators.textmap import Getter, TextMapPropagator
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.semconv.attributes.http_attributes import HTTP_RESPONSE_STATUS_CODE, HTTP_ROUTE
 from opentelemetry.trace import (
     Link,
+    SpanContext,
     SpanKind,
     Status,
     StatusCode,
+    TraceFlags,
     Tracer,
     format_span_id,
     format_trace_id,
@@ -32,8 +39,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from service.engine.messages import InferenceResult
-from service.tracing.batch_spans import NANOSECONDS, context_of, traceparent_of
+from service.engine.messages import BatchReport, InferenceResult
 from service.tracing.http import HttpMetrics, method_of, request_attributes, span_name
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -180,5 +186,75 @@ class _Headers(Getter[Headers]):
 _HEADERS = _Headers()
 
 
+class BatchTracer:
+    """Makes the span of each batch that has an image of a sampled request, whatever the sampler says of new traces.
+
+    Belongs to one thread: that of the event loop on which batches are reported.
+
+    Args:
+        wall_clock: nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        resource: Resource,
+        processors: Sequence[SpanProcessor],
+        *,
+        wall_clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._ids = _GivenIds()
+        provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)
+        for processor in processors:
+            provider.add_span_processor(processor)
+        self._tracer = provider.get_tracer("vitserve")
+        self._wall_clock = wall_clock
+
+    def observe(self, report: BatchReport) -> None:
+        """Export the span of a launch that has just ended; nothing if no request that is in it was sampled."""
+        if report.traceparent is None:
+            return
+        end = self._wall_clock()
+        self._ids.context = context_of(report.traceparent)
+        span = self._tracer.start_span(
+            "batch",
+            Context(),  # no parent
+            start_time=end - _nanoseconds(report.inference_seconds),
+            links=[Link(context_of(link)) for link in report.links],
+            attributes={
+                "vitserve.device": report.device,
+                "vitserve.batch.size": report.size,
+                "vitserve.batch.padding": report.padding,
+                "vitserve.batch.release": report.release,
+            },
+        )
+        span.end(end)
+
+
+class _GivenIds(IdGenerator):
+    """Gives a span the ids that the answers of its batch have named already."""
+
+    context: SpanContext
+
+    def generate_trace_id(self) -> int:
+        return self.context.trace_id
+
+    def generate_span_id(self) -> int:
+        return self.context.span_id
+
+
 def _nanoseconds(seconds: float) -> int:
-    return int(seconds * NANOSECONDS)
+    return int(seconds * 1_000_000_000)
+
+
+def traceparent_of(context: SpanContext) -> str:
+    """Return a span's context as `00-TRACE-SPAN-FLAGS`, the form of W3C Trace Context in which engines hand it on.
+
+    https://www.w3.org/TR/trace-context/#traceparent-header
+    """
+    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+
+
+def context_of(traceparent: str) -> SpanContext:
+    """Return the context that `traceparent_of` wrote."""
+    _, trace_id, span_id, flags = traceparent.split("-")
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))

@@ -108,10 +108,11 @@ def parse_maps(
     """
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
-    implied: Method = "cls" if of_row else "rollout" if of_rollout else METHODS[0]
+    methods = methods_of(config)
+    implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
-    if name not in METHODS:
-        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(METHODS)}")
+    if name not in methods:
+        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
     strangers = [
         *(["class"] if classes is not None and name not in CLASS_SPECIFIC else []),
         *(of_row if name != "cls" else []),
@@ -124,6 +125,13 @@ def parse_maps(
     if name == "rollout":
         return [_parse_rollout(fusion, discard)]
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
+
+
+def methods_of(config: ViTConfig) -> tuple[Method, ...]:
+    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+    if config.norm_order == "post":
+        return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
+    return METHODS
 
 
 def _parse_rollout(fusion: str | None, discard: float | None) -> MapRequest:
@@ -254,25 +262,6 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPicture:
-    """A picture that the device decodes and resizes.
-
-    Attributes:
-        data: a JPEG that `model.images.device_jpeg.device_picture` accepted for decoding on a device.
-        size: (width, height) in pixels, as it is stored.
-        orientation: Exif orientation, 1...8, by which it is turned upright.
-    """
-
-    data: bytes
-    size: tuple[int, int]
-    orientation: int
-
-
-Picture = NDArray[np.uint8] | EncodedPicture
-"""An image of a batch: uint8 [H, W, C], the model's input size, or a picture that the device decodes to that."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedOutputs:
     """What a caller asks of one image, from the route to the kernel.
 
@@ -303,8 +292,7 @@ class Outputs:
         indices: int64 [top_k], the classes that the scores belong to.
         logits: float32 [num_classes], before the temperature.
         embedding: float32 [D], `embedding_width` of the request.
-        decoded: uint8 [H, W, C] that the device made of an encoded picture.
-        failure: why the other values mean nothing: a score is not finite, or the device could not decode the picture.
+        finite: whether all scores of the image are finite; the other values mean nothing where they are not.
     """
 
     scores: NDArray[np.float32]
@@ -312,5 +300,4 @@ class Outputs:
     map: AttentionMap | None = None
     logits: NDArray[np.float32] | None = None
     embedding: NDArray[np.float32] | None = None
-    decoded: NDArray[np.uint8] | None = None
-    failure: Literal["not finite", "not decoded"] | None = None
+    finite: bool = True

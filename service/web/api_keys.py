@@ -11,9 +11,9 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api_keys import ApiKey
 from service.errors import TooManyRequests, Unauthorized
 from service.metrics.metrics import Metrics
+from service.settings import ApiKey
 from service.web.middleware import PROBES, request_context
 
 _ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")

@@ -1,0 +1,105 @@
+"""A Vision Transformer in plain torch, as people write one for themselves, under timm's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+
+
+class HomeAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5).softmax(dim=-1)
+        y: Tensor = self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
+        return y
+
+
+class HomeMlp(nn.Module):
+    def __init__(self, width: int, hidden: int, activation: str) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return y
+
+
+class HomeBlock(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int, activation: str, eps: float, norm_first: bool) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
+        self.attn = HomeAttention(width, heads)
+        self.mlp = HomeMlp(width, hidden, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self.attn(self.norm1(x))
+            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        x = self.norm1(x + self.attn(x))
+        y: Tensor = self.norm2(x + self.mlp(x))
+        return y
+
+
+class HomeMade(nn.Module):
+    """Maps [B, C, H, W] to logits [B, classes].
+
+    Args:
+        head: a head in place of one linear layer.
+        final_norm: whether a norm stands before the pooling.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int = 16,
+        patch: int = 4,
+        channels: int = 3,
+        width: int = 48,
+        depth: int = 2,
+        heads: int = 3,
+        hidden: int = 192,
+        classes: int = 5,
+        activation: str = "gelu",
+        eps: float = 1e-6,
+        norm_first: bool = True,
+        final_norm: bool = True,
+        pool: str = "token",
+        position_prefix: bool = True,
+        head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.pool, self.position_prefix = pool, position_prefix
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + position_prefix, width))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, width, patch, patch)})
+        self.blocks = nn.ModuleList(HomeBlock(width, heads, hidden, activation, eps, norm_first) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=eps) if final_norm else nn.Identity()
+        self.head = head or nn.Linear(width, classes)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
+        if not self.position_prefix:
+            x = x + self.pos_embed
+        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
+        if self.position_prefix:
+            x = x + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        y: Tensor = self.head(x[:, 0] if self.pool == "token" else x[:, 1:].mean(dim=1))
+        return y

@@ -1,0 +1,168 @@
+"""LoRA folders of PEFT are merged into their base while they are read, as PEFT merges them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint import load_checkpoint
+from model.errors import CheckpointError
+from tests.model.checkpoint.folders import edit, native_folder
+from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
+from tests.timm_reference import transformers
+
+
+def peft() -> Any:
+    transformers()  # whose torchvision may lack operators
+    return pytest.importorskip("peft", reason="peft is not installed")
+
+
+def base_folder(folder: Path, class_name: str = "ViTForImageClassification") -> Any:
+    hub = transformers()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = hub.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
+    model = getattr(hub, class_name)(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    hub.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return model
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "query and value": {"target_modules": ["q_proj", "v_proj"]},
+    "all layers, head saved whole": {"target_modules": "all-linear", "modules_to_save": ["classifier"]},
+    "rank and alpha patterns": {
+        "target_modules": ["q_proj", "fc1", "fc2"],
+        "rank_pattern": {"layers.1.mlp.fc1": 2},
+        "alpha_pattern": {"layers.0.*q_proj": 3},
+    },
+    "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
+    "convolution": {"target_modules": ["projection", "q_proj"]},
+    "biases": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> None:
+    library = peft()
+    base = base_folder(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    adapted = library.get_peft_model(base, library.LoraConfig(r=4, lora_alpha=7, **KINDS[kind])).eval()
+    randomise(adapted, seed=5)  # the base that was saved stays as it is
+    adapted = library.PeftModel.from_pretrained(
+        transformers().ViTForImageClassification.from_pretrained(tmp_path / "base").eval(),
+        _saved(adapted, tmp_path / "adapter", str(tmp_path / "base")),
+    )
+    merged = adapted.merge_and_unload().eval()
+    checkpoint = load_checkpoint(str(tmp_path / "adapter"))
+    assert_same_logits(checkpoint, lambda pixels: merged(pixels).logits, f"LoRA {kind}")
+    expected = merged.state_dict()
+    name = next(n for n in expected if n.endswith("layers.0.attention.q_proj.weight"))
+    assert torch.equal(checkpoint.tensors["blocks.0.attn.qkv.weight"][:32], expected[name])
+    assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}",)
+
+
+def _saved(adapted: Any, folder: Path, base: str) -> Path:
+    adapted.save_pretrained(folder)
+    edit(folder / "adapter_config.json", lambda config: config.update(base_model_name_or_path=base))
+    return folder
+
+
+def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
+    """As google/vit-base-patch16-224-in21k is fine-tuned: the classes are the adapter's."""
+    library, hub = peft(), transformers()
+    base_folder(tmp_path / "base", "ViTModel")
+    model = hub.ViTForImageClassification.from_pretrained(tmp_path / "base", num_labels=7)
+    adapted = library.get_peft_model(
+        model, library.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["classifier"])
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    folder = _saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
+    with pytest.raises(CheckpointError, match="no labels for its 7 classes: set VIT_LABELS"):
+        load_checkpoint(str(folder))
+    merged = adapted.merge_and_unload().eval()
+    checkpoint = load_checkpoint(str(folder), labels="numbers")
+    assert_same_logits(checkpoint, lambda pixels: merged(pixels).logits, "LoRA on a base without a head")
+
+
+def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
+    """Write an adapter of a native folder by the formula, as PEFT lays it out."""
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "base_model_name_or_path": str(base)} | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weight = load_file(base / "model.safetensors")["blocks.0.mlp.fc1.weight"]
+    generator = torch.Generator().manual_seed(2)
+    pair = {
+        "base_model.model.blocks.0.mlp.fc1.lora_A.weight": torch.randn(2, weight.shape[1], generator=generator),
+        "base_model.model.blocks.0.mlp.fc1.lora_B.weight": torch.randn(weight.shape[0], 2, generator=generator),
+    }
+    save_file(pair, folder / "adapter_model.safetensors")
+    return pair
+
+
+def test_the_formula_without_peft_and_another_base(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    down, up = plain_adapter(tmp_path / "adapter", tmp_path / "base").values()
+    plain = load_checkpoint(str(tmp_path / "base")).tensors["blocks.0.mlp.fc1.weight"]
+    merged = load_checkpoint(str(tmp_path / "adapter")).tensors["blocks.0.mlp.fc1.weight"]
+    assert relative_error(merged, plain + up @ down * 3) < 1e-6
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="base: no such folder"):
+        load_checkpoint(str(tmp_path / "adapter"))
+    again = load_checkpoint(str(tmp_path / "adapter"), base=str(tmp_path / "moved")).tensors["blocks.0.mlp.fc1.weight"]
+    assert torch.equal(again, merged)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_dora": True}, "use_dora is not read: merge the adapter where it was trained"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not read"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is not read"),
+        ({"base_model_name_or_path": None}, "set VIT_BASE"),
+        ({"lora_alpha": None}, "lora_alpha is missing"),
+        ({"lora_alpha": "x"}, "lora_alpha 'x': expected a number"),
+    ],
+)
+def test_what_cannot_be_merged_exactly_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "adapter", tmp_path / "base", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("blocks.9.mlp.fc1.lora_A.weight", (2, 16), "changes 'blocks.9.mlp.fc1', which the base does not have"),
+        ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), "is not for"),
+        ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "is not for"),
+        ("blocks.0.mlp.fc1.lora_embedding_A", (2, 16), "is not of plain LoRA"),
+        ("blocks.0.mlp.fc1.lora_magnitude_vector", (2,), "is not of plain LoRA"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    name: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    native_folder(tmp_path / "base")
+    pair = plain_adapter(tmp_path / "adapter", tmp_path / "base")
+    save_file(
+        pair | {f"base_model.model.{name}": torch.ones(shape)}, tmp_path / "adapter" / "adapter_model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match=r"base_model_name_or_path is missing"):
+        load_checkpoint(str(tmp_path))
