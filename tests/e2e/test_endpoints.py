@@ -154,7 +154,7 @@ def test_what_is_served_is_told(server: Served) -> None:
         ("POST", "/classify", {"files": [("image", b"x")]}, (422, "invalid_image")),
         ("POST", "/classify", {"files": files(png(10, 10)[:30])}, (422, "invalid_image")),
         ("POST", "/classify", {"files": files(b"<svg></svg>")}, (415, "unsupported_media_type")),
-        ("POST", "/classify", {"json": {"image": "x"}}, (415, "unsupported_media_type")),
+        ("POST", "/classify", {"json": {"picture": "x"}}, (415, "unsupported_media_type")),
         ("POST", "/classify", {"data": {"file": "x"}}, (415, "unsupported_media_type")),
         ("POST", "/classify", {"files": files(png(1001, 1000))}, (413, "image_too_large")),
         ("POST", "/classify", {"files": files(bytes(200_001))}, (413, "upload_too_large")),

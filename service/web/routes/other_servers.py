@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
 from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
@@ -25,6 +25,8 @@ PUBLIC: Final = frozenset({"/ping"})
 
 _FIELDS: Final = (FIELD, "data", "body")
 """Names that TorchServe's clients give to the part with the picture."""
+
+_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 
 router = APIRouter(tags=["other servers"], route_class=Endpoint)
 
@@ -57,7 +59,7 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 @router.post(
     "/predictions/{name}",
     response_model=dict[str, float],
-    openapi_extra=ONE_PICTURE,
+    openapi_extra=ONE_PICTURE | {"parameters": [_NAME]},
     responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def predictions(request: Request) -> Response:
