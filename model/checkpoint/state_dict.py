@@ -45,6 +45,19 @@ _RENAMES: Final = (
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
 _TIMMS: Final = re.compile(r"patch_embed\.(proj\.weight|backbone\..*)|blocks\.0\.attn\.qkv\..*|head\.weight")
+_NEEDED: Final = tuple(
+    re.escape(f"{name}.weight")
+    for name in ("head", "patch_embed.proj", "blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2")
+)
+_DIMENSIONS: Final = {
+    **dict.fromkeys(_NEEDED, (2,)),
+    _NEEDED[1]: (2, 4),
+    r"patch_embed\.backbone\.\d\.weight": (4,),
+    r"pre_logits\.fc\.weight": (2,),
+    r"cls_token|dist_token|reg_token|pos_embed": (3,),
+    r"blocks\.0\.attn\.q_norm\.weight": (1,),
+}
+"""How many dimensions the tensors have from which sizes are read."""
 _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_pool")
 """Arguments whose values no tensor tells."""
 _PRESENT: Final = {
@@ -83,6 +96,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
     if has_pooler:
         told["head_act"] = "tanh"
+    _check_dimensions(tensors, where)
     label, assumed = "", list[str]()
     if library == "torchvision" and not name:
         width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
@@ -123,6 +137,21 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes=notes,
         assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
     )
+
+
+def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
+    for pattern, dimensions in _DIMENSIONS.items():
+        found = [name for name in tensors if re.fullmatch(pattern, name)]
+        if not found and pattern in _NEEDED:
+            raise CheckpointError(f"{where}: missing key {pattern.replace(chr(92), '')!r}")
+        for name in found:
+            shape = tuple(tensors[name].shape)
+            if len(shape) not in dimensions or 0 in shape:
+                wanted = " or ".join(map(str, dimensions))
+                raise CheckpointError(
+                    f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not empty"
+                )
 
 
 def _published(file: str, name: str, classes: int, options: CheckpointOptions) -> tuple[CheckpointOptions, list[str]]:
@@ -232,8 +261,6 @@ def _own(
     stated = {key: value for key, value in told.items() if not present.get(key)} | given
     wide, deep = stored.shape("blocks.0.attn.qkv.weight"), stored.shape("blocks.0.mlp.fc2.weight")
     patch = stored.shape("patch_embed.proj.weight")
-    if len(wide) != 2 or len(deep) != 2 or len(patch) not in (2, 4):
-        raise CheckpointError(f"{where}: blocks.0.attn.qkv.weight has shape {list(wide)}: not a Vision Transformer's")
     width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
     channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
     stem = _stem(tensors, stated.get("conv_stem"), where)
@@ -332,8 +359,6 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 def _head(stored: TensorSource) -> dict[str, Any]:
     head = stored.shape("head.weight")
     hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
-    if len(head) != 2 or (hidden is not None and len(hidden) != 2):
-        raise CheckpointError(f"{stored.where}: head.weight has shape {list(head)}: expected [classes, width]")
     return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
 
 
