@@ -111,12 +111,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     asked, config = (
         _own(tensors, told, given, preprocess, where)
         if name in ("", OWN)
-        else _timms(name, given, tensors, preprocess, where)
+        else _timms(name, {key: told[key] for key in _UNSAID[1:4] if key in told} | given, tensors, preprocess, where)
     )
     if has_pooler and "pooler" not in given:
         asked["pooler"] = False
     if not name:
-        name, asked = _suggestion(tensors, asked)
+        name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
         raise _question(files, options, name, given, asked, tensors)
     if asked or preprocess is None or (options.labels is None and files.labels is None):
         raise _question(files, options, name, given, asked, tensors)
