@@ -75,11 +75,13 @@ $(VENV)/.check: $(VENV)/.run
 run: $(VENV)/.run
 	@exec $(BIN)/vitserve serve
 
-# Whole files go to one process a core, so that servers and models that the tests of a file share are made once; in the
-# order of tests/conftest.py, which begins with the long ones. Four at most: each holds torch and its servers in memory.
-# A test that crashes its process fails and is begun again with the rest of its file, which must not go on for ever.
+# One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
+# another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
+# fails, and another process goes on; a run that takes or stands still for 20 minutes ends and names the tests that run.
+TEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
+
 test: $(VENV)/.test
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+	$(TEST)
 
 test-ray: $(VENV)/.test
 	$(PIP) --quiet -e '.[ray]'

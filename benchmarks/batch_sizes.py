@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.batches import BatchRequest
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
@@ -59,8 +60,8 @@ def main() -> None:
 def _predictor(checkpoint: Checkpoint) -> Predictor:
     predictor = Predictor(checkpoint, device="cpu", backend="openvino", threads=1, streams=1)
     assert isinstance(predictor._backend, OpenVino)
-    predictor._backend.prepare_relevance()
-    assert predictor._backend._explaining is not None
+    predictor._backend.prepare(BatchRequest(relevance=True))
+    assert predictor._backend._networks[BatchRequest(relevance=True)] is not None
     return predictor
 
 

@@ -21,7 +21,7 @@ from benchmarks.load import Load, Protocol
 from benchmarks.loadgen import Plan, load
 from benchmarks.record import RESULTS, Record, medians, table
 from benchmarks.servers import JPEG, OURS, VITSERVE, running
-from model.prediction import METHODS
+from model.outputs import METHODS
 
 BOUND = 1.5
 """Times the p99 without maps that classification may have with them."""

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.compilation import CompilationState, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps

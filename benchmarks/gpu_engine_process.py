@@ -97,7 +97,7 @@ def _client(settings: Any, channel: Any, board: _Board, index: int) -> int:
     """Connect to the engine, and send pictures whenever there is something to measure, until this process is killed."""
     import numpy as np  # noqa: PLC0415
 
-    from model.prediction import RequestedOutputs  # noqa: PLC0415
+    from model.outputs import RequestedOutputs  # noqa: PLC0415
     from service.cluster.remote_engine import RemoteEngine  # noqa: PLC0415
     from service.engine.messages import InferenceRequest  # noqa: PLC0415
 

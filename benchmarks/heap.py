@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime import torch_cpu
 from model.runtime.predictor import Predictor
 

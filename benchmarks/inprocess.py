@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.images.preprocess import preprocess
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
 from service.settings import load_settings

@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
-from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.batches import BatchRequest
 from model.runtime.choice import BackendName
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
@@ -47,9 +48,10 @@ def main() -> None:
         checkpoint = load_checkpoint(str(checkpoints.ensure(name)[0]))
         for backend in _BACKENDS:
             predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
-            if isinstance(predictor._backend, OpenVino) and arguments.output == "relevance":
-                predictor._backend.prepare_relevance()
-                assert predictor._backend._explaining is not None
+            extras = BatchRequest.of([requested], checkpoint.config).extras
+            if isinstance(predictor._backend, OpenVino):
+                predictor._backend.prepare(extras)
+                assert predictor._backend._networks[extras] is not None
             for batch in _BATCHES:
                 found = _measure(predictor, requested, batch, arguments.rounds)
                 record.section(name, backend)[str(batch)] = found

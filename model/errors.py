@@ -1,6 +1,6 @@
 """The errors below the server, as types. They know neither HTTP nor exit codes.
 
-`service.web.problems` maps them to HTTP statuses and `service.__main__` to exit codes. Each message is one line that
+`service.web.problems` maps them to HTTP statuses and `service.cli.main` to exit codes. Each message is one line that
 names the thing and, where there is one, the way out.
 """
 

@@ -94,10 +94,6 @@ class InferenceFailed(ServiceError):
     """The model gave no answer for this image; others of its batch may have one."""
 
 
-class NotDecoded(ServiceError):
-    """The device could not decode this picture; no answer ever says so, as the CPU then decodes it."""
-
-
 class Unavailable(ServiceError):
     """The service cannot take the request now; after `retry_after` seconds another try may do better."""
 

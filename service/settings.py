@@ -138,12 +138,6 @@ def _otel(value: bool) -> bool:
     return value
 
 
-def _decode(value: str) -> str:
-    if value == "device" and not _is_installed("nvidia.nvimgcodec"):
-        raise ValueError("it needs nvImageCodec: pip install -e '.[gpu-decode]' in the clone")
-    return value
-
-
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -254,11 +248,6 @@ class Settings(BaseSettings):
         ge=1,
         le=256,
         description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
-    )
-
-    decode: Annotated[Literal["cpu", "device"], AfterValidator(_decode)] = Field(
-        "cpu",
-        description="where JPEGs are decoded: `device` is a GPU, with the extra `gpu-decode`; all else on the CPU",
     )
 
     # Where it listens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import launcher, logging_state
+from tests.overseer import Overseer
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -40,6 +42,14 @@ def logging_as_it_was() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def priority_as_it_was() -> Iterator[None]:
+    """Fail a test that takes priority from this process: every later test would be slow, with its servers."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files whose tests may take longest, so that no process is alone with one at the end.
@@ -53,6 +63,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
     items.sort(key=lambda item: -longest[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of the collections of garbage, each of which would take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the processes that run the tests, where there are several."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        seconds = config.getoption("session_timeout", None)
+        # By itself each process ends after this time, when its test has. Who does not within a minute hangs.
+        config.pluginmanager.register(Overseer(seconds and seconds + 60))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""`vitserve`: starts the command line of the service, `service.__main__`, of this installation."""
+"""`vitserve`: starts the command line of the service, `service.cli.main`, of this installation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> int:
             import_module(name)
     finally:
         sys.path.remove(home)
-    code: int = import_module("service.__main__").main()
+    code: int = import_module("service.cli.main").main()
     return code
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.images.preprocess import preprocess
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 
 

@@ -20,7 +20,7 @@ from model.evaluation.mosaic import mosaic_shares
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest, Method
+from model.outputs import MapRequest, Method
 from model.runtime.postprocess import Postprocess
 
 RANDOM: Final = "random"

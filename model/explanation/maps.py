@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import ViTConfig
-from model.prediction import AttentionMap, Head, MapRequest
+from model.outputs import AttentionMap, Head, MapRequest
 
 Floats = NDArray[np.float32]
 

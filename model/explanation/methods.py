@@ -29,7 +29,7 @@ from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import relevance
 from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
-from model.prediction import METHODS, Fusion, MapRequest, Method
+from model.outputs import METHODS, Fusion, MapRequest, Method
 
 _WEIGHTS_BYTES: Final = 64 << 20
 """Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""

@@ -19,7 +19,7 @@ from model.config import ViTConfig
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.prediction import Pooling, embedding_width
+from model.outputs import Pooling, embedding_width
 
 _LAYER_SCALE_START = 1e-5
 

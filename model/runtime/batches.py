@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.network.vit import embedding_name
-from model.prediction import Pooling, RequestedOutputs
+from model.outputs import Pooling, RequestedOutputs
 
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
@@ -32,10 +32,10 @@ class BatchRequest:
 
     Attributes:
         top_k: how many classes.
-        logits: whether the logits of all classes are wanted.
-        layers: whose attention rows are wanted, ascending.
-        relevance: whether the relevance of each image's best class is wanted.
-        embeddings: which are wanted, by `embedding_name`.
+        logits: whether to return the logits of all classes.
+        layers: the layers whose attention rows to return, ascending.
+        relevance: whether to return the relevance of each image's best class.
+        embeddings: the names of those to return, as of `embedding_name`.
         all_tokens: whether one of them needs tokens of the last block that the head does not read.
     """
 
@@ -63,7 +63,7 @@ class BatchRequest:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the outputs that every pass gives, and that come to the host only if they are wanted."""
+        """Return the names of the outputs that every pass gives, and that come to the host only on request."""
         return (*(("logits",) if self.logits else ()), *self.embeddings)
 
     @property
@@ -76,8 +76,13 @@ class BatchRequest:
         """Return it without what is made of the network's output."""
         return replace(self.computed, top_k=1)
 
+    @property
+    def extras(self) -> BatchRequest:
+        """Return what of it makes the pass longer, whichever layers and classes are asked for."""
+        return BatchRequest(relevance=self.relevance, all_tokens=self.all_tokens)
+
     def covers(self, other: BatchRequest) -> bool:
-        """Return whether a network that computes this gives what another request wants of it."""
+        """Return whether a network that computes this gives all outputs of another request."""
         return (
             other.layers in ((), self.layers)
             and other.relevance <= self.relevance
@@ -96,8 +101,6 @@ class BatchOutputs(NamedTuple):
         scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
         indices: int64 [B, k], the classes that the scores belong to.
         finite: bool [B], whether all scores of the image are finite.
-        decoded: uint8 [H, W, C] of each encoded picture by its place, as the device decoded it; None for one that the
-            device could not decode, whose other values mean nothing.
     """
 
     logits: Tensor | None = None
@@ -109,7 +112,6 @@ class BatchOutputs(NamedTuple):
     scores: Tensor | None = None
     indices: Tensor | None = None
     finite: Tensor | None = None
-    decoded: Mapping[int, NDArray[np.uint8] | None] | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> BatchOutputs:
@@ -118,7 +120,7 @@ class BatchOutputs(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return those that were computed, by name."""
-        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
+        return {name: value for name, value in zip(self._fields, self, strict=True) if value is not None}
 
     def first(self, count: int) -> BatchOutputs:
         """Return the outputs of the first images."""
@@ -133,18 +135,18 @@ def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
     Args:
         sizes: that a piece may have instead of these, with 1 among them; None for these.
     """
-    found = []
+    pieces = []
     if sizes is not None:
         while count:
-            found.append(max(size for size in sizes if size <= count))
-            count -= found[-1]
-        return found
+            pieces.append(max(size for size in sizes if size <= count))
+            count -= pieces[-1]
+        return pieces
     while count > UNCUT:
         power = 1 << (count.bit_length() - 1)
         largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
-        found.append(largest)
+        pieces.append(largest)
         count -= largest
-    return [*found, count] if count else found
+    return [*pieces, count] if count else pieces
 
 
 def sizes_in_use(max_batch: int) -> list[int]:

@@ -11,7 +11,6 @@ from model.runtime.backend import Backend
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
-from model.runtime.cuda.picture_decoding import DevicePreprocess
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.torch_backend import TorchOptions
@@ -29,7 +28,6 @@ def choose_backend(
     threads: ThreadPolicy,
     streams: int,
     ops: DeviceOps | None = None,
-    preprocess: DevicePreprocess | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
@@ -37,7 +35,6 @@ def choose_backend(
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
-        preprocess: what decodes pictures on CUDA; None where they come as pixels.
 
     Raises:
         DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
@@ -66,4 +63,4 @@ def choose_backend(
         ops = CudaOps(options.device)
     if ops is None:
         return TorchCpu(options, threads), reason
-    return Cuda(options, ops, streams=streams, preprocess=preprocess), reason
+    return Cuda(options, ops, streams=streams), reason

@@ -6,18 +6,22 @@ import copy
 import enum
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from model.explanation.folded_weights import FoldedWeights
 from model.network.layers.attention import Attention, chunked_attention, mean_row_at_once
 from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
+from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.postprocess import run_network
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CompileMode = Literal["auto", "on", "max", "off"]
+
+Network = Callable[[Tensor, BatchRequest], BatchOutputs]
+"""(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
+
+_RECOMPILE_LIMIT: Final = 256
+"""How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
 
 
 class CompilationState(enum.Enum):
@@ -84,19 +94,25 @@ def choose_kernels(model: VisionTransformer, device: torch.device, dtype: torch.
             module.as_product = True
 
 
-def compiled_twin(model: VisionTransformer, *, shapes: int, autotune: bool) -> VisionTransformer:
+@contextmanager
+def strict_compiler() -> Iterator[None]:
+    """Let torch compile in this context for every model that a process meets, and fail where it would give up.
+
+    By default it compiles a function eight times, and from then on runs it uncompiled in silence. Several models, kinds
+    of block and batch sizes need more.
+    """
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def compiled_twin(model: VisionTransformer, *, autotune: bool) -> VisionTransformer:
     """Return a model that shares the weights and compiles its blocks at its first run with each shape.
 
     On a CPU code for any batch size ran no faster than uncompiled.
 
     Args:
-        shapes: number of batch sizes that it will be run with.
         autotune: see `compiled_for_any_batch`.
     """
-    # Five kinds of block a size (the last without and with the attention row, any other, and both when kept for the
-    # relevance); beyond the limit torch gives up in silence.
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 6 * shapes)
     twin = _twin(model)
     for block in twin.blocks:
         # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
@@ -104,26 +120,45 @@ def compiled_twin(model: VisionTransformer, *, shapes: int, autotune: bool) -> V
     return twin
 
 
-def twin_for_any_batch(model: VisionTransformer, *, autotune: bool, backend: str = "inductor") -> VisionTransformer:
-    """Return a model that shares the weights and compiles embedding and blocks once, whatever the batch sizes are.
+def compiled_network(
+    model: VisionTransformer,
+    normalise: Callable[[Tensor], Tensor],
+    folded: FoldedWeights,
+    *,
+    autotune: bool,
+    backend: str = "inductor",
+) -> Network:
+    """Return the network for uint8 pixels, compiled once for any batch size at its first runs.
+
+    Where no map is asked for, the whole pass is one graph, in which normalisation fuses with the patch embedding, and
+    the end of a block with the norm that follows. With a map, the embedding and each kind of block are a graph: a
+    whole pass for each request would take a multiple of the time to compile.
 
     Args:
+        folded: see `model.explanation.relevance.token_relevance`.
         autotune, backend: see `compiled_for_any_batch`.
     """
-    twin = _twin(model)
     compiled = partial(compiled_for_any_batch, autotune=autotune, backend=backend)
-    twin.embed = compiled(twin.embed)  # type: ignore[method-assign]
+    whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
+    twin = _twin(model)
+    embed = twin.embed
+    twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
     for block in twin.blocks:
         block.forward = compiled(block.forward)
-    return twin
+
+    def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+        if request.of_network == BatchRequest():
+            return whole(pixels)
+        return run_network(twin, pixels, request, folded)
+
+    return run
 
 
 def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend: str = "inductor") -> Callable[P, T]:
     """Return a function that compiles itself once for all sizes of its tensors' first dimension.
 
-    Tensors are arguments, or parts of one that is a tuple.
-
-    A single row is computed without: code for any size would be compiled once more for it.
+    Tensors are arguments, or parts of one that is a tuple. A single row is computed without compiling: code for any
+    size would be compiled once more for it.
 
     Args:
         autotune: whether several kernels are timed for every matrix product first.

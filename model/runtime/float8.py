@@ -24,6 +24,9 @@ from model.network.vit import VisionTransformer
 LEAST_AGREEMENT: Final = 0.98
 """Share of the calibration set that must have bfloat16's best class, unless a setting says otherwise."""
 
+LEAST_GAIN: Final = 1.15
+"""How many times bfloat16's images a second a GPU must compute for float8 to stay; `benchmarks.gpu` measures it."""
+
 VIEWS: Final = 64
 CALIBRATION_SET: Final = f"{VIEWS} views of the two photographs that vitserve brings along"
 
@@ -35,19 +38,21 @@ _SMALLEST_VIEW: Final = 0.7
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Return why float8 is not computed on this device with this torch, or None."""
-    wanted = ".".join(map(str, _CAPABILITY))
+    least = ".".join(map(str, _CAPABILITY))
     if device.type != "cuda":
-        return f"it needs a GPU of compute capability {wanted} or later, not {device}"
-    capability = torch.cuda.get_device_capability(device)
+        return f"it needs a GPU of compute capability {least} or later, not {device}"
+    capability, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
     if capability < _CAPABILITY:
-        found = ".".join(map(str, capability))
-        return f"{device} has compute capability {found}, it needs {wanted} or later"
-    if TorchVersion(torch.__version__) < _OLDEST_TORCH:
-        # https://github.com/pytorch/pytorch/issues/177651
-        return f"torch {torch.__version__} multiplies by rows on the wrong stream, it needs {_OLDEST_TORCH} or later"
-    if (torch.version.cuda or "").startswith("12.9"):
+        own = ".".join(map(str, capability))
+        return f"{device} has compute capability {own}, it needs {least} or later"
+    if cuda.startswith("12.9"):
         # https://github.com/pytorch/ao/issues/4582
         return "CUDA 12.9 refuses small batches of it, it needs a torch for another CUDA"
+    # Products with a scale for each row are CUTLASS's, which older versions launch on the wrong stream
+    # (pytorch/pytorch#177651), but for capability 9.0 from cuBLAS 12.9 on: there they are cuBLASLt's.
+    by_cublas = capability == (9, 0) and TorchVersion(cuda) > "12.9"
+    if not by_cublas and TorchVersion(torch.__version__) < _OLDEST_TORCH:
+        return f"torch {torch.__version__} multiplies by rows on the wrong stream, it needs {_OLDEST_TORCH} or later"
     return None
 
 

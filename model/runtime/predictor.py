@@ -7,11 +7,11 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,23 +22,20 @@ from model.checkpoint import Checkpoint
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
-from model.prediction import (
+from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
     EmbeddingRequest,
-    EncodedPicture,
     MapRequest,
     Outputs,
-    Picture,
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.backend import Backend, Images, first_line, stacked
+from model.runtime.backend import Backend, Images, first_line
 from model.runtime.batches import BatchRequest, captured_sizes, launch_size, powers_of_two, sizes_in_use
 from model.runtime.choice import BackendName, choose_backend
 from model.runtime.compilation import Compilation, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
-from model.runtime.cuda.picture_decoding import DevicePreprocess, PictureDecoder
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
 from model.runtime.torch_backend import TorchOptions
@@ -58,12 +55,11 @@ _DEFAULT_STREAMS: Final = 2
 _LEAST_NORM: Final = 1e-12
 """What an embedding is divided by at least, as in torch's `normalize`."""
 
-_DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
+DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
+"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
 
 _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 """Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
-
-logger = logging.getLogger(__name__)
 
 
 class Predictor:
@@ -85,11 +81,9 @@ class Predictor:
         threads: threads that compute on the CPU; None leaves torch's choice.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
-        behind: whether the warm-up on CUDA ends before the compilation, which goes on behind the uncompiled model.
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
-        decoder: makes what decodes encoded pictures on the device; None where all come as pixels.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
@@ -118,9 +112,7 @@ class Predictor:
         streams: int | None = None,
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
-        behind: bool = False,
         ops: DeviceOps | None = None,
-        decoder: Callable[[torch.device], PictureDecoder] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -130,39 +122,23 @@ class Predictor:
         self.device = device_name or str(torch_device)
         self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or _DEFAULT_MAX_BATCH[torch_device.type])))
+        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[torch_device.type])))
         self.max_batch = sizes[-1]
         policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
 
         self.agreement: str | None = None
-        preprocess = None
-        if decoder is not None:
-            if on_cpu and ops is None:
-                raise DeviceError(f"decode 'device': it needs a CUDA device, not {torch_device}")
-            preprocess = DevicePreprocess(decoder(torch_device), checkpoint.preprocess)
-        self._decodes = preprocess is not None
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.build()
             options = TorchOptions(
-                model,
-                checkpoint,
-                torch_device,
-                torch_dtype,
-                compile_mode,
-                sizes,
-                graphs,
-                behind,
-                dtype == "float8",
+                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            found = choose_backend(
-                options, backend, threads=policy, streams=self.streams, ops=ops, preprocess=preprocess
-            )
+            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
             if options.float8:
-                self.agreement = self._require_agreement(model, found[0], float8_agreement)
-            return found
+                self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
+            return chosen
 
         self._backend, self.backend_reason = build(torch_dtype)
         if dtype == "auto" and torch_dtype is torch.float16:
@@ -182,11 +158,11 @@ class Predictor:
         images = calibration_images(self.checkpoint.preprocess)
         with self._device_errors(), torch.inference_mode():
             share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))
-        found = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
+        text = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
         if share < least:
-            raise DeviceError(f"dtype 'float8': it gives {found}, and {least:.1%} are wanted: choose bfloat16")
-        logger.info("float8 gives %s", found)
-        return found
+            raise DeviceError(f"dtype 'float8': it gives {text}, and {least:.1%} are required: choose bfloat16")
+        logger.info("float8 gives %s", text)
+        return text
 
     @property
     def compilation(self) -> Compilation:
@@ -212,8 +188,8 @@ class Predictor:
 
         On the CPU it is run at the other sizes too, largest first, while that takes no more than two seconds, so that
         the memory that a library keeps for each size is taken before the first request and not at some later one.
-        On CUDA a compiled model is compiled and captured here, for every launch size. On the CPU, and `behind`, it is
-        compiled on a thread of its own while the uncompiled model already answers, and takes over when it is done.
+        On CUDA the model is compiled here, captured for every launch size, and compared with the uncompiled one. On the
+        CPU it is compiled on a thread of its own while the uncompiled model already answers, and takes over when done.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
@@ -233,7 +209,7 @@ class Predictor:
         noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         for name, image in (("black", np.zeros_like(noise)), ("white", np.full_like(noise, 255)), ("noise", noise)):
             [outputs] = self.predict(image[np.newaxis], RequestedOutputs(1))
-            if outputs.failure is not None:
+            if not outputs.finite:
                 raise NotFinite(f"{self.device}: warm-up gave scores of {name} that are not finite in {self.dtype}")
 
     def _fill_caches(self) -> None:
@@ -269,7 +245,7 @@ class Predictor:
 
         Args:
             images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
-                less, and some of which may be encoded if there is a decoder; 1 <= B <= max_batch.
+                less; 1 <= B <= max_batch.
             requests: one for each image, or the same for all.
 
         Raises:
@@ -280,15 +256,12 @@ class Predictor:
         self._check_batch(images, len(requests))
         request = BatchRequest.of(requests, self.config)
         with torch.inference_mode():
-            outputs = self._backend.predict(images, request)
-            tensors = outputs.tensors()
+            tensors = self._backend.predict(images, request).tensors()
             scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
             logits = tensors["logits"].float().numpy() if request.logits else None
             embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
             maps = self._maps_of_pass(tensors, request, requests)
-        decoded = outputs.decoded or {}
-        pictures = [decoded.get(place, image) for place, image in enumerate(images)] if decoded else images
-        maps |= self._maps_of_own_pass(pictures, requests, indices)
+        maps |= self._maps_of_own_pass(images, requests, indices)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
@@ -296,8 +269,7 @@ class Predictor:
                 map=maps.get(place),
                 logits=None if logits is None or not each.logits else logits[place],
                 embedding=None if each.embedding is None else self._embedding(embeddings, each.embedding, place),
-                decoded=decoded.get(place),
-                failure="not decoded" if pictures[place] is None else None if finite[place] else "not finite",
+                finite=bool(finite[place]),
             )
             for place, each in enumerate(requests)
         ]
@@ -305,12 +277,9 @@ class Predictor:
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
-        pixels = [image for image in images if not isinstance(image, EncodedPicture)]
-        kinds = {(str(image.dtype), image.shape) for image in pixels}
+        kinds = {(str(image.dtype), image.shape) for image in images}
         if kinds - {("uint8", expected)} or not 1 <= count <= self.max_batch:
             raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
-        if len(pixels) < count and not self._decodes:
-            raise ValueError(f"{count - len(pixels)} encoded pictures: there is no decoder")
         if requests != count:
             raise ValueError(f"{requests} requests for {count} images")
 
@@ -318,10 +287,10 @@ class Predictor:
         self, embeddings: Mapping[Pooling, NDArray[np.float32]], request: EmbeddingRequest, place: int
     ) -> NDArray[np.float32]:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
-        found: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
+        embedding: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
-            found /= max(float(np.linalg.norm(found)), _LEAST_NORM)
-        return found
+            embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
+        return embedding
 
     def _maps_of_pass(
         self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]
@@ -337,33 +306,26 @@ class Predictor:
         return maps
 
     def _maps_of_own_pass(
-        self,
-        pictures: Images | Sequence[Picture | None],
-        requests: Sequence[RequestedOutputs],
-        indices: NDArray[np.int64],
+        self, images: Images, requests: Sequence[RequestedOutputs], indices: NDArray[np.int64]
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one.
-
-        Args:
-            pictures: None for one that the device could not decode, which gets no map.
-        """
+        """Return the maps that need passes of their own, each of its request's class or of the best one."""
         passes: dict[MapRequest, dict[int, int]] = {}
-        for place, (picture, each) in enumerate(zip(pictures, requests, strict=True)):
-            if each.map is not None and each.map.needs_pass and picture is not None:
+        for place, each in enumerate(requests):
+            if each.map is not None and each.map.needs_pass:
                 label = int(indices[place, 0]) if each.map.class_index is None else each.map.class_index
                 passes.setdefault(replace(each.map, class_index=None), {})[place] = label
         maps: dict[int, AttentionMap] = {}
         for request, labels in passes.items():
-            pixels = stacked([cast(Picture, pictures[place]) for place in labels])
-            found, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
-            maps |= _by_place(labels, request, labels.values(), found.numpy(), kept_mass.numpy())
+            pixels = np.stack([images[place] for place in labels])
+            values, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
+            maps |= _by_place(labels, request, labels.values(), values.numpy(), kept_mass.numpy())
         return maps
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        found: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
-        return found
+        logits: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
+        return logits
 
 
 def _by_place(

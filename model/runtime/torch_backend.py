@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -21,16 +20,16 @@ from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, count_parameters
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.backend import first_line
-from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
+from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
     CompileMode,
     choose_kernels,
-    compiled_twin,
     plan_compilation,
+    strict_compiler,
 )
 from model.runtime.float8 import use_float8
 from model.runtime.postprocess import Postprocess, run_network
@@ -46,7 +45,6 @@ class TorchOptions:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to compile for, ascending.
         graphs: whether they become CUDA graphs on CUDA.
-        behind: whether CUDA compiles only when the uncompiled model answers, on a thread.
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
     """
 
@@ -57,7 +55,6 @@ class TorchOptions:
     compile_mode: CompileMode
     sizes: tuple[int, ...]
     graphs: bool = True
-    behind: bool = False
     float8: bool = False
 
     @property
@@ -86,7 +83,7 @@ class Normalise(nn.Module):
         return (pixels * self.scale + self.shift).to(self.dtype)
 
 
-class TorchBackend:
+class TorchBackend(ABC):
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Attributes:
@@ -117,60 +114,33 @@ class TorchBackend:
                 module.fix_bias()
         if options.float8:
             use_float8(self._plain)
-        self._model = self._plain
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def forward(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
-        """Return the output of `run_network` for uint8 [B, H, W, C] in host memory, on the device."""
-        # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
-        model, count = self._model_for(request), len(images)
-        missing = launch_size(count, self.batch_sizes) - count
-        if missing:
-            images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
-        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        output = run_network(model, self._normalise(batch), request, self._folded)
-        return output if not missing else output.first(count)
+    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+        """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
+        return run_network(self._plain, self._normalise(pixels), request, self._folded)
+
+    def upload(self, images: NDArray[np.uint8]) -> Tensor:
+        """Return images on the device."""
+        return torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
 
     def explain(
         self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
-        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
         labels = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        return explain(self._plain, self._normalise(batch), labels, request)
-
-    def float_copy(self) -> VisionTransformer:
-        """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
-        twin = copy.deepcopy(self._plain).float()
-        for module in twin.modules():
-            if isinstance(module, Attention):
-                module.attend = F.scaled_dot_product_attention
-        return twin
-
-    def logits(self, images: NDArray[np.uint8]) -> Tensor:
-        """See `Backend.logits`."""
-        return self.forward(images, BatchRequest()).tensors()["logits"]
+        return explain(self._plain, self._normalise(self.upload(images)), labels, request)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""
-        self._exercise(self._logits_of(self._model), sizes)
-
-    def _logits_of(self, model: VisionTransformer) -> Callable[[Tensor, BatchRequest], Tensor]:
-        def logits(images: Tensor, request: BatchRequest) -> Tensor:
-            return run_network(model, self._normalise(images), request, self._folded).tensors()["logits"]
-
-        return logits
+        self._exercise(lambda pixels, request: self.network(pixels, request).tensors()["logits"], sizes)
 
     def _exercise(self, compute: Callable[[Tensor, BatchRequest], Tensor], sizes: Sequence[int]) -> None:
         """Run (images on the device, request) -> logits or scores with trial images of these sizes."""
         with torch.inference_mode():
             for size in sizes:
                 for turn, request in enumerate(self.usual):
-                    images = torch.from_numpy(self.trial_images(size, turn)).to(self._device)
-                    self.require_finite(compute(images, request))
-
-    def fill_caches(self, size: int) -> None:
-        """Do nothing: a GPU's allocator keeps what the largest batch took, for all sizes."""
+                    self.require_finite(compute(self.upload(self.trial_images(size, turn)), request))
 
     def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
         """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
@@ -188,35 +158,25 @@ class TorchBackend:
             name = self._options.dtype_name
             raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {name}")
 
-    def _model_for(self, request: BatchRequest) -> VisionTransformer:
-        """Return the model to run: the uncompiled one for rows of other layers, as nobody is to wait for a compiler."""
-        return self._model if request.of_network in self.usual else self._plain
-
     def _compile(self) -> None:
-        """Compile a twin that shares the weights, run it at every launch size, then let it take over."""
+        """Compile a network that shares the weights, run it, then let it take over."""
         started = time.monotonic()
         try:
-            self._compile_and_exercise()
+            with strict_compiler():
+                self._compile_and_exercise()
         except torch.OutOfMemoryError:
             raise
         # Compilers, their processes and the kernels' own launcher raise what they like, often plain exceptions.
         except Exception as error:  # noqa: BLE001
-            self._compilation_failed(error)
+            logger.warning("compilation failed, running uncompiled: %s", first_line(error))
+            self.compilation = Compilation(CompilationState.FAILED, first_line(error))
             return
         self.compilation = replace(self.compilation, state=CompilationState.COMPILED)
         self._log("compiled", started)
 
+    @abstractmethod
     def _compile_and_exercise(self) -> None:
-        sizes = self._options.sizes
-        twin = compiled_twin(self._plain, shapes=len(sizes), autotune=self._options.compile_mode == "max")
-        self._exercise(self._logits_of(twin), sizes)
-        # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
-        self.batch_sizes = sizes
-        self._model = twin
-
-    def _compilation_failed(self, error: Exception) -> None:
-        logger.warning("compilation failed, running uncompiled: %s", first_line(error))
-        self.compilation = Compilation(CompilationState.FAILED, first_line(error), self.compilation.graphs)
+        """Compile, and run what was compiled; it raises whatever the compiler raises."""
 
     def _log(self, done: str, started: float) -> None:
         sizes = ", ".join(map(str, self._options.sizes))

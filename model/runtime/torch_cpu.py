@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import threading
@@ -9,13 +10,17 @@ from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import MapRequest
+from model.network.layers.attention import Attention
+from model.network.vit import VisionTransformer
+from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
-from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
-from model.runtime.compilation import CompilationState
+from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, launch_size
+from model.runtime.compilation import CompilationState, compiled_twin
+from model.runtime.postprocess import run_network
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 _TRIM_THRESHOLD: Final = -1
@@ -71,6 +76,7 @@ class TorchCpu(TorchBackend):
         super().__init__(options)
         keep_freed_memory()
         self.threads = threads
+        self._model = self._plain
 
     def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`."""
@@ -81,6 +87,28 @@ class TorchCpu(TorchBackend):
         if self.batch_sizes is not None:  # compiled: padded to one of few sizes
             return self.forward(images, request)
         return compute_in_pieces(images, lambda piece: self.forward(piece, request))
+
+    def forward(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
+        """Return the output of `run_network` for uint8 [B, H, W, C]; nobody waits for a compiler."""
+        # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
+        model, count = self._model if request.of_network in self.usual else self._plain, len(images)
+        missing = launch_size(count, self.batch_sizes) - count
+        if missing:
+            images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
+        output = run_network(model, self._normalise(self.upload(images)), request, self._folded)
+        return output if not missing else output.first(count)
+
+    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+        """See `Backend.logits`."""
+        return self.forward(images, BatchRequest()).tensors()["logits"]
+
+    def float_copy(self) -> VisionTransformer:
+        """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
+        twin = copy.deepcopy(self._plain).float()
+        for module in twin.modules():
+            if isinstance(module, Attention):
+                module.attend = F.scaled_dot_product_attention
+        return twin
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
@@ -98,6 +126,18 @@ class TorchCpu(TorchBackend):
         """Start compiling on a thread; the uncompiled model answers meanwhile."""
         if self.compilation.state is CompilationState.COMPILING:
             threading.Thread(target=self._compile, name="compile", daemon=True).start()
+
+    def _compile_and_exercise(self) -> None:
+        sizes = self._options.sizes
+        twin = compiled_twin(self._plain, autotune=self._options.compile_mode == "max")
+
+        def logits(pixels: Tensor, request: BatchRequest) -> Tensor:
+            return run_network(twin, self._normalise(pixels), request, self._folded).tensors()["logits"]
+
+        self._exercise(logits, sizes)
+        # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
+        self.batch_sizes = sizes
+        self._model = twin
 
 
 def keep_freed_memory() -> bool:

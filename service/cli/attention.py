@@ -20,7 +20,7 @@ from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap
 from model.images.preprocess import ModelInput, upright_photo
 from model.images.sheet import ContactSheet, in_a_row
-from model.prediction import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
+from model.outputs import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from

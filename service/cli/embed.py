@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.prediction import POOLINGS, Outputs, RequestedOutputs, parse_embedding
+from model.outputs import POOLINGS, Outputs, RequestedOutputs, parse_embedding
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from

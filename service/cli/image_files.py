@@ -21,7 +21,7 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import ImageError, InputError
 from model.images.preprocess import ModelInput, model_input
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.settings import Settings
 
@@ -114,7 +114,7 @@ def predict_files(
                     yield file, picture
                     continue
                 own = next(outputs)
-                if any(each.failure is not None for each in own):
+                if not all(each.finite for each in own):
                     yield file, "the model gives no finite score for this picture"
                     continue
                 try:

@@ -3,7 +3,7 @@
     web worker                                     engine process
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
-      slot <- pixels, or a JPEG                      Submit -> Engine.infer(pixels in the slot)
+      slot <- pixels                                 Submit -> Engine.infer(pixels in the slot)
       Submit          --- Unix socket, frames -->      (LocalEngine: the same queue for all workers)
       future  <-- Completed or Failed, ------------- answers of a batch leave in one write,
                   one wake-up a batch                so a worker wakes up once
@@ -41,19 +41,17 @@ class EngineChannel:
             workers that connect meanwhile wait for its successor. Other users' processes are refused.
         key: proves that a process is a worker of this service, and no other process of this user.
         device: as the settings name it.
-        slot_bytes: bytes of the longest encoded picture.
         pixels: memory for images, sized by the engine when it knows their size.
         failure: why the engine failed; empty as long as it did not.
         options: see `change_option`.
         device_name: the device's name from when an engine was first ready: `cpu` where the settings say `auto`.
     """
 
-    def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int, slot_bytes: int = 0) -> None:
+    def __init__(self, index: int, device: str, counters: SharedCounters, *, slots: int) -> None:
         self.index = index
         self.device = device
         self.counters = counters
         self.slots = slots
-        self.slot_bytes = slot_bytes
         self.key = secrets.token_bytes(32)
         self.pixels = SharedFile("pixels")
         self.failure = SharedText()
@@ -93,11 +91,11 @@ class EngineChannel:
 
     def grow_pixels(self, workers: int, info: ModelInfo) -> None:
         """Make room for the images of all workers; only the engine's process may."""
-        self.pixels.grow(workers * ImageSlots.size(self.slots, info.input_shape, self.slot_bytes))
+        self.pixels.grow(workers * ImageSlots.size(self.slots, info.input_shape))
 
     def image_slots(self, worker: int, info: ModelInfo) -> ImageSlots:
         """Return a worker's slots, once there is room for them."""
-        return ImageSlots(self.pixels, worker, self.slots, info.input_shape, self.slot_bytes)
+        return ImageSlots(self.pixels, worker, self.slots, info.input_shape)
 
     def close(self) -> None:
         """Close the socket and the memory."""

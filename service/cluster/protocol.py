@@ -4,12 +4,11 @@
     Hello(worker, key)                  -->
                                         <--      StatusChanged(status)     on connection and on each change
                                         <--      ModelLoaded(info)         once it is loaded
-    Submit(id, slot, ..., timeout)      -->                                pixels, or a JPEG, lie in the slot
+    Submit(id, slot, ..., timeout)      -->                                pixels lie in the slot
     Cancel(id)                          -->
                                         <--      Completed(id, ...) or Failed(id, ...)
 
-Every Submit gets exactly one Completed or Failed, a cancelled one too: only then may its slot be used again. With the
-Completed of a JPEG its slot holds the pixels that the device made of it.
+Every Submit gets exactly one Completed or Failed, a cancelled one too: only then may its slot be used again.
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
 Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times are intervals in seconds. Both
@@ -26,7 +25,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 
@@ -54,7 +53,6 @@ FAILURES: tuple[type[errors.ServiceError], ...] = (
     errors.EngineUnavailable,
     errors.QueueFull,
     errors.DeadlineExceeded,
-    errors.NotDecoded,
     Cancelled,
 )
 """The errors of `Engine.infer`; a frame carries an error's index."""
@@ -76,10 +74,9 @@ class Submit(_Frame, frozen=True, tag=2):
 
     Attributes:
         id: unique on its connection among those that have no outcome yet.
-        slot: where its pixels lie, or its bytes.
+        slot: where its pixels lie.
         timeout: seconds from now within which it must be launched.
         traceparent: of its request's span, if that is exported.
-        encoded: how many bytes of an encoded picture lie in the slot, its width, height and orientation; else None.
     """
 
     id: int
@@ -87,7 +84,6 @@ class Submit(_Frame, frozen=True, tag=2):
     timeout: float
     requested: RequestedOutputs
     traceparent: str | None = None
-    encoded: tuple[Natural, Natural, Natural, Annotated[int, Meta(ge=1, le=8)]] | None = None
 
 
 class Cancel(_Frame, frozen=True, tag=3):

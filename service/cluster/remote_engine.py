@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
 
-from model.prediction import EncodedPicture
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol
 from service.cluster.shared_memory import ImageSlots
@@ -178,7 +177,6 @@ class _Pending(NamedTuple):
 
     slot: int
     future: asyncio.Future[InferenceResult]
-    encoded: bool
 
 
 class _EngineConnection(FrameProtocol):
@@ -236,17 +234,13 @@ class _EngineConnection(FrameProtocol):
             raise EngineUnavailable(_CONNECTION_LOST)
         if not self._free:  # all in use, or cancelled a moment ago and not given back yet
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
-        slot, picture, encoded = self._free.pop(), request.pixels, None
-        if isinstance(picture, EncodedPicture):
-            self._slots.write(slot, picture.data)
-            encoded = len(picture.data), *picture.size, picture.orientation
-        else:
-            self._slots[slot][...] = picture
+        slot = self._free.pop()
+        self._slots[slot][...] = request.pixels
         id_ = next(self._ids)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._pending[id_] = _Pending(slot, future, encoded is not None)
+        self._pending[id_] = _Pending(slot, future)
         self._count()
-        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent, encoded))
+        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent))
         try:
             return await future
         except asyncio.CancelledError:
@@ -256,11 +250,7 @@ class _EngineConnection(FrameProtocol):
     def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
         if id_ not in self._pending:
             raise protocol.FrameError(f"an answer to {id_}, which waits for none")
-        slot, future, encoded = self._pending.pop(id_)
-        if encoded and isinstance(outcome, InferenceResult) and not future.done():
-            assert self._slots is not None
-            decoded = self._slots[slot].copy()  # the slot is another's in a moment
-            outcome = replace(outcome, outputs=replace(outcome.outputs, decoded=decoded))
+        slot, future = self._pending.pop(id_)
         self._free.append(slot)
         self._count()
         if future.done():  # its caller went away

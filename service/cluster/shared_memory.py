@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.web.admission import ByteBudget, Limiter
-from service.web.keys import KeyLimiter
+from service.web.api_keys import KeyLimiter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -124,34 +124,23 @@ class ImageSlots:
     Args:
         file: of the engine, which has grown it to `size` a worker.
         shape: of an image, (rows, columns, channels).
-        least: bytes that a slot has at least, for encoded pictures.
     """
 
-    def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int], least: int = 0) -> None:
-        size, pixels = self.size(slots, shape, least), math.prod(shape)
-        room = max(pixels, least)
-        self._slots = np.frombuffer(file.map(size, worker * size), np.uint8, slots * room).reshape(slots, room)
-        self._images = self._slots[:, :pixels].reshape(slots, *shape)
-        assert np.may_share_memory(self._images, self._slots)
+    def __init__(self, file: SharedFile, worker: int, slots: int, shape: tuple[int, int, int]) -> None:
+        size = self.size(slots, shape)
+        memory = file.map(size, worker * size)
+        self._images = np.frombuffer(memory, np.uint8, slots * math.prod(shape)).reshape(slots, *shape)
         self.count = slots
 
     @staticmethod
-    def size(slots: int, shape: tuple[int, int, int], least: int = 0) -> int:
+    def size(slots: int, shape: tuple[int, int, int]) -> int:
         """Return the bytes of one worker's part."""
-        return whole_pages(slots * max(math.prod(shape), least))
+        return whole_pages(slots * math.prod(shape))
 
     def __getitem__(self, slot: int) -> NDArray[np.uint8]:
         """Return the image in a slot, uint8 [H, W, C], as a view; raises `IndexError` when there is no such slot."""
         image: NDArray[np.uint8] = self._images[slot]
         return image
-
-    def write(self, slot: int, data: bytes) -> None:
-        """Put an encoded picture into a slot; raises `ValueError` when it is longer than a slot."""
-        self._slots[slot, : len(data)] = np.frombuffer(data, np.uint8)
-
-    def read(self, slot: int, length: int) -> bytes:
-        """Return a copy of an encoded picture, which its writer does not change any more."""
-        return self._slots[slot, :length].tobytes()
 
 
 class SharedCounters:

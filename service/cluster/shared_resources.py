@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.images.device_jpeg import MAX_BYTES
 from service.cluster.channel import EngineChannel
 from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.swap_board import GROUPS, SwapBoard
@@ -94,7 +93,6 @@ class SharedResources:
         self.listening = True
         # Twice the permits: a cancelled image's slot is free only when the engine has said so.
         slots = 2 * settings.queue_size
-        slot_bytes = MAX_BYTES if settings.decode == "device" else 0
         self.groups: list[list[EngineChannel]] = []
         for _ in range(GROUPS):
             counters = SharedCounters(
@@ -103,10 +101,7 @@ class SharedResources:
                 capacity=settings.queue_size,
                 keys=len(settings.api_keys),
             )
-            channels = [
-                EngineChannel(index, device, counters, slots=slots, slot_bytes=slot_bytes)
-                for index, device in enumerate(devices)
-            ]
+            channels = [EngineChannel(index, device, counters, slots=slots) for index, device in enumerate(devices)]
             self.groups.append(channels)
             counters.restarts = self.groups[0][0].counters.restarts  # a device's, whichever group serves
         self.channels = self.groups[0]

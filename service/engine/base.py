@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from model.prediction import Outputs, Picture, RequestedOutputs
+import numpy as np
+from numpy.typing import NDArray
+
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 
 
@@ -38,7 +41,7 @@ class ModelRunner(Protocol):
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
 
-    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
+    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
         """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
 
 
@@ -72,7 +75,6 @@ class Engine(Protocol):
         Raises:
             DeadlineExceeded: it was not launched in time.
             InferenceFailed: the model gave no answer for this image.
-            NotDecoded: the picture is encoded, and the device could not decode it.
             EngineUnavailable: no model is ready.
             QueueFull: too many images wait.
         """

@@ -46,7 +46,6 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from model.runtime.cuda.nvimgcodec import NvImageCodec  # noqa: PLC0415
     from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
@@ -67,8 +66,6 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         threads=settings.threads or _torchs_threads(device),
         streams=settings.streams,
         graphs=settings.compile != "no-graphs",
-        behind=True,
-        decoder=NvImageCodec if settings.decode == "device" else None,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())

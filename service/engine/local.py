@@ -6,7 +6,7 @@
        ^                                              |
        +------ one call_soon_threadsafe a batch ------+
 
-Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. Its deadline
+Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. The nearest deadline
 is a timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch
 that computes longer than `batch_timeout` fails the engine, though its thread never comes back; so does a model that
 loads longer than `load_timeout`.
@@ -82,7 +82,8 @@ class LocalEngine:
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
-        self._futures: dict[Waiting, asyncio.Future[InferenceResult]] = {}
+        self._callers: dict[Waiting, tuple[float, Callable[[Outcome], None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._streams = Streams(
             queue_size=queue_size,
             max_delay=max_delay,
@@ -101,11 +102,13 @@ class LocalEngine:
     @property
     def status(self) -> EngineStatus:
         """Return the engine's current status."""
-        runner = self._runner
+        runner, reason = self._runner, self._reason
+        if runner is not None and self._state == "loading" and runner.compiled.startswith("compiling"):
+            reason = "the model is compiled, which takes minutes where the cache has no kernels of it"
         return EngineStatus(
             device=runner.device if runner else self._device,
             state=self._state,
-            reason=self._reason,
+            reason=reason,
             compiled=runner.compiled if runner else "",
             batch_sizes=runner.batch_sizes if runner else None,
             queue_depth=len(self._streams),
@@ -127,20 +130,42 @@ class LocalEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
-        if not self.ready:
-            raise EngineUnavailable(self._reason)
-        entry = self._streams.put(request, timeout)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._futures[entry] = future
-        timer = self._loop.call_later(timeout, self._expire, entry)
+
+        def done(outcome: Outcome) -> None:
+            if future.done():  # its caller went away
+                return
+            if isinstance(outcome, InferenceResult):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
+
+        entry = self.submit(request, timeout, done)
         try:
             return await future
         except asyncio.CancelledError:
-            self._streams.cancel(entry)
+            self.cancel(entry)
             raise
-        finally:
-            timer.cancel()
-            del self._futures[entry]
+
+    def submit(self, request: InferenceRequest, timeout: float, done: Callable[[Outcome], None]) -> Waiting:
+        """Take one image, without a task for it: `done` is called once, on the event loop, with its outcome.
+
+        Raises:
+            EngineUnavailable, QueueFull: see `Engine.infer`.
+        """
+        if not self.ready:
+            raise EngineUnavailable(self._reason)
+        entry = self._streams.put(request, timeout)
+        due = self._loop.time() + timeout
+        self._callers[entry] = due, done
+        if self._timer is None or due < self._timer.when():
+            self._wake_at(due)
+        return entry
+
+    def cancel(self, entry: Waiting) -> None:
+        """Forget an image that nobody waits for; it is not launched if it was not yet."""
+        self._callers.pop(entry, None)
+        self._streams.cancel(entry)
 
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`."""
@@ -150,21 +175,30 @@ class LocalEngine:
 
     # The event loop's side.
 
-    def _expire(self, entry: Waiting) -> None:
-        """Answer a caller whose time is up, unless its image was launched; from now on it never will be."""
-        self._streams.cancel(entry)
-        if entry.state is not State.LAUNCHED:
-            self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
+    def _wake_at(self, due: float) -> None:
+        """Let the only timer of all images ring at a moment of the loop's clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._expire)
+
+    def _expire(self) -> None:
+        """Answer callers whose time is up, unless their images were launched; from now on these never will be."""
+        assert self._timer is not None
+        now, self._timer = max(self._loop.time(), self._timer.when()), None
+        waiting = [(due, entry) for entry, (due, _) in self._callers.items() if entry.state is not State.LAUNCHED]
+        for due, entry in waiting:
+            if due <= now:
+                self._streams.cancel(entry)
+                if entry.state is not State.LAUNCHED:
+                    self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
+        if later := [due for due, _ in waiting if due > now]:
+            self._wake_at(min(later))
 
     def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
         for entry, outcome in outcomes:
-            future = self._futures.get(entry)
-            if future is None or future.done():  # its caller went away, or was answered already
-                continue
-            if isinstance(outcome, InferenceResult):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
+            if entry in self._callers:  # else its caller went away, or was answered already
+                _, done = self._callers.pop(entry)
+                done(outcome)
         if report is not None:
             self._on_batch(report)
 
@@ -187,7 +221,7 @@ class LocalEngine:
         """Fail, and wait no more for the engine's thread."""
         self._hung = True
         self._streams.stop()
-        self._deliver([(entry, EngineUnavailable(reason)) for entry in self._futures])
+        self._deliver([(entry, EngineUnavailable(reason)) for entry in list(self._callers)])
         self._change("failed", reason)
 
     def _change(self, state: EngineState, reason: str, info: ModelInfo | None = None) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from model.config import PreprocessConfig, ViTConfig
-from model.prediction import Outputs, Picture, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
@@ -25,12 +28,12 @@ class InferenceRequest:
     """One image to be computed.
 
     Attributes:
-        pixels: uint8 [H, W, C], the model's input size; or an encoded picture that the engine's device decodes to it.
+        pixels: uint8 [H, W, C], the model's input size.
         requested: the outputs to compute.
         traceparent: of the request's span (W3C Trace Context), if that is exported.
     """
 
-    pixels: Picture
+    pixels: NDArray[np.uint8]
     requested: RequestedOutputs
     traceparent: str | None = None
 

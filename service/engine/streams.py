@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Final
 
 from model.errors import VitError
-from model.prediction import Outputs
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
-from service.errors import EngineUnavailable, InferenceFailed, NotDecoded, ServiceError
+from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 from service.priority import lower_priority, seconds_without_core
 
 logger = logging.getLogger(__name__)
@@ -249,17 +248,11 @@ def _predict(
     outputs = runner.predict([each.pixels for each in requests], [each.requested for each in requests])
     seconds = clock() - launched
     return [
-        _failure(each) or InferenceResult(each, len(batch), launched - entry.arrived, seconds)
+        InferenceResult(each, len(batch), launched - entry.arrived, seconds)
+        if each.finite
+        else InferenceFailed("the model gave no finite score for this image")
         for each, entry in zip(outputs, batch, strict=True)
     ]
-
-
-def _failure(outputs: Outputs) -> ServiceError | None:
-    if outputs.failure == "not decoded":
-        return NotDecoded("the device does not decode this picture")
-    if outputs.failure == "not finite":
-        return InferenceFailed("the model gave no finite score for this image")
-    return None
 
 
 def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:

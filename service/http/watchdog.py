@@ -68,11 +68,14 @@ class Pulse:
 
 
 class Watchdog:
-    """Ends the process with 1 when its event loop has not turned for `timeout` seconds, from a thread of its own."""
+    """Ends the process with 1 when its event loop has not turned for `timeout` seconds, from a thread of its own.
+
+    A collection of garbage, or a busy machine, may hold a healthy loop up for seconds.
+    """
 
     def __init__(
         self,
-        timeout: float,
+        timeout: float = _STUCK_SECONDS,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = exit_now,

@@ -161,11 +161,6 @@ class Metrics(Collector):
         )
         # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
-        self.device_decodes = counter(
-            "vit_device_decodes_total",
-            "Pictures where JPEGs are decoded on the device, by outcome: decoded, unsuited, failed",
-            ["outcome"],
-        )
         self.decoder_restarts = counter(
             "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
         )

@@ -21,10 +21,10 @@ from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
+from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.image_stores import KeptPictures
 from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
-from service.web.keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (

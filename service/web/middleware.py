@@ -3,7 +3,7 @@
 RequestContextMiddleware      request id, start time, metrics, log line, unread bodies
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
-      ApiKeyMiddleware        Authorization: Bearer, see `service.web.keys`
+      ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
         routes
 """
 

@@ -22,15 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.errors import ImageError
-from model.images.device_jpeg import device_picture
 from model.images.formats import UnboundedWork
-from model.images.preprocess import ModelInput, model_input
-from model.prediction import Picture, RequestedOutputs
+from model.images.preprocess import model_input
+from model.outputs import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -40,7 +41,6 @@ from service.errors import (
     EngineUnavailable,
     InferenceFailed,
     MissingImage,
-    NotDecoded,
     RequestTimeout,
     ServiceError,
     UploadTooLarge,
@@ -255,33 +255,8 @@ class Pipeline:
         self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
     ) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`."""
-        if self.settings.decode == "device":
-            computed = await self._compute_on_device(data, deadline, requested)
-            if computed is not None:
-                return computed
         decoded = await self.decode(data, deadline)
         return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
-
-    async def _compute_on_device(
-        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
-    ) -> tuple[Decoded, InferenceResult] | None:
-        """Let the device decode and compute a file; return None if it cannot decode it."""
-        check = partial(device_picture, data, self.model().preprocess, max_pixels=self.settings.max_image_pixels)
-        with self._traced("decode"):
-            picture, seconds = await self.pools.pictures.run(partial(_timed, check), deadline)
-        if picture is None:
-            self.metrics.device_decodes.labels("unsuited").inc()
-            return None
-        self._stage_ended("decode", seconds)
-        encoded, region = picture
-        try:
-            result = await self.infer(encoded, deadline, requested)
-        except NotDecoded:
-            self.metrics.device_decodes.labels("failed").inc()
-            return None
-        self.metrics.device_decodes.labels("decoded").inc()
-        assert result.outputs.decoded is not None, "an engine hands back what it decoded"
-        return Decoded(ModelInput(result.outputs.decoded, region), seconds), result
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
         """Decode a file to a picture of the model's size, on a decode thread or in a process of its own.
@@ -306,8 +281,10 @@ class Pipeline:
         except UnboundedWork:
             return None
 
-    async def infer(self, pixels: Picture, deadline: Deadline, requested: RequestedOutputs) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C] or encoded; raises as `Engine.infer`.
+    async def infer(
+        self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
+    ) -> InferenceResult:
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
@@ -340,7 +317,7 @@ class Pipeline:
             yield
         except (ImageError, ServiceError) as error:
             if self.tracer is not None:
-                is_launched = isinstance(error, InferenceFailed | NotDecoded)
+                is_launched = isinstance(error, InferenceFailed)
                 self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
             raise
 

@@ -64,7 +64,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     tracer = None if telemetry is None else telemetry.request_tracer()
     app = create_app(settings, swap, metrics, lifecycle, engine_changed, tracer=tracer)
-    server = Server(app, settings, lifecycle, Watchdog(settings.batch_timeout).watch, hung_up)
+    server = Server(app, settings, lifecycle, Watchdog().watch, hung_up)
     trim_regularly()
     server.run()
     if telemetry is not None:

@@ -24,6 +24,8 @@ from vitserve.documents import Classification
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 
 COUNT = 1000
+SERVED = 400
+"""The first of them, which are sent to a server."""
 CONCURRENCY = 32
 
 
@@ -49,7 +51,7 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
         return client.post("/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers).content
 
     # Encoded before and parsed after, so that the clients keep the server busy.
-    uploads = [png(pixels) for pixels in images.pixels]
+    uploads = [png(pixels) for pixels in images.pixels[:SERVED]]
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(ask, uploads))
     scores = np.zeros((len(answers), cifar10.CLASSES), np.float32)
@@ -70,7 +72,7 @@ def test_every_image_gets_its_own_offline_scores(images: Images, offline: NDArra
     with ServerProcess(tmp_path / "log", dtype="float32", device="cpu") as server:
         served = served_scores(server, images)
         assert server.terminate() == 0
-    np.testing.assert_allclose(served, offline, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(served, offline[:SERVED], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -81,6 +83,7 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
         served = served_scores(server, images)
         metrics = server.metrics()
         assert server.terminate() == 0
+    offline = offline[:SERVED]
     ordered = np.sort(offline, axis=1)
     clear = ordered[:, -1] - ordered[:, -2] > 0.05
     assert clear.mean() > 0.8
@@ -89,7 +92,7 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
     sizes = {name: value for name, value in metrics.items() if name.startswith("vit_batch_size_")}
     [images_launched] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_sum")]
     [batches] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_count")]
-    assert images_launched == metrics["vit_images_total"] == COUNT
+    assert images_launched == metrics["vit_images_total"] == SERVED
     assert images_launched / batches > 4
 
 

@@ -54,13 +54,10 @@ ALLOWED = {
 """Statuses that each `expect` of the manifest allows."""
 
 
-@pytest.fixture(scope="module", params=["bundled", "deit_tiny_imagenet"])
-def server(
-    request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    checkpoint = request.param if request.param == "bundled" else shared / "weights" / request.param
+@pytest.fixture(scope="module")
+def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(log, checkpoint=checkpoint, device="cpu") as process:
+    with ServerProcess(log, checkpoint=shared / "weights" / "deit_tiny_imagenet", device="cpu") as process:
         yield process
 
 

@@ -15,9 +15,9 @@ from model.evaluation.evaluate import predict_uploads
 from model.evaluation.evaluation_set import EvaluationSet, open_evaluation_set
 from model.runtime.predictor import Predictor
 
-pytestmark = pytest.mark.timeout(400)  # three thousand pictures are made, sent and answered before the first test
+pytestmark = pytest.mark.timeout(400)  # two thousand pictures are made, sent and answered before the first test
 
-COUNT = 1000
+COUNT = 500
 PROMISED = 0.015
 """Accuracy that enlarging, compressing and turning may cost, on all test images."""
 
@@ -49,7 +49,7 @@ def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
     right = answers["PNG"] == truth
     right_as_sent = answers[variant] == truth
     lost = right.mean() - right_as_sent.mean()
-    # A thousand images stand for all ten thousand. Only those whose answer changes can move the difference, each by
+    # Five hundred images stand for all ten thousand. Only those whose answer changes can move the difference, each by
     # one: two standard errors of a sum of so many signs come on top of what is promised for all of them.
     changed = (right != right_as_sent).sum()
     assert lost < PROMISED + 2 * changed**0.5 / COUNT

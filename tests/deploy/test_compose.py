@@ -78,8 +78,8 @@ def test_the_image_asks_for_what_cuda_and_the_metrics_of_a_gpu_need():
     environment = image_environment()
 
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
-    # `compute` is CUDA, `utility` is NVML and nvidia-smi, `video` is the chip's decoder of JPEGs.
-    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility", "video"}
+    # `compute` is CUDA, `utility` is NVML and nvidia-smi. The chip's decoder of JPEGs (`video`) is not used.
+    assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility"}
 
 
 def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
@@ -246,7 +246,7 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
 
 @pytest.mark.usefixtures("compose_v2")
 @pytest.mark.parametrize("files", [[], ["docker-compose.yml", "docker-compose.cpu.yml"]], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("extras", ["", "gpu gpu-decode hub"], ids=["default", "chosen"])
+@pytest.mark.parametrize("extras", ["", "gpu hub"], ids=["default", "chosen"])
 def test_the_extras_of_the_build_can_be_chosen(files, extras):
     named = [argument for file in files for argument in ("-f", file)]
 
@@ -255,3 +255,14 @@ def test_the_extras_of_the_build_can_be_chosen(files, extras):
     (image,) = re.findall(r'^ARG EXTRAS="(.*)"$', (REPOSITORY / "Dockerfile").read_text(), re.M)
     given = json.loads(done.stdout)["services"]["vitserve"]["build"]["args"]["EXTRAS"].split()
     assert given == extras.split() if extras else set(given) == {*image.split()} | ({"openvino"} if files else set())
+
+
+@pytest.mark.usefixtures("compose_v2")
+@pytest.mark.parametrize("given", [None, "/usr/lib/x86_64-linux-gnu"])
+def test_triton_can_be_told_where_the_driver_is(given):
+    """In a container that is read-only the toolkit may be unable to write the cache that Triton reads."""
+    done = docker_compose("config", "--format", "json", **({"TRITON_LIBCUDA_PATH": given} if given else {}))
+
+    service = json.loads(done.stdout)["services"]["vitserve"]
+    assert service["read_only"]
+    assert service["environment"]["TRITON_LIBCUDA_PATH"] == given

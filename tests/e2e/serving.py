@@ -20,7 +20,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.images.preprocess import preprocess
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.launcher import PATIENCE, ServerProcess
 

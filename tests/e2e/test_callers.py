@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.__main__ import main
+from service.cli.main import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
 from vitserve.client import AsyncClient, Classification, Client, FailedItem, ImageRefused, ProblemError, Unauthorized
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from PIL import Image
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, Picture, RequestedOutputs
+from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
 from service.cluster.remote_engine import RemoteEngine
@@ -147,7 +147,7 @@ class FakePredictor:
     def launch_size(self, count: int) -> int:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
 
-    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         reds = [int(np.asarray(image)[0, 0, 0]) for image in images]
         self.launched.append(reds)
         self.entered.release()
@@ -162,8 +162,7 @@ class FakePredictor:
             found = AttentionMap(requested.map, np.full((2, 2), 0.25, np.float32), red / 256)
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
-        failure: Literal["not finite"] | None = "not finite" if red == NAN else None
-        return Outputs(*answer(red, requested.top_k), found, logits, embedding, failure=failure)
+        return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
 
     async def wait_until_busy(self) -> None:
         """Until one more `predict` has begun."""

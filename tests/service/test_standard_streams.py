@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, socket, sys
-from service.__main__ import open_standard_streams
+from service.cli.main import open_standard_streams
 open_standard_streams()
 with socket.socket() as opened:
     assert opened.fileno() > 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster import channel, engine_server, protocol, remote_engine
+from service.cluster import engine_server, protocol, remote_engine
 from service.cluster.channel import FrameProtocol
 from service.cluster.remote_engine import Balancer
 from service.errors import ClientDisconnected
@@ -50,11 +50,11 @@ def cancelled_unanswered(patch: pytest.MonkeyPatch) -> None:
     """An image that was cancelled gets no frame, so its slot never comes back."""
     answer = engine_server._WorkerConnection._answer
 
-    def unless_cancelled(self: Any, id_: int, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            del self._tasks[id_]
+    def unless_cancelled(self: Any, id_: int, outcome: Any) -> None:
+        if isinstance(outcome, protocol.Cancelled):
+            del self._entries[id_]
         else:
-            answer(self, id_, task)
+            answer(self, id_, outcome)
 
     patch.setattr(engine_server._WorkerConnection, "_answer", unless_cancelled)
 
@@ -198,14 +198,15 @@ def caller_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_lost_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    """A connection that is closed drops what it has still to send."""
+    """The connections of an engine that ends drop the answers of the batches that it still computes."""
+    close = engine_server.EngineServer.close
 
-    def close(self: Any) -> None:
-        self._outgoing.clear()
-        if self._transport is not None:
-            self._transport.close()
+    async def silent(self: Any) -> None:
+        for connection in self.connections:
+            connection.send = lambda frame: None
+        await close(self)
 
-    patch.setattr(channel.FrameProtocol, "close", close)
+    patch.setattr(engine_server.EngineServer, "close", silent)
 
 
 def frozen_processes_left_alone(patch: pytest.MonkeyPatch) -> None:

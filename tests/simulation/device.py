@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError
-from model.prediction import AttentionMap, MapRequest, Outputs, Picture, RequestedOutputs
+from model.outputs import AttentionMap, MapRequest, Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.threads import Threads
@@ -47,7 +47,7 @@ def image(number: int, kind: int) -> NDArray[np.uint8]:
     return pixels.reshape(2, 2, 3)
 
 
-def number_of(pixels: Picture) -> int:
+def number_of(pixels: NDArray[np.uint8]) -> int:
     """Return the number that an image carries."""
     assert isinstance(pixels, np.ndarray), "no picture of the simulation is encoded"
     return int.from_bytes(pixels.tobytes()[:4], "little")
@@ -126,7 +126,7 @@ class Device:
     def launch_size(self, count: int) -> int:
         return count
 
-    def predict(self, images: Sequence[Picture], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         if not 0 < len(images) <= self.max_batch:
             self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")
         if any(requested.needs_pass for requested in requests) != self._explains():
@@ -145,7 +145,7 @@ class Device:
                 np.array([0.5**i for i in range(requested.top_k)], np.float32),
                 np.arange(number, number + requested.top_k, dtype=np.int64),
                 None if requested.map is None else _map(requested.map, number),
-                failure="not finite" if kind == NAN else None,
+                finite=kind != NAN,
             )
             for number, kind, requested in zip(numbers, kinds, requests, strict=True)
         ]

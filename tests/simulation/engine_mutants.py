@@ -77,7 +77,7 @@ def numbers_without_meaning_sent(patch: pytest.MonkeyPatch) -> None:
     predict = Device.predict
 
     def careless(*arguments: Any, **options: Any) -> Any:
-        return [dataclasses.replace(outputs, failure=None) for outputs in predict(*arguments, **options)]
+        return [dataclasses.replace(outputs, finite=True) for outputs in predict(*arguments, **options)]
 
     patch.setattr(Device, "predict", careless)
 
@@ -89,7 +89,7 @@ def launched_after_its_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def no_timer_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """An image that expires in the queue is answered by nobody."""
-    patch.setattr(local.LocalEngine, "_expire", lambda self, entry: None)
+    patch.setattr(local.LocalEngine, "_expire", lambda self: None)
 
 
 def launched_though_cancelled(patch: pytest.MonkeyPatch) -> None:

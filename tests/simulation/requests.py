@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import (
     ClientDisconnected,

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from tests.simulation.device import GOOD, NAN, POISON
 
 FaultKind = Literal[

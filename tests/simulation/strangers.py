@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.protocol import REQUEST_LIMIT, Cancel, Hello, Submit, encode
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Endpoint, SimulatedChannel

@@ -12,7 +12,7 @@ from tests.simulation.runner import run_in_processes, run_range
 from tests.simulation.scenario import scenario_of
 from tests.simulation.world import run_seed
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "10000"))
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "3000"))
 MOST_SEEDS_FOR_A_MUTANT = 5000
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from service.cluster.engine_server import EngineServer
@@ -13,6 +13,7 @@ from service.engine import streams
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult
 from service.engine.streams import Outcome, Waiting, launch
+from service.errors import ServiceError
 from tests.simulation.device import Device, number_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.transport import Network
@@ -76,18 +77,31 @@ class WatchedEngine(LocalEngine):
         self._ended_at = math.inf
         model.engine = self
 
-    async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
+    def submit(self, request: InferenceRequest, timeout: float, done: Callable[[Outcome], None]) -> Waiting:
         now = self.process.time()
-        number = self._asked[id(request)] = number_of(request.pixels)
-        explained = request.requested.needs_pass
-        self._waiting[id(request)] = now, now + timeout, explained
+        number = number_of(request.pixels)
+
+        def answered(outcome: Outcome) -> None:
+            self._forget(request)
+            if isinstance(outcome, InferenceResult):
+                self._world.answered[number] = self.process
+            done(outcome)
+
+        self._asked[id(request)] = number
+        self._waiting[id(request)] = now, now + timeout, request.requested.needs_pass
         try:
-            result = await super().infer(request, timeout=timeout)
-            self._world.answered[number] = self.process
-            return result
-        finally:
-            self._waiting.pop(id(request), None)
-            del self._asked[id(request)]
+            return super().submit(request, timeout, answered)
+        except ServiceError:
+            self._forget(request)
+            raise
+
+    def cancel(self, entry: Waiting) -> None:
+        super().cancel(entry)  # until it has left the queue, it may be launched
+        self._forget(entry.item)
+
+    def _forget(self, request: InferenceRequest) -> None:
+        self._waiting.pop(id(request), None)
+        self._asked.pop(id(request), None)
 
     def on_launch(self, batch: Sequence[Waiting]) -> None:
         """Check that each image of a batch still waits, in time and for somebody, and maps behind classification."""

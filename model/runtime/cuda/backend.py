@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,16 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded
-from model.explanation.folded_weights import FoldedWeights
-from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
-from model.runtime.backend import Images, first_line
+from model.runtime.backend import Images, first_line, require_close
 from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
-from model.runtime.compilation import CompilationState, compiled_for_any_batch, twin_for_any_batch
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOps, DeviceOutputs
-from model.runtime.cuda.picture_decoding import DevicePreprocess
+from model.runtime.compilation import (
+    Compilation,
+    CompilationState,
+    Network,
+    compiled_for_any_batch,
+    compiled_network,
+)
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps, DeviceOutputs
 from model.runtime.device import batch_too_large
-from model.runtime.postprocess import beside, pack, run_network, unpack
+from model.runtime.postprocess import beside, pack, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,16 @@ _CAPTURED_TOP_K: Final = 32
 """Most classes that a captured graph returns; a request for more is computed without one."""
 
 
-class _Compute(NamedTuple):
+@dataclass(frozen=True)
+class _Compute:
     """What is done on the device, and with what: see `model.runtime.cuda.batch_launcher.Compute`."""
 
-    normalise: Callable[[Tensor], Tensor]
-    model: VisionTransformer
+    network: Network
     tail: Callable[[BatchOutputs, int], Tensor]
-    folded: FoldedWeights
 
     def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Map uint8 [B, H, W, C] on the device to the outputs there."""
-        outputs = run_network(self.model, self.normalise(pixels), request, self.folded)
+        outputs = self.network(pixels, request)
         return self.tail(outputs, request.top_k), beside(outputs)
 
 
@@ -55,36 +54,20 @@ class Cuda(TorchBackend):
         DeviceError: not enough memory for the weights, or the images of the largest batch.
     """
 
-    def __init__(
-        self, options: TorchOptions, ops: DeviceOps, *, streams: int, preprocess: DevicePreprocess | None = None
-    ) -> None:
+    def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
-        self._ops = ops
-        self._beside = threading.Lock()  # held by what computes beside the launcher
         self._captured_k = min(_CAPTURED_TOP_K, self.config.num_classes)
-        self._uncompiled = _Compute(self._normalise, self._plain, self._tail, self._folded)
+        self._uncompiled = _Compute(self.network, self._tail)
         self._compiled: _Compute | None = None
-        self._failure: NewProcessNeeded | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
-            self._launcher = BatchLauncher(
-                ops, self._compute, shape=shape, max_batch=largest, slots=streams, preprocess=preprocess
-            )
+            self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
     def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
-        """See `Backend.predict`; all but the logits comes from the device in one piece.
-
-        Raises:
-            NewProcessNeeded: the device was lost to the compilation that went on behind.
-        """
-        if self._failure is not None:
-            raise self._failure
-        size = launch_size(len(images), self.batch_sizes)
-        request = replace(request, top_k=max(request.top_k, self._captured_k))
-        packed, named, decoded = self._launcher.run(images, request, size=size)
-        return unpack(packed, request, self.config)._replace(**named, decoded=decoded)
+        """See `Backend.predict`; all but what is `beside` comes from the device in one piece."""
+        return self._launch(images, request)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
@@ -93,90 +76,90 @@ class Cuda(TorchBackend):
             for turn, request in enumerate(self.usual):
                 self.require_finite(_or_nan(self.predict(self.trial_images(size, turn), request)))
 
-    def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.explain`."""
-        with self._beside:
-            return super().explain(images, classes, request)
-
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`; they are the compiled model's where there is one."""
-        compute = self._compiled or self._uncompiled
-        batch = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
-        return run_network(compute.model, compute.normalise(batch), BatchRequest()).tensors()["logits"]
+        network = (self._compiled or self._uncompiled).network
+        return network(self.upload(images), BatchRequest()).tensors()["logits"]
+
+    def fill_caches(self, size: int) -> None:
+        """Do nothing: the allocator keeps what the largest batch took, for all sizes."""
 
     def compile(self) -> None:
-        """Compile, and capture a graph of each launch size, before returning; or compile behind, after capturing.
+        """Compile, capture a graph of each launch size, and compare what they give with the uncompiled network.
 
         Raises:
-            NewProcessNeeded: a capture broke off.
-            RuntimeError: the device failed meanwhile.
-        """
-        planned = self.compilation.state is CompilationState.COMPILING
-        # Kernels that are timed beside others are chosen by chance.
-        behind = planned and self._options.behind and self._options.compile_mode != "max"
-        if planned and not behind:
-            self._compile()
-        if not self._options.graphs:
-            self.compilation = replace(self.compilation, graphs="CUDA graphs are off")
-        elif self.compilation.state is not CompilationState.OFF:
-            self.capture()
-        # An error that was no reason to stop above may have left a device on which nothing runs any more.
-        self.exercise((1,))
-        if behind:
-            threading.Thread(target=self._compile_behind, name="compile-behind", daemon=True).start()
-
-    def _compile_behind(self) -> None:
-        """Compile while the uncompiled model's graphs answer; graphs of the compiled one take over when all are there.
-
-        A device that is lost to it fails the next batch.
-        """
-        try:
-            try:
-                self._compile()
-                if self._compiled is not None and self._options.graphs:
-                    self.capture()
-            except torch.OutOfMemoryError as error:
-                self._compilation_failed(error)
-            self.exercise((1,))
-        except NewProcessNeeded as error:
-            self._failure = error
-        except (RuntimeError, DeviceError) as error:
-            logger.error("the device was lost while the model was compiled: %s", first_line(error))
-            self._failure = NewProcessNeeded(f"{self._device}: {first_line(error)}", "compile", "off")
-
-    def capture(self) -> None:
-        """Turn each launch size into a graph, of the compiled model or, failing that, of the uncompiled one.
-
-        Raises:
-            NewProcessNeeded: a capture broke off.
+            NewProcessNeeded: a capture broke off, or the device is lost.
             torch.OutOfMemoryError: the graphs do not fit.
         """
-        started = time.monotonic()
+        if self.compilation.state is CompilationState.COMPILING:
+            logger.info("compiling, for minutes at the first start: `vitserve compile` does it beforehand")
+            self._compile()
         try:
-            sizes = self._options.sizes
-            requests = [replace(request, top_k=self._captured_k) for request in self.usual]
-            self._launcher.capture(self._compute_to_capture, sizes, requests, beside=self._beside)
+            if not self._options.graphs:
+                self.compilation = replace(self.compilation, graphs="CUDA graphs are off")
+            elif self.compilation.state is not CompilationState.OFF:
+                self._capture()
+            self._require_same_answers()
+        except (NewProcessNeeded, torch.OutOfMemoryError):
+            raise
+        except (DeviceError, RuntimeError) as error:
+            self._run_plain(error)
+
+    def _run_plain(self, error: Exception) -> None:
+        """Compute uncompiled and without graphs from now on, as what should replace that has failed."""
+        logger.error("the model runs uncompiled and without CUDA graphs: %s", first_line(error))
+        self._compiled, self.batch_sizes = None, None
+        self._launcher.forget_graphs()
+        self.compilation = Compilation(CompilationState.FAILED, first_line(error))
+        try:
+            self.exercise((1,))
+        except RuntimeError as lost:  # the device, on which nothing runs any more
+            raise NewProcessNeeded(f"{self._device}: {first_line(error)}", "compile", "off") from lost
+
+    def _capture(self) -> None:
+        """Turn each launch size into a graph, of the compiled model or, failing that, of the uncompiled one."""
+        started, sizes = time.monotonic(), self._options.sizes
+        requests = [replace(request, top_k=self._captured_k) for request in self.usual]
+        try:
+            self._launcher.capture(self._compute_to_capture, sizes, requests)
         except CaptureFailed as error:
             logger.error("no CUDA graphs: %s", error)
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise batch_too_large(str(self._device), sizes[-1]) from error
             raise NewProcessNeeded(f"{self._device}: {error}", "compile", "no-graphs") from error
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            which = "no CUDA graphs" if self.batch_sizes is None else "CUDA graphs of the uncompiled model"
-            self.compilation = replace(self.compilation, graphs=f"{which}: {first_line(error)}")
-            logger.warning("no CUDA graphs: %s", first_line(error))
-            return
-        self.batch_sizes = self._options.sizes
-        uncompiled = "" if self._compiled else "CUDA graphs of the uncompiled model"
-        self.compilation = replace(self.compilation, graphs=uncompiled)
+        self.batch_sizes = sizes
+        if self._compiled is None:
+            self.compilation = replace(self.compilation, graphs="CUDA graphs of the uncompiled model")
         self._log("captured", started)
 
+    def _require_same_answers(self) -> None:
+        """Compare a batch of each launch size, with and without a map, with the uncompiled network's answer.
+
+        Raises:
+            DeviceError: they differ by more than rounding explains.
+        """
+        for size in self._options.sizes:
+            for turn, request in enumerate(replace(usual, logits=True) for usual in self.usual):
+                images = self.trial_images(size, turn)
+                outputs = self._launch(images, request)
+                expected = self._launch(images, request, self._uncompiled)
+                if not _same_best_class(outputs, expected):  # by rounding, unless the logits are wrong, too
+                    outputs = outputs._replace(relevance=None)
+                require_close(outputs, expected, self._options.dtype, f"for {size} images the launched model")
+
+    def _launch(self, images: Images, request: BatchRequest, compute: Compute | None = None) -> BatchOutputs:
+        """Return a batch's outputs on the host.
+
+        Args:
+            compute: what computes it instead of what computes requests.
+        """
+        request = replace(request, top_k=max(request.top_k, self._captured_k))
+        size = launch_size(len(images), self.batch_sizes)
+        packed, named = self._launcher.run(images, request, size=size, compute=compute)
+        return unpack(packed, request, self.config)._replace(**named)
+
     def _compute(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
-        """Compute where there is no graph, so that neither a compiler nor lasting kernels are waited for."""
+        """Compute where there is no graph; a request that is not usual waits for no compiler."""
         compiled = self._compiled if request.of_network in self.usual and not self._options.graphs else None
         return (compiled or self._uncompiled)(pixels, request)
 
@@ -191,26 +174,28 @@ class Cuda(TorchBackend):
 
     def _compile_and_exercise(self) -> None:
         autotune = self._options.compile_mode == "max"
-        twin = twin_for_any_batch(self._plain, autotune=autotune)
-        normalise = compiled_for_any_batch(self._normalise.forward, autotune=autotune)
-        graphs = self._options.graphs
+        network = compiled_network(self._plain, self._normalise, self._folded, autotune=autotune)
         # Without graphs any number of classes is computed by it, and would be compiled.
-        tail = compiled_for_any_batch(self._tail, autotune=autotune) if graphs else self._tail
-        compute = _Compute(normalise, twin, tail, self._folded)
+        tail = compiled_for_any_batch(self._tail, autotune=autotune) if self._options.graphs else self._tail
+        compute = _Compute(network, tail)
 
         def scores(images: Tensor, request: BatchRequest) -> Tensor:
             request = replace(request, top_k=self._captured_k)
             packed, _ = compute(images, request)
             return _or_nan(unpack(packed, request, self.config))
 
-        with self._ops.lasting_kernels() if graphs else nullcontext():
-            # The largest first: kernels are tuned for what they see first.
-            self._exercise(scores, (self._options.sizes[-1], 2))
-        self._compiled, self._model = compute, twin
+        # The largest first: kernels are tuned for what they see first.
+        self._exercise(scores, (self._options.sizes[-1], 2))
+        self._compiled = compute
 
     def _tail(self, outputs: BatchOutputs, top_k: int) -> Tensor:
         """Map the network's outputs to packed outputs, int32 [B, width]."""
         return pack(self.postprocess(outputs, top_k))
+
+
+def _same_best_class(*outputs: BatchOutputs) -> bool:
+    first, second = (each.tensors()["indices"][:, 0] for each in outputs)
+    return torch.equal(first, second)
 
 
 def _or_nan(outputs: BatchOutputs) -> Tensor:

@@ -4,11 +4,9 @@
     thread B                    pinned <- images  | upload (while A computes) ...
     device                       copy stream A    | graph A | graph B      |
 
-Encoded pictures are decoded and resized on the copy stream, and what the model sees of them comes back to the host.
-
 Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
 while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
-them never run at the same time. Only a capture, and a batch that failed, hold the lock while waiting for the device.
+them never run at the same time. Nobody waits for the device while holding the lock.
 
 Nothing here is particular to CUDA; `model.runtime.cuda.ops` holds what is.
 """
@@ -17,22 +15,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from model.prediction import EncodedPicture
 from model.runtime.backend import Images, first_line
 from model.runtime.batches import BatchRequest
-from model.runtime.cuda.picture_decoding import DevicePreprocess
-
-_TOLERANCE: Final = 0.02
-"""Largest difference of a score with and without its graph, whose kernels differ only if a library chooses others."""
 
 DeviceOutputs = tuple[Tensor, dict[str, Tensor]]
 """Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""
@@ -65,9 +57,6 @@ class DeviceOps(Protocol):
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host, complete when the current stream has come that far."""
 
-    def lasting_kernels(self) -> AbstractContextManager[Any]:
-        """Return a context in which libraries may choose kernels that take long to set up, for graphs to keep."""
-
     def clear_workspaces(self) -> None:
         """Free the memory that libraries keep for their products; they take new memory at the next one."""
 
@@ -85,21 +74,16 @@ class CaptureFailed(RuntimeError):
     """The capture of a graph broke off, which leaves torch's allocator in a state that asserts later."""
 
 
-Decoded = Mapping[int, NDArray[np.uint8] | None]
-"""Pixels of the encoded pictures of a batch by their places: uint8 [H, W, C], or None where the device has failed."""
-
-
 class _Slot(NamedTuple):
     pinned: Tensor
     pixels: Tensor
     copies: Any
     uploaded: Any
     finished: Any
-    returned: Any
 
 
 class _Graph(NamedTuple):
-    """A recorded batch, and the tensors that the graph writes; those beside are not copied unless they are wanted."""
+    """A recorded batch, and the tensors that the graph writes; those beside are copied on request."""
 
     replay: Callable[[], None]
     packed: Tensor
@@ -113,37 +97,27 @@ class BatchLauncher:
         compute: called on the launcher's stream, by one thread at a time, for batches without a graph.
         shape: (H, W, C) of an image.
         slots: callers served at the same time; further ones wait.
-        preprocess: makes images of encoded pictures; None where there are none.
 
     Raises:
         RuntimeError: as torch raises it (out of memory).
     """
 
-    def __init__(
-        self,
-        ops: DeviceOps,
-        compute: Compute,
-        *,
-        shape: tuple[int, ...],
-        max_batch: int,
-        slots: int,
-        preprocess: DevicePreprocess | None = None,
-    ) -> None:
+    def __init__(self, ops: DeviceOps, compute: Compute, *, shape: tuple[int, ...], max_batch: int, slots: int) -> None:
         self._ops = ops
-        self._preprocess = preprocess
         self._compute = compute
         self._stream = ops.stream()
         self._lock = threading.Lock()
         # Graphs read from here whichever slot the images came through. A copy within the device is cheap: 9.6 MB (64
         # images of 224 pixels) at 4 TB/s are microseconds, while a graph for each slot would double their number.
-        self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
-        # Replaced as a whole, while batches run.
+        # It is an inference tensor, as all that is made of it: a compiler makes other code for each of the two kinds.
+        with torch.inference_mode():
+            self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
         self._graphs: dict[tuple[int, BatchRequest], _Graph] = {}
         self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(slots):
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
-            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event(), ops.event()))
+            self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
         # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
         # wants one stream for them.
@@ -151,41 +125,30 @@ class BatchLauncher:
         ops.synchronize()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
-    def capture(
-        self,
-        compute: Compute,
-        sizes: Sequence[int],
-        requests: Sequence[BatchRequest],
-        *,
-        beside: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        """Record a graph for each batch size and request; all or none take over.
-
-        Batches may run meanwhile, between one graph and the next.
-
-        Args:
-            compute: what the graphs do.
-            beside: a lock that whatever else computes on the device holds; its workspaces are cleared.
+    def capture(self, compute: Compute, sizes: Sequence[int], requests: Sequence[BatchRequest]) -> None:
+        """Record a graph of `compute` for each batch size and request, before the first batch that needs one.
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
-            RuntimeError: as torch raises it, or a graph's answer is not what the same work gives without it.
+            RuntimeError: as torch raises it.
         """
-        graphs: dict[tuple[int, BatchRequest], _Graph] = {}
         # The largest first: the smaller ones find their memory in what it has left.
         for size in sorted(sizes, reverse=True):
             for request in requests:
-                with beside or nullcontext(), self._lock, self._ops.on(self._captures), self._ops.lasting_kernels():
-                    graphs[size, request] = self._capture(compute, size, request)
-        self._graphs = graphs
+                with self._ops.on(self._captures):
+                    self._graphs[size, request] = self._capture(compute, size, request)
+        self._ops.synchronize()  # batches are computed on another stream
+
+    def forget_graphs(self) -> None:
+        """Compute every batch without a graph from now on."""
+        self._graphs.clear()
 
     def _capture(self, compute: Compute, size: int, request: BatchRequest) -> _Graph:
         self._ops.synchronize()  # the batch before reads the same images, on another stream
         pixels = self._input[:size]
-        pixels.random_(0, 256)  # any pictures will do, as long as they are not all alike
-        expected, _ = compute(pixels, request)
-        # Allocated outside of the memory that graphs share, as it outlives the run.
-        packed = torch.zeros_like(expected)
+        # What libraries set up at their first calls cannot be captured. The packed outputs are allocated outside of
+        # the memory that graphs share, as they outlive the run.
+        packed = torch.empty_like(compute(pixels, request)[0])
         beside: dict[str, Tensor] = {}
 
         def work() -> None:
@@ -193,13 +156,10 @@ class BatchLauncher:
             packed.copy_(output)
             beside.update(in_graph)  # whoever holds it keeps its memory from the other graphs
 
-        work()  # what libraries set up at their first calls cannot be captured
+        work()
         graph = _Graph(self._record(work, size), packed, beside)
-        packed.zero_()
-        graph.replay()
-        first, again = (tensor[:, : request.top_k].view(torch.float32).cpu() for tensor in (expected, packed))
-        if not torch.allclose(first, again, rtol=0, atol=_TOLERANCE, equal_nan=True):
-            raise RuntimeError(f"the captured graph of {size} images gives other scores than the model")
+        for tensor in (packed, *beside.values()):
+            tensor.zero_()  # so that a graph which does nothing has no answer
         return graph
 
     def _record(self, work: Callable[[], None], size: int) -> Callable[[], None]:
@@ -224,42 +184,39 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, request: BatchRequest, *, size: int) -> tuple[Tensor, dict[str, Tensor], Decoded]:
+    def run(self, images: Images, request: BatchRequest, *, size: int, compute: Compute | None = None) -> DeviceOutputs:
         """Compute one batch; callable by several threads at once.
 
         Args:
-            images: B images, each uint8 [H, W, C], or encoded if there is a `preprocess`.
+            images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
+            compute: what computes it instead of its graph, or of the launcher's own where it has no graph.
 
         Returns:
-            On the host: packed outputs, those beside that are wanted, and what the model has seen of encoded pictures.
+            On the host: packed outputs, and those beside that the request asks for.
 
         Raises:
             RuntimeError: as torch raises it.
         """
-        graph = self._graphs.get((size, request.computed))
         slot = self._slots.get()
         try:
-            return self._run(slot, graph, images, request, size)
+            return self._run(slot, images, request, size, compute)
         except BaseException:
-            # Nothing of this batch may still be read or written when its slot goes to another. A device must not be
-            # waited for while a graph is captured.
-            with self._lock:
-                self._ops.synchronize()
+            # Nothing of this batch may still be read or written when its slot goes to another.
+            self._ops.synchronize()
             raise
         finally:
             self._slots.put(slot)
 
     def _run(
-        self, slot: _Slot, graph: _Graph | None, images: Images, request: BatchRequest, size: int
-    ) -> tuple[Tensor, dict[str, Tensor], Decoded]:
+        self, slot: _Slot, images: Images, request: BatchRequest, size: int, compute: Compute | None
+    ) -> DeviceOutputs:
         ops, count = self._ops, len(images)
+        graph = self._graphs.get((size, request.computed)) if compute is None else None
         with ops.on(slot.copies):
-            encoded, failed = self._upload(slot, images)
+            np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
+            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
             slot.uploaded.record(slot.copies)
-            seen = ops.download(slot.pixels[:count]) if encoded else None
-            if encoded:
-                slot.returned.record(slot.copies)
         with self._lock, ops.on(self._stream):
             slot.uploaded.wait(self._stream)
             self._input[:count].copy_(slot.pixels[:count])
@@ -267,30 +224,9 @@ class BatchLauncher:
                 graph.replay()
                 packed, beside = graph.packed, graph.beside
             else:
-                packed, beside = self._compute(self._input[:size], request)
+                packed, beside = (compute or self._compute)(self._input[:size], request)
             host = ops.download(packed[:count])
             named = {name: ops.download(beside[name][:count]) for name in request.beside}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        decoded: Decoded = {}
-        if seen is not None:
-            slot.returned.synchronize()
-            # Copies: the memory of the whole batch is not to live as long as one picture of it.
-            decoded = {row: None if row in failed else seen[row].numpy().copy() for row in encoded}
-        return host, named, decoded
-
-    def _upload(self, slot: _Slot, images: Images) -> tuple[Collection[int], set[int]]:
-        """Put the images into the slot's memory on the device; return the places of the encoded and of the failed."""
-        count, preprocess = len(images), self._preprocess
-        encoded: dict[int, EncodedPicture] = {}
-        if preprocess is not None:
-            encoded = {row: image for row, image in enumerate(images) if isinstance(image, EncodedPicture)}
-        if not encoded:
-            pixels = cast(Sequence[NDArray[np.uint8]], images)
-            np.stack(list(pixels), out=slot.pinned[:count].numpy())  # the images' only copy on the host
-        for row, image in enumerate(images) if encoded else ():
-            if row not in encoded:
-                slot.pinned[row].numpy()[...] = image
-        if len(encoded) < count:
-            slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
-        return encoded, set() if preprocess is None else preprocess.fill(encoded, slot.pixels)
+        return host, named

@@ -6,27 +6,11 @@ a machine without a GPU; its tests are skipped there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
-
-logger = logging.getLogger(__name__)
-
-OLDEST_TORCH: Final = "2.10"
-"""The first release that vitserve supports on GPUs."""
-
-
-def cudnn_attention_is_safe(version: str) -> bool:
-    """Return whether a release of torch leaves cuDNN's attention out where it reads beyond its memory.
-
-    See https://github.com/pytorch/pytorch/issues/169849, mended in 2.10.
-    """
-    return TorchVersion(version) >= OLDEST_TORCH
 
 
 class CudaOps:
@@ -34,10 +18,8 @@ class CudaOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if not cudnn_attention_is_safe(torch.__version__):
-            logger.warning(
-                "torch %s: GPUs are supported from %s on; cuDNN is not used", torch.__version__, OLDEST_TORCH
-            )
+        # cuDNN builds a plan for each shape and thread, which takes 0.4 s, and before torch 2.10 it reads beyond its
+        # memory (pytorch/pytorch#169849). The switch is of the whole process, and is never turned back.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # One pool for all graphs: they run one after another, and none needs what another has left behind.
         self._pool = torch.cuda.graph_pool_handle()
@@ -62,18 +44,6 @@ class CudaOps:
         """Return a pinned copy, which is one more item of the stream's work; it is read after an event."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    @contextmanager
-    def lasting_kernels(self) -> Iterator[None]:
-        """Return a context in which attention may be cuDNN's, which builds a plan for each shape and thread.
-
-        That takes 0.4 s, and pays only where a graph keeps the result. The switch is of the whole process.
-        """
-        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention_is_safe(torch.__version__))
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def clear_workspaces(self) -> None:
         """Free the workspaces of cuBLAS, of every stream."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
 from model.runtime.openvino.graph import PRECISIONS, core
@@ -42,10 +42,11 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class OpenVino:
-    """Computes logits, the last layer's attention row and relevance in OpenVINO, other rows and explanations in torch.
+    """Computes all but rows of other layers than the last, and explanations, which are torch's.
 
-    Relevance has a graph of its own with another copy of the weights, which is made on a thread when it is first asked
-    for; until then, or if that fails, torch computes what is asked with it.
+    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, with
+    another copy of the weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
+    where a batch asks for both, torch computes.
     """
 
     def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
@@ -53,31 +54,32 @@ class OpenVino:
         self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
         self._network = network
         self._torch = fallback
-        self._explaining: OpenVinoNetwork | None = None
+        self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
         self._preparing = threading.Lock()
 
     def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
         """See `Backend.predict`."""
-        network: OpenVinoNetwork | None = self._network
-        if request.relevance:
-            if not self._preparing.locked():
-                # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
-                threading.Thread(target=self.prepare_relevance, name="openvino-relevance").start()
-            network = self._explaining
+        extras = request.extras
+        if extras not in self._networks and not (extras.relevance and extras.all_tokens):
+            # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
+            threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
+        network = self._networks.get(extras)
         if network is None or not network.request.covers(request):
             return self._torch.predict(images, request)
         with self._torch.threads as alone:
             return self._torch.postprocess(_in_pieces(network, stacked(images), alone=alone), request.top_k)
 
-    def prepare_relevance(self) -> None:
-        """Make the graph that gives relevance, too, once; if it cannot be made that is logged, and torch stays."""
-        if not self._preparing.acquire(blocking=False):
-            return
+    def prepare(self, extras: BatchRequest) -> None:
+        """Make the network that gives these extras, once; if it cannot be made that is logged, and torch stays."""
+        with self._preparing:
+            if extras in self._networks:
+                return
+            self._networks[extras] = None
         torch.set_num_threads(1)  # of the calling thread
         try:
-            self._explaining = self._network.with_relevance(self._torch.float_copy())
+            self._networks[extras] = self._network.with_extras(self._torch.float_copy(), extras)
         except (DeviceError, RuntimeError) as error:
-            logger.warning("torch computes relevance: %s", error)
+            logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
 
     def explain(
         self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest

@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.vit import VisionTransformer, meta_model
+from model.runtime.backend import require_close
 from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import Requests, compile_sizes, convert
 from model.runtime.postprocess import run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
-
-_TOLERANCES: Final = {
-    "logits": {torch.float32: 1e-3, torch.bfloat16: 0.1},
-    "relevance": {torch.float32: 0.05, torch.bfloat16: 0.5},
-}
-"""Largest norm of the difference to torch's float32 output, relative to its own. A graph that lost something is off by
-its own norm; ViT-Ti/16 in bfloat16 is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers."""
-
 
 _SIZES: Final = (1, 2, 3, 4, 6, 8)
 """What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
@@ -53,24 +46,30 @@ class OpenVinoNetwork:
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
-        relevance: whether to compute the relevance of the best class, too.
+        extras: what to compute beside logits and the attention row, see `BatchRequest.extras`.
         workers: threads that compile.
 
     Attributes:
-        request: what the graphs give: the last layer's attention row, perhaps, and relevance, perhaps.
+        request: what the graphs give: `extras`, and the last layer's attention row where it can be traced.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
     """
 
     def __init__(
-        self, options: TorchOptions, *, threads: int, streams: int, relevance: bool = False, workers: int | None = None
+        self,
+        options: TorchOptions,
+        *,
+        threads: int,
+        streams: int,
+        extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
+        workers: int | None = None,
     ) -> None:
         config, dtype = options.model.config, options.dtype
         self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
         layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
-        self.request = BatchRequest(layers=layers, relevance=relevance)
+        self.request = replace(extras, layers=layers)
         self._is_small = _is_small(options.model, dtype, streams)
         self.version = importlib.metadata.version("openvino")
         traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.request)
@@ -79,9 +78,9 @@ class OpenVinoNetwork:
         shape = (max(3, *checked), rows, columns, config.in_channels)
         images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         with torch.inference_mode():
-            expected = traced.outputs(torch.from_numpy(images)).tensors()
-        self._names = tuple(expected)
-        if not expected["logits"].isfinite().all():
+            expected = traced.outputs(torch.from_numpy(images))
+        self._names = tuple(expected.tensors())
+        if not expected.tensors()["logits"].isfinite().all():
             raise DeviceError("the model gives scores that are not finite")
         compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
         try:
@@ -97,22 +96,20 @@ class OpenVinoNetwork:
             raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
 
     def _check(
-        self, images: NDArray[np.uint8], expected: dict[str, Tensor], counts: tuple[int, ...], *, alone: bool
+        self, images: NDArray[np.uint8], expected: BatchOutputs, counts: tuple[int, ...], *, alone: bool
     ) -> None:
         """Raise DeviceError if the outputs of the first images are not torch's."""
         for count in counts:
-            for name, output in self(images[:count], alone=alone).tensors().items():
-                if name in _TOLERANCES:
-                    _require_close(output, expected[name][:count], _TOLERANCES[name][self._options.dtype], name)
+            require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
 
-    def with_relevance(self, model: VisionTransformer) -> OpenVinoNetwork:
-        """Return a network that computes relevance, too, compiled on one thread; raises DeviceError.
+    def with_extras(self, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
+        """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
 
         Args:
             model: the one that this network was made of, in float32.
         """
         options = replace(self._options, model=model)
-        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, relevance=True, workers=1)
+        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, extras=extras, workers=1)
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
@@ -169,11 +166,3 @@ class _Traced(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.outputs(images).tensors().values())
-
-
-def _require_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    """Raise DeviceError if the difference's norm is more than the tolerance of the expected norm."""
-    # A head that is all zeros gives zeros in both.
-    relative = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
-    if not relative <= tolerance:
-        raise DeviceError(f"OpenVINO's {name} are {relative:.2g} of their norm away from torch's")

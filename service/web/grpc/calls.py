@@ -1,4 +1,4 @@
-"""The way of a call: what `service.web.middleware` and `service.web.keys` are to a request over HTTP."""
+"""The way of a call: what `service.web.middleware` and `service.web.api_keys` are to a request over HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import grpc
 from starlette.types import Message
 
 from service.errors import MalformedRequest, RequestTimeout, UploadTooLarge
+from service.web.api_keys import KeyGuard
 from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
-from service.web.keys import KeyGuard
 from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.pipeline import Pipelines
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of

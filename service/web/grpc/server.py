@@ -11,10 +11,10 @@ import grpc
 
 from service.http.connections import connection_limit
 from service.settings import Settings
+from service.web.api_keys import KeyGuard
 from service.web.grpc.calls import Calls, Count
 from service.web.grpc.methods import METHODS, PUBLIC
 from service.web.inference_protocol import GRPC_SERVICE
-from service.web.keys import KeyGuard
 from service.web.pipeline import Pipelines
 
 _IDENTITY_ONLY: Final = 1

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.prediction import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION

@@ -17,7 +17,7 @@ from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from model.images.sheet import in_a_row
-from model.prediction import (
+from model.outputs import (
     CLASS_SPECIFIC,
     MAX_CLASSES,
     METHODS,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.prediction import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.images.preprocess import ModelInput
-from model.prediction import Pooling, RequestedOutputs, parse_embedding
+from model.outputs import Pooling, RequestedOutputs, parse_embedding
 from service.errors import ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of

@@ -25,9 +25,9 @@ from service.errors import (
     Unauthorized,
 )
 from service.settings import Settings
+from service.web.api_keys import bearer_token
 from service.web.inference_protocol.descriptions import repository_index
 from service.web.inference_protocol.inference import find_model
-from service.web.keys import bearer_token
 from service.web.pipeline import Pipelines, pipeline_of
 from service.web.routes.endpoint import Endpoint
 from service.web.upload import read_whole

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from model.prediction import methods_of
+from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint, problems

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.network.vit import embedding_name
-from model.prediction import POOLINGS, Pooling, embedding_width
+from model.outputs import POOLINGS, Pooling, embedding_width
 from tests.model.checkpoint import test_huggingface, test_timm
 from tests.model.checkpoint.parity import pictures, relative_error
 

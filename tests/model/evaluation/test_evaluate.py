@@ -14,7 +14,7 @@ from model.errors import DatasetError
 from model.evaluation.evaluate import Evaluation, measure, predict_scores, predict_uploads
 from model.evaluation.evaluation_set import open_evaluation_set
 from model.network.vit import VisionTransformer
-from model.prediction import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from model.runtime.backend import Images
 from model.runtime.predictor import Predictor
 from tests.model.training.synthetic import LABELS

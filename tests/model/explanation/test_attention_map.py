@@ -8,7 +8,7 @@ import torch
 
 from model.config import ViTConfig
 from model.explanation.maps import attention_maps, cls_map
-from model.prediction import Head, MapRequest
+from model.outputs import Head, MapRequest
 
 CONFIG = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=3, heads=2, mlp_width=64, num_classes=5)
 

@@ -13,7 +13,7 @@ from model.config import ViTConfig
 from model.explanation import methods
 from model.explanation.methods import EXPLANATIONS, explain, rollout
 from model.network.vit import VisionTransformer
-from model.prediction import CLASS_SPECIFIC, METHODS, MapRequest, Method
+from model.outputs import CLASS_SPECIFIC, METHODS, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward, read
 from tests.model.explanation.plain_relevance import plain_relevance
 

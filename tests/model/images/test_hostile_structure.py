@@ -189,7 +189,7 @@ def test_the_first_hidden_profile_of_a_png_counts_and_no_other_is_unpacked():
 
     assert unpack(insert_after_ihdr(data, first, *[hidden(b"\n" * 1_000_000)] * 100)).orientation == 6
 
-    assert time.thread_time() - start < 0.1  # else it takes seconds
+    assert time.thread_time() - start < 0.5  # else it takes seconds
 
 
 def test_a_png_whose_pixels_have_a_wrong_checksum_is_refused_as_browsers_do():

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.prediction import AttentionMap, EncodedPicture, MapRequest, RequestedOutputs
+from model.outputs import AttentionMap, MapRequest, RequestedOutputs
 from model.runtime.backend import Images
 from model.runtime.predictor import Predictor
 
 
 class Predictions(NamedTuple):
-    """The outputs of a batch's images: `model.prediction.Outputs`, stacked."""
+    """The outputs of a batch's images: `model.outputs.Outputs`, stacked."""
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]
     finite: NDArray[np.bool_]
     maps: list[AttentionMap | None]
     logits: NDArray[np.float32] | None
-    decoded: Mapping[int, NDArray[np.uint8] | None]
 
 
 def predict(
@@ -35,17 +34,10 @@ def predict(
     """Ask for the same of all images, but for their maps."""
     requests = [RequestedOutputs(top_k, wanted, logits) for wanted in maps or [None] * len(images)]
     outputs = predictor.predict(images, requests)
-    decoded = {
-        place: each.decoded
-        for place, (image, each) in enumerate(zip(images, outputs, strict=True))
-        if isinstance(image, EncodedPicture)
-    }
-    assert all((each.failure == "not decoded") == (decoded.get(row, 0) is None) for row, each in enumerate(outputs))
     return Predictions(
         np.stack([each.scores for each in outputs]),
         np.stack([each.indices for each in outputs]),
-        np.array([each.failure != "not finite" for each in outputs]),
+        np.array([each.finite for each in outputs]),
         [each.map for each in outputs],
         np.stack([each.logits for each in outputs if each.logits is not None]) if logits else None,
-        decoded,
     )

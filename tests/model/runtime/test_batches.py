@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from model.runtime import predictor as predictor_module
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, piece_sizes, sizes_in_use
 from model.runtime.predictor import Predictor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,18 +12,19 @@ import torch
 
 from model.config import ViTConfig
 from model.errors import DeviceError
+from model.explanation.folded_weights import fold
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput
-from model.runtime import torch_backend
+from model.runtime import torch_cpu
 from model.runtime.batches import BatchOutputs, BatchRequest, captured_sizes, launch_size, powers_of_two
 from model.runtime.compilation import (
     Compilation,
     CompilationState,
     choose_kernels,
     compiled_for_any_batch,
+    compiled_network,
     compiled_twin,
     plan_compilation,
-    twin_for_any_batch,
 )
 from model.runtime.postprocess import Postprocess, pack, run_network
 from model.runtime.predictor import Predictor
@@ -88,7 +89,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
 
         return run
 
-    monkeypatch.setattr(torch_backend, "compiled_twin", broken)
+    monkeypatch.setattr(torch_cpu, "compiled_twin", broken)
     predictor._backend._compile()  # type: ignore[attr-defined]
     assert predictor.compiled == f"failed: {told}"
     assert predictor.compilation.state is CompilationState.FAILED
@@ -109,7 +110,7 @@ def test_a_batch_that_is_under_way_when_the_compiled_model_takes_over_does_not_r
         predictor._backend._model = compiled  # type: ignore[attr-defined]
         return launch_size(count, sizes)
 
-    monkeypatch.setattr(torch_backend, "launch_size", take_over)
+    monkeypatch.setattr(torch_cpu, "launch_size", take_over)
     np.testing.assert_array_equal(predict(predictor, make_images(3), top_k=5).scores, expected.scores)
 
 
@@ -143,20 +144,10 @@ def attentions(model: VisionTransformer) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-@pytest.mark.parametrize(
-    "twin_of",
-    [
-        lambda model: compiled_twin(model, shapes=1, autotune=False),
-        lambda model: twin_for_any_batch(model, autotune=False),
-    ],
-    ids=["a batch size each", "any batch size"],
-)
-def test_the_compiled_twin_holds_the_tensors_of_the_model_wherever_they_are(
-    twin_of: Callable[[VisionTransformer], VisionTransformer],
-) -> None:
+def test_the_compiled_twin_holds_the_tensors_of_the_model_wherever_they_are() -> None:
     """Those that a state dict leaves out too: one on another device would be copied in every block."""
     model = beit().to("meta")
-    twin = twin_of(model)
+    twin = compiled_twin(model, autotune=False)
     tensors = [*twin.parameters(), *twin.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert all(mine is its for mine, its in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
@@ -236,9 +227,9 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     for parameter in model.requires_grad_(False).parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     choose_kernels(model, GPU, torch.bfloat16)
-    twin = twin_for_any_batch(model, autotune=False, backend="eager")
     normalise = Normalise(make_checkpoint().preprocess)
-    compiled_normalise = compiled_for_any_batch(normalise.forward, autotune=False, backend="eager")
+    folded = fold(model)
+    network = compiled_network(model, normalise, folded, autotune=False, backend="eager")
     postprocess = Postprocess(make_checkpoint())
 
     def tail(outputs: BatchOutputs, top_k: int) -> torch.Tensor:
@@ -249,8 +240,8 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
         for size in (8, 2, 1, 5):
             images = torch.randint(0, 256, (size, 16, 24, 3), dtype=torch.uint8)
             for request in (BatchRequest(), BatchRequest(layers=(1,)), BatchRequest(relevance=True)):
-                expected = run_network(model, normalise(images), request)
-                found = run_network(twin, compiled_normalise(images), request)
+                expected = run_network(model, normalise(images), request, folded)
+                found = network(images, request)
                 torch.testing.assert_close(found.tensors(), expected.tensors())
                 assert torch.equal(compiled_tail(found, 3), tail(found, 3))
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10

@@ -12,10 +12,10 @@ from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import InputError
 from model.network.vit import VisionTransformer, embedding_name
-from model.prediction import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
+from model.outputs import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
 from model.runtime.backend import Images
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from model.runtime.torch_cpu import TorchCpu
@@ -127,6 +127,32 @@ def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch:
     assert passes[0].of_network == BatchRequest()
     assert head.embedding is not None
     np.testing.assert_array_equal(head.embedding, cls.embedding)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", BACKENDS[2:])
+@pytest.mark.parametrize("kind", ["cls", "distilled"])
+def test_a_mean_that_the_head_does_not_read_is_openvinos(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, images = checkpoint_of(kind), make_images(5)
+    predictor = predictor_of(backend, checkpoint)
+    assert isinstance(predictor._backend, OpenVino)
+    plain = predictor.predict(images, RequestedOutputs(2))
+    predictor._backend.prepare(BatchRequest(all_tokens=True))
+    monkeypatch.setattr(TorchCpu, "predict", lambda *_: pytest.fail("torch computes it"))
+    pools: tuple[Pooling, ...] = ("mean", "mean", "head", "cls", "mean")
+    requests = [
+        RequestedOutputs(2, MapRequest.row(1) if place == 1 else None, embedding=EmbeddingRequest(pool))
+        for place, pool in enumerate(pools)
+    ]
+    expected = reference(checkpoint, images)
+    for place, outputs in enumerate(predictor.predict(images, requests)):
+        request = requests[place].embedding
+        assert request is not None
+        assert close(outputs.embedding, expected[request.pool][place], backend)
+        np.testing.assert_allclose(outputs.scores, plain[place].scores, atol=1e-5)
+        assert (outputs.map is not None) == (place == 1)
 
 
 def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:

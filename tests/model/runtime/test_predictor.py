@@ -15,20 +15,21 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.choice import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise, TorchBackend, TorchOptions
+from model.runtime.torch_backend import Normalise, TorchOptions
+from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
 from tests.model.runtime.predictions import predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def make_checkpoint(**changes: object) -> Checkpoint:
-    config = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=2, heads=2, mlp_width=64, num_classes=5)
+def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
+    config = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=depth, heads=2, mlp_width=64, num_classes=5)
     torch.manual_seed(0)
     model = VisionTransformer(config)
     for parameter in model.parameters():
@@ -252,7 +253,8 @@ def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkey
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
     checkpoint, cpu = make_checkpoint(), torch.device("cpu")
-    backend = TorchBackend(TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,)))
+    options = TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,))
+    backend = TorchCpu(options, ThreadPolicy(None))
     shown = np.concatenate([backend.trial_images(count, turn) for turn in (0, 1)])
     black = (shown == 0).all(axis=(1, 2, 3))
     assert black.sum() == count
@@ -295,11 +297,11 @@ def test_auto_is_bfloat16_only_where_it_is_native() -> None:
 @pytest.mark.timeout(400)  # the first compilation on a busy machine
 def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
     predictor = Predictor(
-        make_checkpoint(), device="cpu", backend="torch", dtype="float32", compile_mode="on", max_batch=3
+        make_checkpoint(depth=1), device="cpu", backend="torch", dtype="float32", compile_mode="on", max_batch=2
     )
     if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
-    images = make_images(3)
+    images = make_images(2)
     before = predict(predictor, images, top_k=5)
     predictor.warm_up()
     predict(predictor, images[:1], top_k=1)  # the uncompiled model answers meanwhile
@@ -307,11 +309,11 @@ def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
         if thread.name == "compile":
             thread.join()
     assert predictor.compiled == "compiled"
-    assert predictor.batch_sizes == (1, 2, 3)
+    assert predictor.batch_sizes == (1, 2)
     after = predict(predictor, images, top_k=5)
     np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
     np.testing.assert_array_equal(after.indices, before.indices)
-    padded = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    padded = Predictor(make_checkpoint(depth=1), device="cpu", backend="torch", dtype="float32")
     np.testing.assert_allclose(
         predict(predictor, images[1:2], top_k=5).scores, predict(padded, images[1:2], top_k=5).scores, atol=1e-4
     )

@@ -17,7 +17,7 @@ from model.data.labelled_images import Images
 from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from model.training.start import start_from

@@ -50,9 +50,8 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_for_bit_as_an_uninterrupt
     epoch = ["step"] * STEPS + ["save"]
     killed_after(job, folder, *epoch)  # while it writes its first state, or just before or after
     killed_after(job, folder, *epoch, *["step"] * 3)
-    killed_after(job, folder, *epoch)
     partly = make_trainer(recipe, data, folder)
     partly.load()
-    assert 1 <= partly.epoch <= 3
+    assert 1 <= partly.epoch <= 2
     assert partly.best_epoch <= partly.epoch + 1
     assert same(whole, resumed(recipe, data, folder))

@@ -14,7 +14,7 @@ from PIL import Image
 from model.checkpoint import Checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
 from model.network.vit import VisionTransformer
-from service.__main__ import main
+from service.cli.main import main
 
 HALF = (0.5, 0.5, 0.5)
 

@@ -102,7 +102,7 @@ def test_each_method_gives_the_map_of_its_function(
     from model.checkpoint import load_checkpoint
     from model.explanation.methods import explain
     from model.images.preprocess import preprocess
-    from model.prediction import MapRequest, RequestedOutputs
+    from model.outputs import MapRequest, RequestedOutputs
     from model.runtime.predictor import Predictor
     from model.runtime.torch_backend import Normalise
 

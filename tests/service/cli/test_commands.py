@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
-from model.prediction import Outputs
+from model.outputs import Outputs
 from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import TorchBackend
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -77,7 +80,7 @@ def test_a_picture_whose_scores_are_not_finite_has_no_answer(
     def overflow(self: Predictor, images: Any, requests: Any) -> list[Outputs]:
         outputs = predict(self, images, requests)
         if len(images) == 2:  # those of the command, and not of the warm-up
-            outputs[0] = replace(outputs[0], failure="not finite")
+            outputs[0] = replace(outputs[0], finite=False)
         return outputs
 
     monkeypatch.setattr(Predictor, "predict", overflow)
@@ -104,6 +107,26 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     assert "samples per pixel" in out
     assert err == "vitserve: 1 of 1 files have no answer\n"
     assert [record.name for record in caplog.records if record.name.startswith("PIL")] == []
+
+
+def test_compile_ends_when_the_model_is_compiled(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exercised: list[tuple[int, ...]] = []
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
+    monkeypatch.setattr(TorchBackend, "_exercise", lambda _, compute, sizes: exercised.append(tuple(sizes)))
+    arguments = ["compile", "--checkpoint", checkpoint, "--device", "cpu", "--dtype", "float32", "--backend", "torch"]
+    code, out, err = run(capsys, *arguments, "--compile", "on", "--max-batch", "4")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"tiny on cpu in float32: compiled, \d+ s\n", out)
+    assert exercised[-1] == (1, 2, 4)
+
+
+def test_compile_says_that_nothing_is_compiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "compile", "--checkpoint", checkpoint, "--device", "cpu", "--backend", "torch")
+    assert code == 1
+    assert "off on the CPU unless asked for" in out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model.checkpoint import load_checkpoint
-from model.prediction import EmbeddingRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.cli import server_flags
 from service.cli.image_files import read_input

@@ -12,7 +12,7 @@ from PIL import Image
 
 from model.checkpoint import load_checkpoint
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from service.__main__ import main
+from service.cli.main import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
 from tests.service.cli.command_line import write_checkpoint

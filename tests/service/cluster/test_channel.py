@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.channel import EngineChannel, peer_user
 from service.cluster.protocol import Hello, Submit, encode
 from service.cluster.shared_memory import SharedCounters

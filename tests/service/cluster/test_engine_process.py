@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_process import STOP, _loop_factory, _serve, run_engine
 from service.cluster.remote_engine import RemoteEngine

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model.prediction import (
+from model.outputs import (
     FUSIONS,
     METHODS,
     POOLINGS,
@@ -41,7 +41,7 @@ from service.cluster.protocol import (
     encode,
 )
 from service.engine.messages import EngineStatus, InferenceResult
-from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, NotDecoded, QueueFull
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from tests.service.fakes import model_info
 
 IDS = st.integers(0, 2**64 - 1)
@@ -60,7 +60,6 @@ MAPS = st.builds(
     st.none() | st.floats(0, 1),
 )
 EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
-ENCODED = st.tuples(SMALL, SMALL, SMALL, st.integers(1, 8))
 
 
 def floats(shape: Any) -> st.SearchStrategy[Any]:
@@ -90,7 +89,6 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         SECONDS,
         st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS),
         TRACEPARENTS,
-        st.none() | ENCODED,
     ),
     st.builds(Cancel, IDS),
     st.builds(
@@ -113,7 +111,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         IDS,
         st.builds(
             lambda kind, text: kind(text),
-            st.sampled_from([InferenceFailed, EngineUnavailable, QueueFull, DeadlineExceeded, NotDecoded, Cancelled]),
+            st.sampled_from([InferenceFailed, EngineUnavailable, QueueFull, DeadlineExceeded, Cancelled]),
             st.text(),
         ),
     ),

@@ -6,13 +6,15 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
-from model.prediction import MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from service.cluster.engine_server import EngineServer
 from service.cluster.protocol import Cancel, Failed, Frame, ModelLoaded, StatusChanged, encode
 from service.cluster.remote_engine import RemoteEngine
+from service.engine.local import LocalEngine
 from service.engine.messages import EngineStatus, InferenceRequest
 from service.errors import EngineUnavailable, InferenceFailed, QueueFull, ServiceError
 from tests.service.cluster.engines import ask, service, until
@@ -143,7 +145,7 @@ async def test_workers_hear_of_an_engines_changes_at_once_and_of_its_end_before_
 
     async with service() as running:
         engine, heard = Changing(), list[str]()
-        server = EngineServer(engine, running._channel_of_its_own(0), workers=2, refresh_seconds=1e6)
+        server = EngineServer(cast(LocalEngine, engine), running._channel_of_its_own(0), workers=2, refresh_seconds=1e6)
         await server.start()
         worker = await running.worker()
         worker._on_change = lambda: heard.append(worker.status.state)
@@ -339,13 +341,13 @@ async def test_an_image_cancelled_before_the_engine_has_seen_it_gives_its_slot_b
 async def test_an_error_that_no_frame_can_carry_still_answers_its_image(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def infer(*_: object, **__: object) -> None:
+    def submit(*_: object) -> None:
         raise error
 
     async with service() as running:
         await running.start_engine()
         worker = await running.ready_worker()
-        monkeypatch.setattr(running.servers[0].engine, "infer", infer)
+        monkeypatch.setattr(running.servers[0].engine, "submit", submit)
         with pytest.raises(InferenceFailed):
             async with asyncio.timeout(PATIENCE):
                 await ask(worker, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.swap_board import SwapBoard, Verdict
 from service.engine.messages import InferenceRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from service.engine.local import LocalEngine
 from service.errors import DeadlineExceeded, InferenceFailed, QueueFull
 from tests.service.engine.conftest import Running
@@ -136,6 +136,21 @@ async def test_a_deadline_that_passes_while_an_image_is_held_back_is_answered_at
         with pytest.raises(DeadlineExceeded):
             await rig.ask(1, timeout=0.01)
         assert rig.engine.status.queue_depth == 0
+    assert rig.predictor.launched == []
+
+
+@on_a_loop
+async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running: Running) -> None:
+    async with running(max_delay=3600) as rig:
+        expired: list[int] = []
+
+        async def ask(red: int, timeout: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await rig.ask(red, timeout=timeout)
+            expired.append(red)
+
+        await asyncio.gather(ask(3, 0.12), ask(1, 0.02), ask(2, 0.06))
+        assert expired == [1, 2, 3]
     assert rig.predictor.launched == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from model.prediction import MapRequest, Outputs, RequestedOutputs
+from model.outputs import MapRequest, Outputs, RequestedOutputs
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running

@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from model.prediction import EmbeddingRequest
+from model.outputs import EmbeddingRequest
 from service.engine.batching import Entry
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import launch

@@ -15,7 +15,6 @@ import torch
 
 from model.checkpoint.files import Folder
 from model.errors import CheckpointError, DeviceError
-from model.runtime.cuda.nvimgcodec import NvImageCodec
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings
@@ -65,20 +64,13 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
     }  # fmt: skip
-    monkeypatch.setattr("service.settings._is_installed", lambda package: True)
-    _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9, "decode": "device"}))
+    _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9, "behind": True, "decoder": NvImageCodec}
+    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
-
-
-def test_decoding_on_the_device_is_refused_without_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.settings._is_installed", lambda package: True)
-    with pytest.raises(DeviceError, match=r"^decode 'device': it needs a CUDA device, not cpu$"):
-        load_predictor(load_settings({"device": "cpu", "decode": "device"}))
 
 
 @pytest.mark.parametrize(

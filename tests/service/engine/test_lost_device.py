@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from model.errors import NewProcessNeeded
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest
@@ -29,7 +29,9 @@ def on_stand_in(ops: StandInOps) -> Predictor:
 
 
 @asynccontextmanager
-async def serving(predictor: Predictor, *, batch_timeout: float = math.inf) -> AsyncIterator[LocalEngine]:
+async def serving(
+    predictor: Predictor, *, batch_timeout: float = math.inf, state: str = "ready"
+) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(
         lambda: (predictor, model_info()),
         device="cuda",
@@ -41,7 +43,7 @@ async def serving(predictor: Predictor, *, batch_timeout: float = math.inf) -> A
     changed = asyncio.Event()
     engine.start(changed.set)
     await changed.wait()
-    assert engine.ready
+    assert engine.status.state == state
     yield engine
     await engine.close()
 
@@ -74,13 +76,9 @@ async def test_a_device_that_died_ends_the_engine_at_the_first_batch() -> None:
 
 @on_a_loop
 async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_has_ended() -> None:
-    predictor = on_stand_in(StandInOps())
-    async with serving(predictor) as engine:
-        predictor._backend._failure = NewProcessNeeded("cuda:0: lost", "compile", "off")  # type: ignore[attr-defined]
-        with pytest.raises(EngineUnavailable, match="cuda:0: lost"):
-            await engine.infer(REQUEST, timeout=PATIENCE)
-        await asyncio.to_thread(engine._thread.join, PATIENCE)
-        await asyncio.sleep(0)
+    ops = StandInOps()
+    ops.fail_capture = RuntimeError("a kernel cannot be captured")
+    async with serving(on_stand_in(ops), state="failed") as engine:
         failure = engine.failure
         assert isinstance(failure, NewProcessNeeded)
-        assert (failure.option, failure.value) == ("compile", "off")
+        assert (failure.option, failure.value) == ("compile", "no-graphs")

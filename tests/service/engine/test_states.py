@@ -119,6 +119,25 @@ async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Run
 
 
 @on_a_loop
+async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Running) -> None:
+    class Compiling(FakePredictor):
+        def warm_up(self) -> None:
+            self.compiled = "compiling"
+            assert self.gate.wait(PATIENCE)
+            self.compiled = "compiled"
+
+    predictor = Compiling()
+    predictor.gate.clear()
+    async with running(predictor, ready=False) as rig, asyncio.timeout(PATIENCE):
+        while "the model is compiled, which takes minutes" not in rig.engine.status.reason:
+            await asyncio.sleep(0.01)
+        assert rig.engine.status.state == "loading"
+        predictor.gate.set()
+        await rig.until_state("ready")
+        assert rig.engine.status.reason == ""
+
+
+@on_a_loop
 async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
     async with running() as rig:
         launched = await rig.keep_busy(0)
@@ -235,4 +254,4 @@ async def test_nothing_is_left_of_an_image_when_its_caller_has_its_outcome() -> 
         await asyncio.wait([gone])
         rig.predictor.gate.set()
         await busy
-        assert rig.engine._futures == {}  # type: ignore[attr-defined]
+        assert rig.engine._callers == {}  # type: ignore[attr-defined]

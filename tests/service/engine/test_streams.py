@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.engine.streams import Streams
 from service.errors import EngineUnavailable

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from model.errors import CheckpointError
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, LocalSwap

@@ -22,7 +22,7 @@ from service.http.protocol import HttpProtocol
 from service.metrics.metrics import Metrics
 from service.web.middleware import RequestContextMiddleware
 
-TURNS = 200
+TURNS = 32
 """Turns of the event loop after which whatever can happen has happened."""
 
 

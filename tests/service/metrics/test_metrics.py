@@ -16,7 +16,6 @@ COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
     "vit_images_total": set(),
     "vit_decoder_restarts_total": set(),
-    "vit_device_decodes_total": {"outcome"},
     "vit_batches_total": {"device", "release"},
     "vit_batch_padding_total": {"device"},
     "vit_rejected_total": {"reason"},
@@ -62,7 +61,6 @@ def metrics() -> Metrics:
     metrics.request_duration.labels("/classify").observe(0.1)
     metrics.stage_duration.labels("decode").observe(0.1)
     metrics.rejected.labels("queue_full").inc()
-    metrics.device_decodes.labels("decoded").inc()
     metrics.key_requests.labels("key1", "200").inc()
     metrics.key_inflight.labels("key1").inc()
     metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
@@ -177,7 +175,6 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.request_duration.labels("/classify")
         metrics.stage_duration.labels("decode")
         metrics.rejected.labels("queue_full").inc(0)
-        metrics.device_decodes.labels("decoded").inc(0)
         metrics.key_requests.labels("key1", "200").inc(0)
         metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))

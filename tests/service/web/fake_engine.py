@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from model.prediction import CLASS_SPECIFIC, AttentionMap, Outputs
+from model.outputs import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from tests.service.fakes import answer, expected_embedding, expected_logits, model_info
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from model.prediction import AttentionMap, MapRequest, Outputs
+from model.outputs import AttentionMap, MapRequest, Outputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MalformedRequest, TooManyImages, UploadTooLarge
 from service.web.inference_protocol.inference import Selection, make_outputs, read_inputs

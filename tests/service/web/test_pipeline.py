@@ -16,7 +16,7 @@ from starlette.types import Message
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from model.prediction import RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
 from service.web.work import Deadline, unless_disconnected

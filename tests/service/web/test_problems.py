@@ -36,8 +36,8 @@ CONTRACT = {
     (505, "http_version_not_supported"),
 }
 
-NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected, errors.NotDecoded}
-"""Start-up only, a caller that is gone, and a picture that is then decoded in another way."""
+NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected}
+"""Start-up only, and a caller that is gone."""
 
 ONLY_PARENTS = {errors.ServiceError, errors.Unavailable, model_errors.ImageError}
 

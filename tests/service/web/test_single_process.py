@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from service.http.watchdog import Watchdog
 from service.settings import load_settings
 from service.web import single_process
 from service.web.single_process import log_address, run_single_process
 from tests.launcher import free_port, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, png
+from tests.service.web.apps import Clock
 from tests.service.web.fake_engine import FakeEngine
 
 
@@ -143,6 +146,29 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     trim, loading, first, second, closed, *rest = done
     assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload", "telemetry closed"])
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
+
+
+def test_a_loop_that_is_held_up_for_seconds_ends_no_service_however_little_time_a_batch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ended, looks = Clock(), list[int](), list[list[int]]()
+
+    class Server:
+        def __init__(self, app: object, settings: object, lifecycle: object, watch: Any, hung_up: object) -> None:
+            self._watchdog: Watchdog = watch.__self__
+
+        def run(self) -> None:
+            for seconds in (29, 1):
+                for _ in range(seconds):
+                    clock.now += 1
+                    self._watchdog.look()
+                looks.append(list(ended))
+
+    monkeypatch.setattr(single_process, "Watchdog", partial(Watchdog, clock=clock, end=ended.append))
+    monkeypatch.setattr(single_process, "Server", Server)
+    monkeypatch.setattr(single_process, "trim_regularly", lambda: None)
+    run_single_process(load_settings({"batch_timeout": 0.2}), lambda _: (FakePredictor(), model_info()))
+    assert looks == [[], [1]]
 
 
 @on_a_loop

@@ -10,7 +10,7 @@ from model.config import Activation, ViTConfig
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.layers.block import Mlp
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.compilation import choose_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

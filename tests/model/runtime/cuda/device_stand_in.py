@@ -77,8 +77,6 @@ class StandInOps:
         fail_capture: what the first operator in a capture raises.
         spoil_capture: whether captured graphs do nothing.
         largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs out.
-        lasting: whether lasting kernels may be chosen, now.
-        lasting_captures: how many captures were made while they might be.
         dead: why every operation fails; None while the device lives.
         before_synchronize: called by who waits for an event.
         strict: whether operators are watched, which torch.compile does not bear.
@@ -93,8 +91,6 @@ class StandInOps:
         self.fail_capture: Exception | None = None
         self.spoil_capture = False
         self.largest_allocation: int | None = None
-        self.lasting = False
-        self.lasting_captures = 0
         self.dead: str | None = None
         self.before_synchronize: Callable[[], object] = lambda: None
         self.strict = strict
@@ -152,14 +148,6 @@ class StandInOps:
         self._current.downloads = []
         return downloads
 
-    @contextmanager
-    def lasting_kernels(self) -> Iterator[None]:
-        self.lasting = True
-        try:
-            yield
-        finally:
-            self.lasting = False
-
     def clear_workspaces(self) -> None:
         self.refuse_in_capture("memory is freed")
         self.workspace_is_older = False
@@ -182,7 +170,6 @@ class StandInOps:
         finally:
             self.capturing = False
         self.captures += 1
-        self.lasting_captures += self.lasting
 
         def replay() -> None:
             self.need_life()

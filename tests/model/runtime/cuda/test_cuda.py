@@ -14,9 +14,8 @@ from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.compilation import CompilationState, CompileMode
-from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -116,9 +115,8 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
     ops.spoil_capture = True
     predictor = launched(ops)
     predictor.warm_up()
-    assert predictor.compiled.endswith(
-        "no CUDA graphs: the captured graph of 4 images gives other scores than the model"
-    )
+    reason = "for 1 images the launched model's logits are 1 of their norm away from torch's"
+    assert predictor.compiled == f"failed: {reason}"
     assert predictor.batch_sizes is None
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
@@ -132,8 +130,9 @@ def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(m
         raise RuntimeError(ops.dead)
 
     monkeypatch.setattr(BatchLauncher, "capture", dies)
-    with pytest.raises(DeviceError, match="the model does not run: CUDA error: an illegal memory access"):
+    with pytest.raises(NewProcessNeeded, match=r"^cpu: an illegal memory access was encountered$") as raised:
         predictor.warm_up()
+    assert (raised.value.option, raised.value.value) == ("compile", "off")
 
 
 @pytest.mark.parametrize("compile_mode", ["auto", "off"])
@@ -143,22 +142,6 @@ def test_the_way_of_requests_is_tried_before_the_first_one(compile_mode: str) ->
     predictor.warm_up()
     answered = [entry for entry in ops.log if entry[0] == "synchronize"]
     assert len(answered) >= 4, "the smallest and the largest batch, with and without a map"
-
-
-def test_maps_and_many_classes_wait_for_no_compiler_and_no_lasting_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = StandInOps()
-    predictor = launched(ops)
-    predictor.warm_up()
-    assert ops.lasting_captures == ops.captures > 0
-
-    def not_again(*_: object) -> None:
-        pytest.fail("the model that is captured runs without its graph")
-
-    backend = predictor._backend
-    assert isinstance(backend, Cuda)
-    monkeypatch.setattr(backend, "_model", not_again)
-    monkeypatch.setattr(backend._launcher, "_graphs", {})
-    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
 @pytest.mark.parametrize(
@@ -313,6 +296,11 @@ def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None
 @needs_cuda
 @pytest.mark.timeout(400)
 class TestOnCuda:
+    @pytest.fixture(autouse=True)
+    def _forgetful_compiler(self) -> None:
+        """Each test compiles its own model, whatever those before it have compiled."""
+        torch._dynamo.reset()
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("kind", REAL_KINDS)
     def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
@@ -325,21 +313,6 @@ class TestOnCuda:
         predictor = Predictor(of_real_size(), device="cuda", dtype="auto", max_batch=4, compile_mode="max")
         predictor.warm_up()
         assert predictor.compiled == "compiled"
-        close_to_the_cpu(predictor, tolerance=0.05)
-
-    def test_compiled_graphs_take_over_while_batches_and_maps_are_computed(self) -> None:
-        predictor = Predictor(of_real_size(), device="cuda", max_batch=4, behind=True)
-        predictor.warm_up()
-        assert predictor.compiled == "compiling; CUDA graphs of the uncompiled model"
-        images = np.random.default_rng(5).integers(0, 256, (3, 224, 224, 3), dtype=np.uint8)
-        before = predict(predictor, images, top_k=10)
-        batches = 0
-        while predictor.compiled.startswith("compil") and "uncompiled" in predictor.compiled:
-            batches += 1
-            maps = [MapRequest("relevance")] * 3 if batches % 50 == 0 else ()
-            np.testing.assert_allclose(predict(predictor, images, top_k=10, maps=maps).scores, before.scores, atol=0.05)
-        assert predictor.compiled == "compiled"
-        np.testing.assert_allclose(predict(predictor, images, top_k=10).scores, before.scores, atol=0.05)
         close_to_the_cpu(predictor, tolerance=0.05)
 
     def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
@@ -362,7 +335,7 @@ class TestOnCuda:
     def test_two_threads_never_get_one_anothers_answers(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
         predictor.warm_up()
-        predictor._backend.capture()  # type: ignore[attr-defined]
+        predictor._backend._capture()  # type: ignore[attr-defined]
         batches = [make_images(8)[start : start + 1 + start % 4] for start in range(5)]
         alone = [predict(predictor, batch, top_k=5) for batch in batches]
         with ThreadPoolExecutor(2) as pool:

@@ -18,7 +18,7 @@ from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer
-from model.prediction import MapRequest
+from model.outputs import MapRequest
 from model.runtime.batches import BatchOutputs
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
@@ -91,6 +91,12 @@ def test_warm_up_tries_every_size_on_every_stream(
     assert (set(tried), len(tried)) == (wanted, len(wanted))
 
 
+@pytest.fixture
+def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile one graph for any batch size, which takes less time than one for each of some."""
+    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+
+
 def network(predictor: Predictor) -> OpenVinoNetwork:
     found = predictor._backend._network  # type: ignore[attr-defined]
     assert isinstance(found, OpenVinoNetwork)
@@ -143,10 +149,10 @@ def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
 
+@pytest.mark.usefixtures("one_graph")
 def test_a_large_network_has_one_graph_for_any_size(
     both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino.network._FIXED_BYTES", 1)
     monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
     made = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
@@ -185,6 +191,7 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
     core().compile_model(Model([opset13.relu(given)], [given]), "CPU", _LEAN)
 
 
+@pytest.mark.usefixtures("one_graph")
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +233,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("one_graph")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.ndarray) -> None:
     bundled = load_checkpoint("bundled")
@@ -260,6 +268,7 @@ def test_auto_leaves_compiling_and_other_dtypes_to_torch() -> None:
         assert made.backend.startswith("torch ")
 
 
+@pytest.mark.usefixtures("one_graph")
 @pytest.mark.skipif(
     unsupported_reason(CPU, torch.bfloat16) is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
 )
@@ -270,6 +279,7 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
     assert 0 < off < 0.03
 
 
+@pytest.mark.usefixtures("one_graph")
 def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,6 +297,7 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
         Predictor(checkpoint, device="cpu", backend="openvino")
 
 
+@pytest.mark.usefixtures("one_graph")
 def test_a_graph_that_fails_at_its_first_run_leaves_torch_serving(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

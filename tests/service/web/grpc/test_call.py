@@ -12,10 +12,10 @@ import pytest
 from service.errors import EngineUnavailable, QueueFull, UploadTooLarge
 from service.settings import load_settings
 from service.web import middleware
+from service.web.api_keys import KeyGuard, KeyLimiter
 from service.web.grpc import calls
 from service.web.grpc.arrivals import Arrivals
 from service.web.grpc.calls import Call, Calls
-from service.web.keys import KeyGuard, KeyLimiter
 from service.web.pipeline import Pipelines
 from service.web.request_log import Answered
 from tests.service.fakes import on_a_loop

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from google.protobuf import json_format
 
-from model.prediction import EmbeddingRequest
+from model.outputs import EmbeddingRequest
 from service.errors import DeadlineExceeded, InferenceFailed, SettingsError
 from service.settings import load_settings
 from service.web.grpc import open_inference_pb2 as messages

@@ -1,18 +1,17 @@
-"""The library's limits are those of the settings, and ours where it has none."""
+"""What callers of gRPC may take of the process: connections, and memory for their pings."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from service.settings import load_settings
 from service.web.grpc import server
-from tests.service.fakes import on_a_loop
+from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.grpc.caller import calling
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -21,25 +20,25 @@ FLOOD_BYTES = 1 << 20
 FLOOD_SECONDS = 20.0
 
 
-@pytest.mark.parametrize(("files", "connections"), [(1000, 996), (5, 1), (4, 1)])
-def test_every_limit_is_told_to_the_library(files: int, connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connection_limit(wanted: int) -> int:
-        assert wanted == 8
-        return files
+@on_a_loop
+@pytest.mark.parametrize(("files", "connections"), [(1000, 4), (6, 2), (5, 1), (4, 1)])
+async def test_no_more_connections_are_open_than_the_setting_and_the_open_files_that_are_left_for_them(
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "connection_limit", lambda wanted: min(wanted, files))
+    async with calling(max_connections=4) as caller:
+        with ExitStack() as stack:
+            for number in range(connections + 2):
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", caller.port), PATIENCE))
+                assert await asyncio.to_thread(is_served, one) is (number < connections)
 
-    monkeypatch.setattr(server, "connection_limit", connection_limit)
-    assert dict(server.server_options(load_settings({"max_connections": 4, "max_request_bytes": 5 << 20}))) == {
-        "grpc.max_receive_message_length": 5 << 20,
-        "grpc.compression_enabled_algorithms_bitset": 1,
-        "grpc.max_concurrent_streams": 4,
-        "grpc.max_allowed_incoming_connections": connections,
-        "grpc.server_handshake_timeout_ms": 5_000,
-        "grpc.max_connection_idle_ms": 300_000,
-        "grpc.keepalive_time_ms": 30_000,
-        "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.min_ping_interval_without_data_ms": 10_000,
-        "grpc.so_reuseport": 1,
-    }
+
+def is_served(connection: socket.socket) -> bool:
+    """Whether the server speaks HTTP/2 with a caller, rather than close the connection."""
+    with suppress(ConnectionError):
+        connection.sendall(PREFACE + SETTINGS)
+        return connection.recv(1 << 10) != b""
+    return False
 
 
 @on_a_loop

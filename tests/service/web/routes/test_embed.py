@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.prediction import EmbeddingRequest
+from model.outputs import EmbeddingRequest
 from service.errors import DeadlineExceeded
 from tests.service.fakes import SIZE, expected_embedding, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, pipeline_of

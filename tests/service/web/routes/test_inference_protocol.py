@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.prediction import EmbeddingRequest
+from model.outputs import EmbeddingRequest
 from service.web.inference_protocol import tensors
 from service.web.inference_protocol.tensors import split_body
 from service.web.routes import inference_protocol

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.images.region import Region
-from model.prediction import AttentionMap, MapRequest
+from model.outputs import AttentionMap, MapRequest
 from service.web.routes.attention import map_fields, region_document
 from vitserve.documents import Prediction
 

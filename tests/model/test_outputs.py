@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ViTConfig
 from model.errors import InputError
-from model.prediction import MAX_CLASSES, MapRequest, parse_classes, parse_head, parse_layer, parse_maps
+from model.outputs import MAX_CLASSES, MapRequest, parse_classes, parse_head, parse_layer, parse_maps
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])

@@ -262,25 +262,6 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPicture:
-    """A picture that the device decodes and resizes.
-
-    Attributes:
-        data: a JPEG that `model.images.device_jpeg.device_picture` accepted for decoding on a device.
-        size: (width, height) in pixels, as it is stored.
-        orientation: Exif orientation, 1...8, by which it is turned upright.
-    """
-
-    data: bytes
-    size: tuple[int, int]
-    orientation: int
-
-
-Picture = NDArray[np.uint8] | EncodedPicture
-"""An image of a batch: uint8 [H, W, C], the model's input size, or a picture that the device decodes to that."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedOutputs:
     """What a caller asks of one image, from the route to the kernel.
 
@@ -311,8 +292,7 @@ class Outputs:
         indices: int64 [top_k], the classes that the scores belong to.
         logits: float32 [num_classes], before the temperature.
         embedding: float32 [D], `embedding_width` of the request.
-        decoded: uint8 [H, W, C] that the device made of an encoded picture.
-        failure: why the other values mean nothing: a score is not finite, or the device could not decode the picture.
+        finite: whether all scores of the image are finite; the other values mean nothing where they are not.
     """
 
     scores: NDArray[np.float32]
@@ -320,5 +300,4 @@ class Outputs:
     map: AttentionMap | None = None
     logits: NDArray[np.float32] | None = None
     embedding: NDArray[np.float32] | None = None
-    decoded: NDArray[np.uint8] | None = None
-    failure: Literal["not finite", "not decoded"] | None = None
+    finite: bool = True

@@ -1,0 +1,194 @@
+"""Compiling before the first answer: a stand-in for a GPU, and torch's compiler without its generator of kernels."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.errors import NewProcessNeeded
+from model.network.vit import VisionTransformer
+from model.outputs import MapRequest
+from model.runtime import compilation
+from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.compilation import CompilationState, Network, compiled_network
+from model.runtime.cuda import backend as cuda
+from model.runtime.predictor import Predictor
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.cuda.test_cuda import plain, same
+from tests.model.runtime.predictions import predict
+from tests.model.runtime.test_predictor import make_checkpoint, make_images
+
+LAST, RELEVANCE = MapRequest.row(1), MapRequest("relevance")
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler is given is computed as it is."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What dynamo traces is run without kernels of its own, which take a C++ compiler and minutes."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: torch._dynamo.optimize("eager")(function))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def warm(ops: StandInOps, checkpoint: Checkpoint | None = None, **options: Any) -> Predictor:
+    options |= {"device": "cpu", "backend": "torch", "dtype": "float32", "compile_mode": "on", "max_batch": 4}
+    predictor = Predictor(checkpoint or make_checkpoint(), streams=2, ops=ops, **options)
+    predictor.warm_up()
+    return predictor
+
+
+def traced() -> int:
+    """Return how many graphs dynamo has made."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def not_strict() -> StandInOps:
+    """Return a device whose operators are not watched: dynamo does not bear it."""
+    return StandInOps(strict=False)
+
+
+def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once() -> None:
+    ops, threads = not_strict(), threading.active_count()
+    predictor = warm(ops)
+    assert predictor.compiled == "compiled"
+    assert predictor.batch_sizes == (1, 2, 4)
+    assert ops.captures == 3 * 3, "three sizes, without a map and with either default"
+    assert threading.active_count() == threads
+    replays = ops.replays
+    for count in (1, 3):
+        same(predict(predictor, make_images(count), top_k=5), predict(plain(), make_images(count), top_k=5))
+    assert ops.replays == replays + 2
+
+
+@pytest.mark.usefixtures("tracer")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nothing_is_compiled_after_the_compiler_has_run(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a capture nor by a request: the compiler has seen tensors of the kind that requests bring."""
+    seen: list[int] = []
+    exercise = cuda.Cuda._compile_and_exercise
+
+    def counted(self: cuda.Cuda) -> None:
+        exercise(self)
+        seen.append(traced())
+
+    monkeypatch.setattr(cuda.Cuda, "_compile_and_exercise", counted)
+    predictor = warm(not_strict(), graphs=graphs)
+    for kind in (LAST, RELEVANCE, MapRequest.row(0), None):
+        predict(predictor, make_images(3), top_k=5, maps=[kind] * 3)
+    assert seen == [traced()]
+    assert seen[0] > 0
+
+
+KINDS = {"mlp": "swiglu", "activation": "silu", "qk_norm": True, "layer_scale": True, "qkv_bias": False}
+
+
+@pytest.mark.usefixtures("tracer")
+def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo compiles a function eight times by default, and then runs it uncompiled without a word."""
+    for name, value in KINDS.items():
+        before = traced()
+        config = make_checkpoint().config.model_copy(update={name: value})
+        model = VisionTransformer(config)
+        model.reset_parameters(torch.Generator().manual_seed(0))
+        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        predictor = warm(not_strict(), make_checkpoint(config=config, tensors=tensors))
+        assert predictor.compiled == "compiled", name
+        assert traced() - before >= 4, name
+    assert torch._dynamo.config.recompile_limit == 8, "functions of others keep their limit"
+
+    monkeypatch.setattr(compilation, "_RECOMPILE_LIMIT", 1)
+    predictor = warm(not_strict(), graphs=False)
+    assert predictor.compilation.state is CompilationState.FAILED
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(("name", "factor"), [("logits", 1.2), ("attention", 1.2), ("relevance", -1.0)])
+def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
+    name: str, factor: float, graphs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*arguments: Any, **options: Any) -> Network:
+        network = compiled_network(*arguments, **options)
+
+        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+            outputs = network(pixels, request)
+            tensor = getattr(outputs, name)
+            return outputs if tensor is None or len(pixels) != 4 else outputs._replace(**{name: factor * tensor})
+
+        return run
+
+    monkeypatch.setattr(cuda, "compiled_network", wrong)
+    ops = not_strict()
+    predictor = warm(ops, graphs=graphs)
+    reason = rf"for 4 images the launched model's {name} are [\d.]+ of their norm away from torch's"
+    assert re.fullmatch(f"failed: {reason}", predictor.compiled)
+    assert re.search(reason, caplog.text)
+    assert predictor.batch_sizes is None
+    replays = ops.replays
+    for maps in ([LAST] * 4, [RELEVANCE] * 4):
+        expected = predict(plain(), make_images(4), top_k=5, maps=maps)
+        same(predict(predictor, make_images(4), top_k=5, maps=maps), expected)
+    assert ops.replays == replays
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[[], object] = lambda: None) -> None:
+    """Let the compiler fail."""
+
+    def compiled(*_: object, **__: object) -> Network:
+        before()
+        raise error
+
+    monkeypatch.setattr(cuda, "compiled_network", compiled)
+
+
+def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, RuntimeError("ptxas was not found\nmore lines"))
+    ops = not_strict()
+    predictor = warm(ops)
+    assert predictor.compiled == "failed: ptxas was not found; CUDA graphs of the uncompiled model"
+    replays = ops.replays
+    same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
+    assert ops.replays == replays + 1
+
+
+def test_a_compiler_that_loses_the_device_asks_for_a_new_process_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = StandInOps()
+    failing(monkeypatch, RuntimeError("illegal"), lambda: setattr(ops, "dead", "an illegal memory access"))
+    with pytest.raises(NewProcessNeeded, match="an illegal memory access") as raised:
+        warm(ops)
+    assert (raised.value.option, raised.value.value) == ("compile", "off")
+
+
+def test_a_single_image_is_computed_twice_by_code_for_two_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def watched(*arguments: Any, **options: Any) -> Network:
+        network = compiled_network(*arguments, **options)
+
+        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+            rows.append(len(pixels))
+            return network(pixels, request)
+
+        return run
+
+    monkeypatch.setattr(cuda, "compiled_network", watched)
+    predictor = warm(not_strict())
+    assert set(rows) == {4, 2}
+    same(predict(predictor, make_images(1), top_k=5), predict(plain(), make_images(1), top_k=5))
