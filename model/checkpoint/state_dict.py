@@ -13,7 +13,6 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -97,11 +96,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if has_pooler:
         told["head_act"] = "tanh"
     _check_dimensions(tensors, where)
-    label, assumed = "", list[str]()
+    label, assumed = "", tuple[str, ...]()
     if library == "torchvision" and not name:
         width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
         label, told["num_heads"] = MODELS.get((width, patch), ("", None))
-        options, assumed = _published(files.file.name, label, tensors["head.weight"].shape[0], options)
+        preset = published_preset(files.file.name, label)
+        options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
         name = OWN if label else ""
     if named not in (None, label):
         raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
@@ -152,19 +152,6 @@ def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
                 raise CheckpointError(
                     f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not empty"
                 )
-
-
-def _published(file: str, name: str, classes: int, options: CheckpointOptions) -> tuple[CheckpointOptions, list[str]]:
-    """Return the options with what is published for a released file of torchvision, and what was assumed so."""
-    preset = published_preset(file, name)
-    assumed = []
-    if preset is not None and options.preprocess is None:
-        options = replace(options, preprocess=preset)
-        assumed.append(f"preprocessing: {preset}, for the released file {file} (VIT_PREPROCESS)")
-    if preset is not None and options.labels is None and classes == 1000:
-        options = replace(options, labels="imagenet-1k")
-        assumed.append(f"labels: imagenet-1k, for the released file {file} (VIT_LABELS)")
-    return options, assumed
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
