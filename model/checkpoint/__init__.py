@@ -21,7 +21,7 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
-from model.checkpoint.local_files import resolved_part, resolved_source
+from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
 from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.config import Size
@@ -115,6 +115,7 @@ def _open(source: str, weights: str | None) -> Files:
     if folder_or_file is not None:
         if not folder_or_file.is_dir():
             return SingleFile(path, source, weights)
+        path = _snapshot(path)
         return _plain_weights(path, source, weights) or Folder(path, source)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
@@ -123,6 +124,15 @@ def _open(source: str, weights: str | None) -> Files:
     if similar and is_hub_id(source):
         hint += f" (the hub's repository of this name is {source}@main)"
     raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the snapshot that `main` names of a folder `models--owner--name` of the hub's cache; else the folder."""
+    main = folder / "refs" / "main"
+    if not folder.name.startswith("models--") or resolved_part(folder, "refs/main", str(main)) is None:
+        return folder
+    commit = read_text_file(main, str(main)).decode("utf-8", "replace").strip()
+    return folder / "snapshots" / commit if re.fullmatch("[0-9a-f]{40}", commit) else folder
 
 
 def _plain_weights(folder: Path, source: str, weights: str | None) -> SingleFile | None:

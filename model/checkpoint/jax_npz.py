@@ -53,15 +53,15 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     stored.finish()
     match = _RELEASED.fullmatch(files.file.name)
     preset = f"google-{match[1]}" if match else None
-    preprocess, labels, assumed = options.published(files.file, preset, config.num_classes)
+    options, assumed = options.with_published(files.file.name, preset, config.num_classes)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
         format=FORMAT,
         architecture=f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}",
         config=config,
-        preprocess=preprocess,
-        labels=labels,
+        preprocess=options.preprocess_or(None, where),
+        labels=options.labels_or(None, config.num_classes, where),
         tensors=native_tensors(tensors, config, where),
         assumed=assumed,
     )

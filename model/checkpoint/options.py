@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -95,30 +95,24 @@ class CheckpointOptions:
             )
         return default
 
-    def published(
-        self, file: Path, preset: str | None, classes: int
-    ) -> tuple[PreprocessConfig, tuple[str, ...], tuple[str, ...]]:
-        """Return preprocessing, labels and what was assumed for a file that carries neither.
+    def with_published(self, file: str, preset: str | None, classes: int) -> tuple[CheckpointOptions, tuple[str, ...]]:
+        """Return the options with what is published for a released file, and what was assumed so.
 
         Args:
-            file: its name appears in what was assumed.
+            file: its name.
             preset: the published preprocessing of the released ImageNet-1k file that this is; None for others.
             classes: how many the model has.
-
-        Raises:
-            CheckpointError: neither published nor chosen, or a choice that cannot be read.
         """
-        assumed = []
-        if preset is not None and self.preprocess is None:
-            assumed.append(f"preprocessing: {preset}, for the released file {file.name} (VIT_PREPROCESS)")
-        known = preset is not None and classes == 1000
-        if known and self.labels is None:
-            assumed.append(f"labels: imagenet-1k, for the released file {file.name} (VIT_LABELS)")
-        return (
-            self.preprocess_or(PREPROCESS_PRESETS[preset] if preset else None, str(file)),
-            self.labels_or(imagenet_labels() if known else None, classes, str(file)),
-            tuple(assumed),
+        if preset is None:
+            return self, ()
+        published = {"preprocess": preset} | ({"labels": "imagenet-1k"} if classes == 1000 else {})
+        assumed = tuple(
+            f"{name}: {value}, for the released file {file} (VIT_{name.upper()})"
+            for name, value in published.items()
+            if getattr(self, name) is None
         )
+        options = replace(self, preprocess=self.preprocess or preset, labels=self.labels or published.get("labels"))
+        return options, assumed
 
 
 def read_preprocess(name: str) -> PreprocessConfig:

@@ -13,7 +13,6 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -45,6 +44,19 @@ _RENAMES: Final = (
 )
 """From the original repositories' names to timm's, as its `checkpoint_filter_fn` does."""
 _TIMMS: Final = re.compile(r"patch_embed\.(proj\.weight|backbone\..*)|blocks\.0\.attn\.qkv\..*|head\.weight")
+_NEEDED: Final = tuple(
+    re.escape(f"{name}.weight")
+    for name in ("head", "patch_embed.proj", "blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2")
+)
+_DIMENSIONS: Final = {
+    **dict.fromkeys(_NEEDED, (2,)),
+    _NEEDED[1]: (2, 4),
+    r"patch_embed\.backbone\.\d\.weight": (4,),
+    r"pre_logits\.fc\.weight": (2,),
+    r"cls_token|dist_token|reg_token|pos_embed": (3,),
+    r"blocks\.0\.attn\.q_norm\.weight": (1,),
+}
+"""How many dimensions the tensors have from which sizes are read."""
 _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_pool")
 """Arguments whose values no tensor tells."""
 _PRESENT: Final = {
@@ -83,11 +95,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
     if has_pooler:
         told["head_act"] = "tanh"
-    label, assumed = "", list[str]()
+    _check_dimensions(tensors, where)
+    label, assumed = "", tuple[str, ...]()
     if library == "torchvision" and not name:
         width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
         label, told["num_heads"] = MODELS.get((width, patch), ("", None))
-        options, assumed = _published(files.file.name, label, tensors["head.weight"].shape[0], options)
+        preset = published_preset(files.file.name, label)
+        options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
         name = OWN if label else ""
     if named not in (None, label):
         raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
@@ -97,12 +111,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     asked, config = (
         _own(tensors, told, given, preprocess, where)
         if name in ("", OWN)
-        else _timms(name, given, tensors, preprocess, where)
+        else _timms(name, {key: told[key] for key in _UNSAID[1:4] if key in told} | given, tensors, preprocess, where)
     )
     if has_pooler and "pooler" not in given:
         asked["pooler"] = False
     if not name:
-        name, asked = _suggestion(tensors, asked)
+        name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
         raise _question(files, options, name, given, asked, tensors)
     if asked or preprocess is None or (options.labels is None and files.labels is None):
         raise _question(files, options, name, given, asked, tensors)
@@ -125,17 +139,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
-def _published(file: str, name: str, classes: int, options: CheckpointOptions) -> tuple[CheckpointOptions, list[str]]:
-    """Return the options with what is published for a released file of torchvision, and what was assumed so."""
-    preset = published_preset(file, name)
-    assumed = []
-    if preset is not None and options.preprocess is None:
-        options = replace(options, preprocess=preset)
-        assumed.append(f"preprocessing: {preset}, for the released file {file} (VIT_PREPROCESS)")
-    if preset is not None and options.labels is None and classes == 1000:
-        options = replace(options, labels="imagenet-1k")
-        assumed.append(f"labels: imagenet-1k, for the released file {file} (VIT_LABELS)")
-    return options, assumed
+def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
+    for pattern, dimensions in _DIMENSIONS.items():
+        found = [name for name in tensors if re.fullmatch(pattern, name)]
+        if not found and pattern in _NEEDED:
+            raise CheckpointError(f"{where}: missing key {pattern.replace(chr(92), '')!r}")
+        for name in found:
+            shape = tuple(tensors[name].shape)
+            if len(shape) not in dimensions or 0 in shape:
+                wanted = " or ".join(map(str, dimensions))
+                raise CheckpointError(
+                    f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not empty"
+                )
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
@@ -232,8 +248,6 @@ def _own(
     stated = {key: value for key, value in told.items() if not present.get(key)} | given
     wide, deep = stored.shape("blocks.0.attn.qkv.weight"), stored.shape("blocks.0.mlp.fc2.weight")
     patch = stored.shape("patch_embed.proj.weight")
-    if len(wide) != 2 or len(deep) != 2 or len(patch) not in (2, 4):
-        raise CheckpointError(f"{where}: blocks.0.attn.qkv.weight has shape {list(wide)}: not a Vision Transformer's")
     width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
     channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
     stem = _stem(tensors, stated.get("conv_stem"), where)
@@ -332,8 +346,6 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 def _head(stored: TensorSource) -> dict[str, Any]:
     head = stored.shape("head.weight")
     hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
-    if len(head) != 2 or (hidden is not None and len(hidden) != 2):
-        raise CheckpointError(f"{stored.where}: head.weight has shape {list(head)}: expected [classes, width]")
     return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
 
 

@@ -215,3 +215,18 @@ def test_what_is_not_clear_is_refused_with_the_way_out(
     with pytest.raises(CheckpointError, match=message) as refusal:
         load(state, tmp_path, PLAIN)
     assert "inspect FILE --keys draft.toml" in str(refusal.value) or "--weights" in str(refusal.value)
+
+
+def test_what_names_tell_counts_beside_timms_name_of_the_architecture(tmp_path: Path) -> None:
+    model = made(hidden=192, norm_first=False)
+    rules = [
+        (r"blocks\.(\d)\.attn\.qkv", r"layers.\1.0.0.in_proj"),
+        (r"blocks\.(\d)\.attn\.proj", r"layers.\1.0.0.out_proj"),
+        (r"blocks\.(\d)\.norm1", r"layers.\1.0.1"),
+        (r"blocks\.(\d)\.mlp\.fc1", r"layers.\1.1.0"),
+        (r"blocks\.(\d)\.mlp\.fc2", r"layers.\1.1.2"),
+        (r"blocks\.(\d)\.norm2", r"layers.\1.1.3"),
+    ]
+    state = renamed(dict(model.state_dict()), *rules)  # each norm stands after its branch, in one sequence with it
+    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3"
+    assert_same_logits(load(state, tmp_path, given), model, "post-norm by the places of the norms")

@@ -110,6 +110,11 @@ def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Pat
         (snapshot / name).rename(cache / "blobs" / name[:5])
         (snapshot / name).symlink_to(f"../../blobs/{name[:5]}")
     assert load_checkpoint(str(snapshot)).build()
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    assert load_checkpoint(str(cache)).build()  # what `main` names, without the hub's client
+    (cache / "refs" / "main").write_text("../../elsewhere")
+    assert "has no config.json" in refusal(cache)
     (cache / "blobs" / "confi").rename(cache / "other")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("../../other")

@@ -153,3 +153,34 @@ def test_a_perturbed_state_dict_is_exact_or_refused(tmp_path: Path) -> None:
     assert [what for kind, what in outcomes if kind == "wrong"] == []
     assert counts["exact"] > CASES / 10, counts
     assert counts["refused"] > CASES / 10, counts
+
+
+SHAPES: Final = (
+    *[(), (0,), (1,), (3,), (8,), (16,), (48,), (16, 16), (48, 16), (64, 16), (16, 64), (4, 16), (0, 16), (16, 48)],
+    *[(1, 1, 16), (1, 5, 16), (5, 16), (16, 3, 4, 4), (16, 3, 4, 2), (1, 16, 16), (2, 2, 2), (8, 3, 3, 3)],
+)
+
+
+def test_any_shapes_under_any_names_are_refused_in_one_line_or_answer(tmp_path: Path) -> None:
+    preprocess, file = preprocess_file(tmp_path, 8, 8), tmp_path / "weights.pth"
+    for number in range(CASES):
+        at = random.Random(number)
+        state = perturbed(dict(network(at)[0].state_dict()), at, False)
+        names = [
+            *state,
+            "pre_logits.fc.weight",
+            "blocks.0.ls1.gamma",
+            "reg_token",
+            "a.running_mean",
+            "pooler.dense.weight",
+        ]
+        for name in at.sample(names, at.choice([1, 2, 4, len(names)])):
+            state[name] = torch.ones(at.choice(SHAPES))
+        torch.save(state, file)
+        said = at.choice([None, "vit", "vit,num_heads=4,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"])
+        try:
+            model = load_checkpoint(str(file), architecture=said, preprocess=preprocess, labels="numbers").build()
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+        else:
+            assert model(torch.zeros(1, model.config.in_channels, 8, 8)).logits.shape == (1, model.config.num_classes)

@@ -186,7 +186,9 @@ def test_positions_of_a_class_token_alone_are_no_grid(tokens: int, tiny: Path, t
     state = torch.load(tiny, weights_only=True)
     file = tmp_path / "weights.pth"
     torch.save(state | {"pos_embed": state["pos_embed"][:, :tokens]}, file)
-    with pytest.raises(CheckpointError, match=rf"pos_embed has shape \[1, {tokens}, 192\]: .* no square grid"):
+    with pytest.raises(
+        CheckpointError, match=rf"pos_embed has shape \[1, {tokens}, 192\].* (no square grid|not empty)"
+    ):
         load_checkpoint(
             str(file),
             architecture="vit_tiny_patch16_224",
