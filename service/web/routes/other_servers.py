@@ -18,7 +18,7 @@ from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
 from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
 from service.web.routes.endpoint import ONE_PICTURE, Endpoint, problems
-from vitserve.documents import FIELD, Classification
+from vitserve.documents import FIELD, Classification, significant
 
 PUBLIC: Final = frozenset({"/ping"})
 """Paths that ask for no key: SageMaker and load balancers send none."""
@@ -68,7 +68,7 @@ async def predictions(request: Request) -> Response:
     The picture is the body, or a multipart field `data`, `body` or `file`.
     """
     pipeline = pipeline_of(request)
-    info = find_model(pipeline, request.path_params["name"], request.path_params.get("version", ""))
+    info = find_model(pipeline, request.path_params["name"], request.path_params.get("version", "").removesuffix(".0"))
     requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
 
     async def scores(file: bytearray) -> dict[str, float]:
@@ -76,10 +76,12 @@ async def predictions(request: Request) -> Response:
         pipeline.metrics.images.inc()
         by_label: dict[str, float] = {}
         for index, score in zip(result.outputs.indices.tolist(), result.outputs.scores.tolist(), strict=True):
-            by_label.setdefault(info.labels[index], score)
+            by_label.setdefault(info.labels[index], significant(score))
         return by_label
 
     return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))
 
 
-router.post("/predictions/{name}/{version}", include_in_schema=False)(predictions)
+# TorchServe's own examples send the picture by `curl -T`, which is a PUT, and its first version is called 1.0.
+router.put("/predictions/{name}", include_in_schema=False)(predictions)
+router.api_route("/predictions/{name}/{version}", methods=["POST", "PUT"], include_in_schema=False)(predictions)

@@ -43,11 +43,11 @@ async def test_invocations_answer_as_classify(query: str) -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("version", ["", "/1"])
-async def test_predictions_are_labels_with_their_scores_the_best_first(version: str) -> None:
+@pytest.mark.parametrize(("method", "version"), [("POST", ""), ("PUT", ""), ("POST", "/1"), ("PUT", "/1.0")])
+async def test_predictions_are_labels_with_their_scores_the_best_first(method: str, version: str) -> None:
     service = app()
     expected = (await service.classify(png(3))).json["predictions"]
-    answer = await service.classify(png(3), path=f"/predictions/fake{version}")
+    answer = await service.request(method, f"/predictions/fake{version}", body=png(3))
     assert list(answer.json.items()) == [(best["label"], pytest.approx(best["score"])) for best in expected]
     assert service.metric("vit_images_total") == 2
 
