@@ -38,15 +38,23 @@ pytestmark = pytest.mark.timeout(60)
 CONFIG = config()
 
 
-def children(*parents: int) -> list[int]:
-    """The processes that a thread of one of these has started."""
-    tasks = [task for parent in parents for task in Path(f"/proc/{parent}/task").iterdir()]
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+def read(path: Path) -> bytes:
+    """What a file of the system says; nothing once its process or thread has ended."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def children(parent: int) -> list[int]:
+    """The processes that any thread of this one has started."""
+    tasks = Path(f"/proc/{parent}/task").iterdir()
+    return [int(pid) for task in tasks for pid in read(task / "children").split()]
 
 
 def templates() -> set[int]:
     """The processes of this one that others are forked from to decode."""
-    return {pid for pid in children(os.getpid()) if b"decoder_process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in children(os.getpid()) if b"decoder_process" in read(Path(f"/proc/{pid}/cmdline"))}
 
 
 class Pool(Decoders):
