@@ -27,6 +27,8 @@ _FIELDS: Final = (FIELD, "data", "body")
 """Names that TorchServe's clients give to the part with the picture."""
 
 _NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME]}
+_REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 router = APIRouter(tags=["other servers"], route_class=Endpoint)
 
@@ -56,12 +58,7 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
     return await classify(request, query)
 
 
-@router.post(
-    "/predictions/{name}",
-    response_model=dict[str, float],
-    openapi_extra=ONE_PICTURE | {"parameters": [_NAME]},
-    responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
-)
+@router.post("/predictions/{name}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
@@ -82,6 +79,10 @@ async def predictions(request: Request) -> Response:
     return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))
 
 
-# TorchServe's own examples send the picture by `curl -T`, which is a PUT, and its first version is called 1.0.
-router.put("/predictions/{name}", include_in_schema=False)(predictions)
+@router.put("/predictions/{name}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
+async def predictions_by_put(request: Request) -> Response:
+    """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
+    return await predictions(request)
+
+
 router.api_route("/predictions/{name}/{version}", methods=["POST", "PUT"], include_in_schema=False)(predictions)

@@ -128,6 +128,7 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
         "ping",
         "invocations",
         "predictions",
+        "predictions_by_put",
         "readyz",
         "metrics",
     }
