@@ -83,7 +83,8 @@ class LocalEngine:
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
         self._callers: dict[Waiting, tuple[float, Callable[[Outcome], None]]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._wakes_at = math.inf
         self._streams = Streams(
             queue_size=queue_size,
             max_delay=max_delay,
@@ -158,7 +159,7 @@ class LocalEngine:
         entry = self._streams.put(request, timeout)
         due = self._loop.time() + timeout
         self._callers[entry] = due, done
-        if self._timer is None or due < self._timer.when():
+        if due < self._wakes_at:
             self._wake_at(due)
         return entry
 
@@ -179,12 +180,13 @@ class LocalEngine:
         """Let the only timer of all images ring at a moment of the loop's clock."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(due, self._expire)
+        # Its own `when` is not asked: uvloop gives a plain handle for a moment that is already past.
+        self._timer, self._wakes_at = self._loop.call_at(due, self._expire), due
 
     def _expire(self) -> None:
         """Answer callers whose time is up, unless their images were launched; from now on these never will be."""
-        assert self._timer is not None
-        now, self._timer = max(self._loop.time(), self._timer.when()), None
+        now = max(self._loop.time(), self._wakes_at)
+        self._timer, self._wakes_at = None, math.inf
         waiting = [(due, entry) for entry, (due, _) in self._callers.items() if entry.state is not State.LAUNCHED]
         for due, entry in waiting:
             if due <= now:

@@ -65,7 +65,7 @@ def require_explanation(predictor: Predictor, images: np.ndarray, place: int, fo
     assert got.request == MapRequest("relevance", best)
     np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
-    assert got.values.max() > 1.5 / got.values.size, "the map is not even"
+    assert got.values.max() > 1.5 / got.values.size or got.kept_mass == 0, "a map is even where nothing is found alone"
 
 
 @pytest.fixture

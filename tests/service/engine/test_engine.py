@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from model.outputs import MapRequest
 from service.engine.local import LocalEngine
@@ -152,6 +153,19 @@ async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running
         await asyncio.gather(ask(3, 0.12), ask(1, 0.02), ask(2, 0.06))
         assert expired == [1, 2, 3]
     assert rig.predictor.launched == []
+
+
+def test_a_moment_that_is_past_when_the_timer_is_set_is_no_trouble_for_the_loop_that_serves(running: Running) -> None:
+    # uvloop, unlike asyncio, gives no timer for it but a plain handle.
+    async def expire() -> None:
+        async with asyncio.timeout(PATIENCE), running(max_delay=3600) as rig:
+            for timeout in (0.0, 0.01, 0.0):
+                with pytest.raises(DeadlineExceeded):
+                    await rig.ask(1, timeout=timeout)
+        assert rig.predictor.launched == []
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(expire())
 
 
 @on_a_loop
