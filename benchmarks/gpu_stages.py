@@ -298,7 +298,8 @@ def mixed(bench: Bench) -> None:
 def tests(bench: Bench) -> None:
     """The tests that need CUDA; under compute-sanitizer too, where it is installed and there is time."""
     section = bench.record.section("tests")
-    plain = [sys.executable, *TESTS, *(file for file in _TESTED if (REPOSITORY / file).exists())]
+    files = [file for file in _TESTED if (REPOSITORY / file).exists()]
+    plain = [sys.executable, *TESTS, *(files[-1:] if bench.arguments.smoke else files)]
     began = time.monotonic()
     bench.note(section, "plain", _run(plain, bench.left() - 5))
     sanitizer = shutil.which("compute-sanitizer")
