@@ -389,6 +389,8 @@ def _without_batch_norms(tensors: Mapping[str, Tensor], where: str) -> Mapping[s
             and name.split(".")[:1] == norm.split(".")[:1]
         ]
         convolution = max(before, key=_numbers, default="")
+        if not _follows(norm, convolution):
+            raise CheckpointError(f"{where}: the part of {norm!r} is not clear: a batch norm without its convolution")
         parts = [result.pop(f"{norm}.{kind}", None) for kind in ("weight", "bias", "running_mean", "running_var")]
         weight = result.get(f"{convolution}.weight")
         if weight is None or any(part is None or part.shape != weight.shape[:1] for part in parts):
@@ -400,6 +402,14 @@ def _without_batch_norms(tensors: Mapping[str, Tensor], where: str) -> Mapping[s
         result[f"{convolution}.bias"] = (bias.float() - mean) * scale + shift
         result.pop(f"{norm}.num_batches_tracked", None)
     return result
+
+
+def _follows(norm: str, convolution: str) -> bool:
+    """Return whether a batch norm comes right after a convolution by its name: 4 after 3, `bn1` after `conv1`."""
+    (path, last), (norm_path, norm_last) = (name.rpartition(".")[::2] for name in (convolution, norm))
+    if last.isdecimal() and norm_last.isdecimal():
+        return path == norm_path and int(norm_last) == int(last) + 1
+    return path == norm_path and not last.isdecimal() and not norm_last.isdecimal() and last[-1:] == norm_last[-1:]
 
 
 def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module:

@@ -36,6 +36,8 @@ _NO_MATTER: Final = frozenset(
     | {"runtime_config", "init_lora_weights", "qalora_group_size"}
 )
 """Fields that the tensors themselves answer, or that training alone reads."""
+_MAX_STARS: Final = 2
+_MAX_NAME: Final = 300
 _MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of `init_lora_weights`: those that leave the base as it is."""
@@ -120,7 +122,10 @@ def _merged(
         needed = {name, bias} if "B.bias" in parts else {name}
         if not needed <= base.keys() or not {"A.weight", "B.weight"} <= parts.keys():
             raise CheckpointError(f"{where}: the adapter changes {module!r}, which the base does not have, or in part")
-        change = _change(parts["A.weight"].float(), parts["B.weight"].float(), bool(config.get("fan_in_fan_out")))
+        down, up = parts["A.weight"], parts["B.weight"]
+        # Compared before they are multiplied: two long vectors would make a matrix of gigabytes.
+        fits = up.ndim == down.ndim and up.shape[:1].numel() * down[0].numel() == base[name].numel()
+        change = _change(down.float(), up.float(), bool(config.get("fan_in_fan_out"))) if fits else None
         if change is None or change.shape != base[name].shape:
             shapes = f"{list(parts['A.weight'].shape)} and {list(parts['B.weight'].shape)}"
             raise CheckpointError(f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[name].shape)}")
@@ -142,6 +147,10 @@ def _change(down: Tensor, up: Tensor, transposed: bool) -> Tensor | None:
 
 def _scale(config: Mapping[str, Any], module: str, rank: int, where: str) -> float:
     patterns = config.get("alpha_pattern") or {}
+    # PEFT's keys are regular expressions: few of them take exponential time, and those of models have `.*` at most.
+    plain = isinstance(patterns, dict) and all(re.fullmatch(r"(?:[\w.]|\.\*){1,200}", str(key)) for key in patterns)
+    if not plain or any(key.count("*") > _MAX_STARS for key in patterns) or len(module) > _MAX_NAME:
+        raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {_MERGE}")
     found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = found[0] if found else required(config, "lora_alpha", where)
     if not isinstance(alpha, int | float) or not rank:

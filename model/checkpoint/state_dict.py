@@ -99,7 +99,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     label, assumed = "", tuple[str, ...]()
     if library == "torchvision" and not name:
         width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
-        label, told["num_heads"] = MODELS.get((width, patch), ("", None))
+        depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
+        sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
+        label, told["num_heads"] = MODELS.get(sizes, ("", None))
         preset = published_preset(files.file.name, label)
         options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
         name = OWN if label else ""
@@ -334,6 +336,12 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
         )
     if stated and last != (int(strides[-1]), int(strides[-1])):
         raise CheckpointError(f"{where}: the last convolution of the stem is {list(last)}, not as large as its stride")
+    edges = [shape[-1] for shape in shapes]
+    if any(edge % 2 == 0 or edge < int(stride) for edge, stride in zip(edges, strides, strict=False)):
+        raise CheckpointError(
+            f"{where}: the padding of the stem is not known: kernels of {edges} have strides of {strides[:-1]}; only "
+            "odd kernels that are no smaller than their strides are read, with half a kernel of padding"
+        )
     with validating(where, "conv_stem "):
         return ConvolutionalStem(
             widths=tuple(shape[0] for shape in shapes),

@@ -10,13 +10,13 @@ import re
 from typing import Final
 
 MODELS: Final = {
-    (768, 16): ("vit_b_16", 12),
-    (768, 32): ("vit_b_32", 12),
-    (1024, 16): ("vit_l_16", 16),
-    (1024, 32): ("vit_l_32", 16),
-    (1280, 14): ("vit_h_14", 16),
+    (768, 16, 12, 3072): ("vit_b_16", 12),
+    (768, 32, 12, 3072): ("vit_b_32", 12),
+    (1024, 16, 24, 4096): ("vit_l_16", 16),
+    (1024, 32, 24, 4096): ("vit_l_32", 16),
+    (1280, 14, 32, 5120): ("vit_h_14", 16),
 }
-"""Name and heads of each, by width and edge of a patch."""
+"""Name and heads of each, by width, edge of a patch, depth and width of the MLP."""
 
 _RELEASED: Final = re.compile(r"(vit_[blh]_\d\d)(_lc_swag|_swag)?-[0-9a-f]{8}\.(?:pth|safetensors)")
 _PRESETS: Final = {

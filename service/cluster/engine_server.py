@@ -152,8 +152,12 @@ class _WorkerConnection(FrameProtocol):
         """Send one request's outcome: every Submit gets exactly one, even if it was not taken."""
         self._entries.pop(id_, None)
         if isinstance(outcome, InferenceResult):
-            self.send(protocol.Completed(id_, outcome))
-        elif isinstance(outcome, ServiceError) and type(outcome) in protocol.FAILURES:
+            try:
+                self.send(protocol.Completed(id_, outcome))
+                return
+            except Exception as error:  # noqa: BLE001  see `_submit`
+                outcome = error
+        if isinstance(outcome, ServiceError) and type(outcome) in protocol.FAILURES:
             self.send(protocol.Failed.of(id_, outcome))
         else:
             logger.error("a request failed", exc_info=outcome)

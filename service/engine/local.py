@@ -200,7 +200,10 @@ class LocalEngine:
         for entry, outcome in outcomes:
             if entry in self._callers:  # else its caller went away, or was answered already
                 _, done = self._callers.pop(entry)
-                done(outcome)
+                try:
+                    done(outcome)
+                except Exception:  # a defect costs its own image alone
+                    logger.exception("an image's outcome reached nobody")
         if report is not None:
             self._on_batch(report)
 

@@ -33,6 +33,7 @@ RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg 
 
 # A body of nothing but tiny parts would cost the event loop a minute of parsing.
 _MAX_OTHER_PARTS = 1000
+_MAX_HEADER_PARAMETERS = 64
 
 # The beginnings of a JPEG, and of a PNG without its line breaks.
 _STRIPPED = (b"\xff\xd8\xff", b"\x89PNG\x1a")
@@ -42,9 +43,18 @@ _JSON_HEAD = re.compile(rb'\s{0,99}\{\s{0,99}"image"\s{0,99}:\s{0,99}"(?:data:[^
 _JSON_TAIL = re.compile(rb"\s*\}\s*")
 _MAX_JSON_FRAME = 1024
 
-# What some encoders write for a plus and a slash, and the line breaks of MIME's base64.
-_ESCAPE = re.compile(rb"\\(?:/|[nr]|u002[bBfF]|u000[aAdD])")
-_UNESCAPED = {b"/": b"/", b"n": b"", b"r": b"", b"u002b": b"+", b"u002f": b"/", b"u000a": b"", b"u000d": b""}
+# What some encoders write for a plus, a slash and an equals sign, and the line breaks of MIME's base64.
+_ESCAPE = re.compile(rb"\\(?:/|[nr]|u002[bBfF]|u003[dD]|u000[aAdD])")
+_UNESCAPED = {
+    b"/": b"/",
+    b"n": b"",
+    b"r": b"",
+    b"u002b": b"+",
+    b"u002f": b"/",
+    b"u003d": b"=",
+    b"u000a": b"",
+    b"u000d": b"",
+}
 _LONGEST_ESCAPE = 6
 
 UploadedFile = bytearray | UploadTooLarge
@@ -77,7 +87,7 @@ async def read_files(
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
     """
-    kind, options = parse_options_header(headers.get("content-type", ""))
+    kind, options = _options(headers.get("content-type", "").encode("latin-1"))
     multipart = kind == b"multipart/form-data"
     json = kind.endswith((b"/json", b"+json"))
     limit = limits.body_bytes if multipart or json else min(limits.file_bytes, limits.body_bytes)
@@ -173,6 +183,16 @@ def _refusal(headers: Headers, kind: bytes, boundary: bytes | None) -> ServiceEr
         name = kind.decode("latin-1")[:100]
         return UnsupportedMediaType(f"Content-Type {name!r}: send the picture itself: {RIGHT_CALL}")
     return None
+
+
+def _options(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+    """Return a header's value and its parameters; raises `MalformedRequest` if it has very many.
+
+    The time of the parser is quadratic in their number.
+    """
+    if header.count(b";") > _MAX_HEADER_PARAMETERS:
+        raise MalformedRequest(f"a header with more than {_MAX_HEADER_PARAMETERS} parameters")
+    return parse_options_header(header)
 
 
 def _is_stripped(picture: bytearray) -> bool:
@@ -328,7 +348,7 @@ class _FormBody:
 
     def _on_header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
-            self._field = parse_options_header(bytes(self._value))[1].get(b"name")
+            self._field = _options(bytes(self._value))[1].get(b"name")
         self._header.clear()
         self._value.clear()
 

@@ -6,9 +6,9 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +21,9 @@ from service.errors import (
     Forbidden,
     InvalidParameter,
     MalformedRequest,
-    RequestTimeout,
     Unauthorized,
 )
+from service.http.exchange import exchange_of
 from service.settings import Settings
 from service.web.api_keys import bearer_token
 from service.web.inference_protocol.descriptions import repository_index
@@ -92,12 +92,13 @@ def _require_admin(request: Request, settings: Settings) -> None:
 
 async def _read(request: Request) -> _Body:
     """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
+    pipeline = pipeline_of(request)
+    read = partial(read_whole, request.headers, limit=_MAX_BODY)
+    with pipeline.upload() as upload:
+        exchange_of(request.scope).arriving = upload.body  # one that crawls gives way, as a picture does
+        body = await pipeline.receive(request.receive, upload, pipeline.deadline(request), read)
     try:
-        async with asyncio.timeout(pipeline_of(request).deadline(request).remaining()):
-            body = await read_whole(request.headers, request.receive, _MAX_BODY)
         return msgspec.json.decode(body or b"{}", type=_Body)
-    except TimeoutError:
-        raise RequestTimeout("the body did not arrive in time") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedRequest(f"the body is not what the protocol says: {error}") from None
 

@@ -26,6 +26,7 @@ PUBLIC: Final = frozenset({"/ping"})
 _FIELDS: Final = (FIELD, "data", "body")
 """Names that TorchServe's clients give to the part with the picture."""
 
+_PATH: Final = "/predictions/{name:path}"
 _NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
@@ -58,14 +59,18 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
     return await classify(request, query)
 
 
-@router.post("/predictions/{name}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
+@router.post(
+    "/predictions/{name:path}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS
+)
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
     The picture is the body, or a multipart field `data`, `body` or `file`.
     """
     pipeline = pipeline_of(request)
-    info = find_model(pipeline, request.path_params["name"], request.path_params.get("version", "").removesuffix(".0"))
+    path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
+    name, _, version = (path, "", "") if path == pipeline.model().name else path.rpartition("/")
+    info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
     requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
 
     async def scores(file: bytearray) -> dict[str, float]:
@@ -79,10 +84,7 @@ async def predictions(request: Request) -> Response:
     return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))
 
 
-@router.put("/predictions/{name}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
+@router.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
 async def predictions_by_put(request: Request) -> Response:
     """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
     return await predictions(request)
-
-
-router.api_route("/predictions/{name}/{version}", methods=["POST", "PUT"], include_in_schema=False)(predictions)

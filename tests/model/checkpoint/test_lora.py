@@ -131,6 +131,8 @@ def test_the_formula_without_peft_and_another_base(tmp_path: Path) -> None:
         ({"base_model_name_or_path": None}, "set VIT_BASE"),
         ({"lora_alpha": None}, "lora_alpha is missing"),
         ({"lora_alpha": "x"}, "lora_alpha 'x': expected a number"),
+        ({"alpha_pattern": {"((.?)+)+!": 1}}, "alpha_pattern is not of names of modules"),
+        ({"alpha_pattern": ["fc1"]}, "alpha_pattern is not of names of modules"),
     ],
 )
 def test_what_cannot_be_merged_exactly_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

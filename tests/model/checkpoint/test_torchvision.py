@@ -22,8 +22,8 @@ from tests.timm_reference import torchvision
 @pytest.fixture
 def small_torchvision(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes torchvision's model in a size that our reader is told of, as the real sizes take seconds each."""
-    monkeypatch.setitem(reader.MODELS, (48, 16), ("vit_b_16", 4))
-    monkeypatch.setitem(reader.MODELS, (48, 32), ("vit_b_32", 4))
+    monkeypatch.setitem(reader.MODELS, (48, 16, 2, 96), ("vit_b_16", 4))
+    monkeypatch.setitem(reader.MODELS, (48, 32, 2, 96), ("vit_b_32", 4))
 
     def make(patch: int, size: int, classes: int) -> Any:
         model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=classes).eval()
@@ -62,7 +62,8 @@ def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -
         theirs = getattr(torchvision().models, name)()
     tensors = recognise(theirs.state_dict(), name).tensors
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
-    assert reader.MODELS[width, patch] == (name, theirs.encoder.layers[0].num_heads)
+    sizes = (width, patch, len(theirs.encoder.layers), len(tensors["blocks.0.mlp.fc1.weight"]))
+    assert reader.MODELS[sizes] == (name, theirs.encoder.layers[0].num_heads)
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
@@ -117,3 +118,16 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
             assert preset.interpolation == published.interpolation.value, weights
             assert preset.mean == tuple(published.mean)
             assert preset.std == tuple(published.std)
+
+
+@pytest.mark.parametrize(("depth", "mlp"), [(3, 96), (2, 192)])
+def test_a_network_of_torchvision_that_is_none_of_the_five_is_asked_for_its_heads(
+    depth: int, mlp: int, small_torchvision: Callable[..., Any], tmp_path: Path
+) -> None:
+    small_torchvision(16, 32, 7)
+    model = torchvision().models.VisionTransformer(32, 16, depth, 8, 48, mlp, num_classes=7).eval()
+    randomise(model)
+    file = tmp_path / "mine.safetensors"
+    save_file(model.state_dict(), file)
+    with pytest.raises(CheckpointError, match="num_heads"):
+        load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 32, 32), labels="numbers")

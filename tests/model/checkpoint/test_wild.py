@@ -164,6 +164,21 @@ def test_a_stem_of_convolutions(batch_norm: bool, tmp_path: Path) -> None:
             load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem={wrong}")
 
 
+def test_a_stem_whose_padding_no_file_says_is_refused(tmp_path: Path) -> None:
+    model = made()
+    model.patch_embed["proj"] = nn.Sequential(nn.Conv2d(3, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 48, 2, 2))
+    with pytest.raises(CheckpointError, match="the padding of the stem is not known"):
+        load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem=2-relu-2")
+
+
+def test_a_batch_norm_behind_an_activation_is_not_folded_into_the_convolution_before_it(tmp_path: Path) -> None:
+    model = made()
+    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 48, 2, 2)
+    model.patch_embed["proj"] = nn.Sequential(*layers)
+    with pytest.raises(CheckpointError, match="a batch norm without its convolution"):
+        load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem=2-relu-2")
+
+
 def test_a_stem_whose_order_is_not_clear_is_not_called_another_network(tmp_path: Path) -> None:
     state = dict(made().state_dict()) | {"patch_embed.stem.weight": torch.zeros(3, 3, 3, 3)}
     with pytest.raises(CheckpointError, match=r"the order of the 2 convolutions of its stem is not clear: my_patch"):

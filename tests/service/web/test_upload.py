@@ -127,6 +127,7 @@ JSON_WRITERS = {
     "indented": lambda text: json.dumps({"image": text}, indent=4).encode() + b"\r\n",
     "PHP": lambda text: json.dumps({"image": text}).replace("/", "\\/").encode(),
     ".NET": lambda text: json.dumps({"image": text}).replace("+", "\\u002B").encode(),
+    "Gson": lambda text: json.dumps({"image": text}).replace("=", "\\u003d").encode(),
     "MIME": lambda text: json.dumps({"image": "\n".join(re.findall(".{1,76}", text))}).encode(),
     "data: URI": lambda text: json.dumps({"image": f"data:image/jpeg;base64,{text}"}).encode(),
 }
@@ -301,3 +302,13 @@ def test_what_stands_before_and_behind_the_form_is_ignored() -> None:
 def test_a_part_without_a_name_behind_a_file_is_none() -> None:
     nameless = f"--{BOUNDARY}\r\nX-Other: 1\r\n\r\nB\r\n".encode()
     assert read(nameless + form(part(b"A", "file")).replace(b"--xYz--", nameless + b"--xYz--")) == [b"A"]
+
+
+def test_parameters_of_a_header_are_few_as_parsing_them_takes_quadratic_time() -> None:
+    many = "a/b" + ";" * 4000
+    for kind in (many, f"multipart/form-data; boundary={BOUNDARY}" + ";" * 4000):
+        with pytest.raises(MalformedRequest, match="more than 64 parameters"):
+            read(b"x", kind)
+    with pytest.raises(MalformedRequest, match="more than 64 parameters"):
+        read(form(part(b"x", "note" + ";" * 4000)))
+    assert read(form(part(b"x", extra="X-Other: " + ";" * 100 + "\r\n"))) == [b"x"]

@@ -317,12 +317,17 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
 @on_a_loop
 async def test_probes_are_logged_for_debugging_only_and_are_no_load(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.web")
+
+    def logged() -> list[str]:
+        # Where other loops of grpcio's have run before, its poller now and then logs an exception as asyncio's.
+        return [record.message for record in caplog.records if record.name != "asyncio"]
+
     async with calling() as caller:
         for method in ("ServerLive", "ServerReady"):
             await caller.call(method)
-        assert caplog.messages == []
+        assert logged() == []
         await caller.call("ServerMetadata")
-        assert len(caplog.messages) == 1
+        assert len(logged()) == 1
         assert caller.service.metric("vit_inflight_requests") == 0
 
 

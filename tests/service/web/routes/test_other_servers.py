@@ -88,3 +88,14 @@ async def test_a_picture_in_json_is_classified_like_the_picture() -> None:
         plain = await service.classify(png(3), path=path)
         if path == "/predictions/fake":
             assert answer.json == plain.json
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["google/vit", "google/vit/1", "google/vit/1.0"])
+async def test_a_models_name_may_have_slashes(path: str) -> None:
+    service = app()
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, name="google/vit")
+    assert (await service.classify(png(3), path=f"/predictions/{path}")).status == 200
+    for other in ("google", "vit", "google/vit/2", "google/vit/1/1"):
+        assert (await service.classify(png(3), path=f"/predictions/{other}")).status == 404
