@@ -105,8 +105,11 @@ class SharedText:
 
     def read(self) -> str:
         """Return the text."""
-        length = int.from_bytes(self._memory[:4], "little")
-        return self._memory[4 : 4 + length].decode(errors="surrogatepass")
+        seen, whole = b"", self._memory[:]
+        while whole != seen:  # it is being written: half of the old text and half of the new one are neither
+            seen, whole = whole, self._memory[:]
+        length = int.from_bytes(whole[:4], "little")
+        return whole[4 : 4 + length].decode(errors="surrogatepass")
 
 
 def whole_pages(size: int) -> int:

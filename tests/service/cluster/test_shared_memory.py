@@ -15,6 +15,7 @@ from service.cluster.shared_memory import (
     SharedFile,
     SharedKeyLimiter,
     SharedLimiter,
+    SharedText,
     whole_pages,
 )
 from service.errors import QueueFull, TooManyRequests
@@ -246,3 +247,26 @@ def test_a_service_is_ready_when_all_engines_are_and_all_workers_know() -> None:
         counters.worker_state[0] = SharedCounters.SERVING
         counters.forget_engine(1)
         assert not counters.all_ready()
+
+
+def test_a_text_that_is_written_while_it_is_read_is_the_old_one_or_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SharedText('{"compile": "off", "max_batch": 16}')
+    memory = text._memory
+
+    class WrittenMeanwhile:
+        """The memory, which another process writes after its first read."""
+
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def __getitem__(self, part: slice) -> bytes:
+            self.reads += 1
+            found = memory[part]
+            if self.reads == 1:
+                monkeypatch.setattr(text, "_memory", memory)
+                text.write('{"compile": "on"}')
+                monkeypatch.setattr(text, "_memory", self)
+            return found
+
+    monkeypatch.setattr(text, "_memory", WrittenMeanwhile())
+    assert text.read() == '{"compile": "on"}'
