@@ -2,8 +2,8 @@
 
 Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py.
 `timm_architectures.json` holds what each architecture's entry point passes to the model class, so that
-a name alone says the whole architecture; models built of other parts (rotary positions, parallel
-blocks, other norms) are refused by name.
+a name alone says the whole architecture; models built of other parts (parallel blocks, other norms) are
+refused by name. The class of those with rotary positions is in `model.checkpoint.timm_eva`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from model.checkpoint.tensors import fuse_pairs
-from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
+from model.checkpoint.timm_eva import POOL, EvaArguments, pair
+from model.config import Activation, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
 
-_POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
-
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
-
-
-def _pair(value: Any) -> Any:
-    return (value, value) if type(value) is int else value
 
 
 class TimmArguments(BaseModel):
@@ -36,7 +31,7 @@ class TimmArguments(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    img_size: Annotated[Size, BeforeValidator(_pair)]
+    img_size: Annotated[Size, BeforeValidator(pair)]
     num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -94,7 +89,7 @@ class TimmArguments(BaseModel):
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
         """
-        pool = _POOL[self.global_pool]
+        pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
         patch = self.patch_edge
         rows, columns = self.img_size
@@ -133,6 +128,12 @@ class TimmArguments(BaseModel):
             head_activation=self.head_act or "tanh",
             distillation_head=self.distilled,
         )
+
+
+def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArguments:
+    """Return the arguments as those of the class that the architecture is of; raises pydantic.ValidationError."""
+    kind = EvaArguments if arguments.get("family") == "eva" else TimmArguments
+    return kind.model_validate(arguments)
 
 
 @cache

@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         """Turn queries or keys, of all tokens or of the first ones: [B, heads, Q, head_dim] to the same."""
         cosines, sines = self._cosines_and_sines()[..., : x.shape[2], :]
         first, second = x.chunk(2, dim=-1)
-        return x * cosines + torch.cat((second, first), dim=-1) * sines
+        return torch.addcmul(x * cosines, torch.cat((second, first), dim=-1), sines)
 
     def _cosines_and_sines(self) -> Tensor:
         if self.table is not None or self.frequencies is None:
