@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from model.checkpoint.tensors import fuse_pairs
 from model.config import Pool, RotaryPositions, Size, ViTConfig
 
 POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
@@ -155,6 +156,8 @@ class EvaArguments(BaseModel):
             for name, tensor in tensors.items()
             if name == "rope.freqs" or not name.startswith("rope.")  # what is not learned is computed, as by timm
         }
+        if self.swiglu_mlp:
+            fuse_pairs(result, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
         bias = ("q_bias", "v_bias") if self.qkv_fused else ("q_proj.bias", "v_proj.bias")
         for block in range(self.depth):
             at = f"blocks.{block}.attn."
@@ -185,8 +188,8 @@ class EvaArguments(BaseModel):
             pairs = pairs.roll(size // 4)
         first, second = (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
         order = torch.cat((first, second)).to(tensor.device)
-        parts = tensor.unflatten(0, (3, self.num_heads, size))
-        return torch.cat((parts[:2].index_select(2, order), parts[2:])).flatten(0, 2)
+        parts = tensor.reshape(3, self.num_heads, size, -1)
+        return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
 
 
 def _join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:
