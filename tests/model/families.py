@@ -40,6 +40,11 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     ],
     "SiglipForImageClassification": [{}],
     "CLIPForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "MetaClip2ForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "ViTMSNForImageClassification": [{}],
+    "IJepaForImageClassification": [{}],
+    "Data2VecVisionForImageClassification": [_BEIT],
+    "Siglip2ForImageClassification": [{"num_patches": 4}],
 }
 """What the `config.json` of each class of transformers says beside the sizes."""
 
