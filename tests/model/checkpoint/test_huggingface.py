@@ -67,39 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-NO_PLAIN_TRANSFORMERS = {
-    f"{name}ForImageClassification"
-    for name in [
-        "Bit",
-        "ConvNext",
-        "ConvNextV2",
-        "Cvt",
-        "Dinat",
-        "DonutSwin",
-        "EfficientNet",
-        "FocalNet",
-        "HGNetV2",
-        "Hiera",
-        "ImageGPT",
-        "Levit",
-        "MobileNetV1",
-        "MobileNetV2",
-        "MobileViT",
-        "MobileViTV2",
-        "PPLCNet",
-        "PoolFormer",
-        "Pvt",
-        "PvtV2",
-        "RegNet",
-        "ResNet",
-        "Segformer",
-        "ShieldGemma2",
-        "SwiftFormer",
-        "Swin",
-        "Swinv2",
-        "TextNet",
-    ]
-} | {
+_OTHERS = """Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit MobileNetV1
+MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 SwiftFormer Swin
+Swinv2 TextNet"""
+NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.split()} | {
     "LevitForImageClassificationWithTeacher",
     *(f"PerceiverForImageClassification{kind}" for kind in ("Learned", "Fourier", "ConvProcessing")),
 }
