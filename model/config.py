@@ -123,8 +123,9 @@ class ViTConfig(Frozen):
 
     norm_before_blocks: bool = False
     """A LayerNorm stands between the embedding and the first block (CLIP)."""
-    norm_order: Literal["pre", "post"] = "pre"
-    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017)."""
+    norm_order: Literal["pre", "post", "res_post"] = "pre"
+    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
+    on each branch's way out (Liu et al. 2022, Swin V2)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
     """Dimension of queries, keys and values over all heads; None is `width`."""
@@ -192,8 +193,8 @@ class ViTConfig(Frozen):
             raise ValueError(f"pool {self.pool!r} needs class_token")
         if self.distillation_token and (not self.class_token or self.registers):
             raise ValueError("distillation_token needs class_token and no registers")
-        if self.relative_position_bias and (not self.class_token or self.prefix_tokens != 1):
-            raise ValueError("relative_position_bias needs class_token as the only prefix token")
+        if self.relative_position_bias and self.prefix_tokens > self.class_token:
+            raise ValueError("relative_position_bias allows no prefix token but class_token")
         return self
 
     @model_validator(mode="after")
