@@ -15,6 +15,7 @@ from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
+from tests.timm_coverage import TOLERANCE, compare, read, released, sample
 from tests.timm_reference import timm
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -199,3 +200,13 @@ def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_p
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.labels[207] == "golden retriever"
     assert any("imagenet-1k" in note for note in checkpoint.assumed)
+
+
+def test_most_of_timms_released_vision_transformers_are_read_and_a_sample_is_exact() -> None:
+    timm()
+    names = released()
+    assert len(read(names)) >= 191
+    for name in sample(3, 0, 200):
+        found = compare(name)
+        assert found.logits < TOLERANCE, name
+        assert found.levels <= 1, name
