@@ -25,7 +25,14 @@ from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
-from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
+from model.checkpoint.timm_architectures import (
+    TimmArguments,
+    architecture_arguments,
+    architectures,
+    native_names,
+    parse_arguments,
+)
+from model.checkpoint.timm_eva import EvaArguments
 from model.checkpoint.torchvision import MODELS, published_preset
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
@@ -83,6 +90,10 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors = _with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    if name not in ("", OWN):
+        with validating(where):
+            own = parse_arguments(architecture_arguments(name, where) | given | {"img_size": 1, "num_classes": 1})
+        tensors = own.renamed(tensors) if isinstance(own, EvaArguments) else tensors
     told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
@@ -208,7 +219,7 @@ def _timms(
     arguments = own | given | _head(stored)
     with validating(where):
         # An image of one patch always fits, and tells everything that does not depend on the size.
-        fields = TimmArguments.model_validate(arguments | {"img_size": 1})
+        fields = parse_arguments(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
     depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
     width = stored.shape("pre_logits.fc.weight" if "pre_logits.fc.weight" in tensors else "head.weight")[1]
@@ -220,7 +231,7 @@ def _timms(
     asked: dict[str, Any] = {}
     if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in given:
         asked["num_heads"] = "N"
-    if given.keys() & _SIZES and "norm_order" not in given:
+    if given.keys() & _SIZES and "norm_order" not in given and isinstance(fields, TimmArguments):
         asked["norm_order"] = "pre"
     if arguments.get("head_hidden") and "head_act" not in given:
         asked["head_act"] = "tanh"
@@ -231,7 +242,7 @@ def _timms(
     )
     with validating(where):
         size = _image_size((rows, columns), probe.patch_size, preprocess)
-        return {}, TimmArguments.model_validate(arguments | {"img_size": size, "in_chans": channels}).vit_config()
+        return {}, parse_arguments(arguments | {"img_size": size, "in_chans": channels}).vit_config()
 
 
 def _own(
@@ -352,9 +363,10 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
-    head = stored.shape("head.weight")
-    hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
-    return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
+    fields: dict[str, Any] = {"num_classes": stored.shape("head.weight")[0]}
+    if "pre_logits.fc.weight" in stored:
+        fields["head_hidden"] = stored.shape("pre_logits.fc.weight")[0]
+    return fields
 
 
 def _flat(inputs: int, where: str) -> tuple[int, int]:

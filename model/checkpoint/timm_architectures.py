@@ -3,7 +3,8 @@
 Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py, beit.py,
 vision_transformer_relpos.py. `timm_architectures.json` holds what each architecture's entry point passes to the model
 class, in the words of `VisionTransformer`, so that a name alone says the whole architecture; models built of other
-parts (parallel blocks, differential attention) are refused by name.
+parts (parallel blocks, differential attention) are refused by name. The class of those with rotary positions is in
+`model.checkpoint.timm_eva`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from model.checkpoint.tensors import fuse_pairs, renamed
-from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
+from model.checkpoint.timm_eva import POOL, EvaArguments, join, pair
+from model.config import Activation, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
 
-_POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
-
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
-
-
-def _pair(value: Any) -> Any:
-    return (value, value) if type(value) is int else value
 
 
 class TimmArguments(BaseModel):
@@ -38,7 +34,7 @@ class TimmArguments(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    img_size: Annotated[Size, BeforeValidator(_pair)]
+    img_size: Annotated[Size, BeforeValidator(pair)]
     num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -98,7 +94,7 @@ class TimmArguments(BaseModel):
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
         """
-        pool = _POOL[self.global_pool]
+        pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
         patch = self.patch_edge
         rows, columns = self.img_size
@@ -138,6 +134,12 @@ class TimmArguments(BaseModel):
             head_activation=self.head_act or "tanh",
             distillation_head=self.distilled,
         )
+
+
+def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArguments:
+    """Return the arguments as those of the class that the architecture is of; raises pydantic.ValidationError."""
+    kind = EvaArguments if arguments.get("family") == "eva" else TimmArguments
+    return kind.model_validate(arguments)
 
 
 @cache
@@ -185,13 +187,11 @@ def _with_tables(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, 
     What is not of the expected shape stays under its name, which is then refused.
     """
     result = renamed({name: t for name, t in tensors.items() if not name.endswith("relative_position_index")}, _OF_BEIT)
-    own = {name.rpartition(".q_bias")[0] for name in result if name.endswith(".attn.q_bias")}
-    for place in own:
-        query, value = result[f"{place}.q_bias"], result.get(f"{place}.v_bias")
-        if value is not None and value.shape == query.shape:
-            del result[f"{place}.q_bias"], result[f"{place}.v_bias"]
-            result[f"{place}.qkv.bias"] = torch.cat((query, torch.zeros_like(query), value))
     blocks = [f"blocks.{index}.attn" for index in range(config.depth)]
+    for block in blocks:
+        if f"{block}.q_bias" in result:
+            result[f"{block}.k_bias"] = torch.zeros_like(result[f"{block}.q_bias"])
+        join(result, [f"{block}.{part}_bias" for part in "qkv"], f"{block}.qkv.bias", (config.width,))
     for source, targets in (("shared_rel_pos", blocks), *((f"{block}.rel_pos", [block]) for block in blocks)):
         layers = {name: result[name] for name in (f"{source}.mlp.{part}" for part in _MLP) if name in result}
         table = _table_of_mlp(list(layers.values()), config) if len(layers) == len(_MLP) else None

@@ -76,6 +76,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         self.fc1 = nn.Linear(config.width, 2 * config.mlp_width, bias=bias)
+        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class SwiGLU(nn.Module):
     def finish(self, hidden: Tensor) -> Tensor:
         """Map what the first layer gave, [..., 2 mlp_width], to the output [..., D]."""
         gate, value = hidden.chunk(2, dim=-1)
-        y: Tensor = self.fc2(self.activation(gate) * value)
+        y: Tensor = self.fc2(self.norm(self.activation(gate) * value))
         return y
 
 
@@ -132,7 +133,6 @@ class Kept(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    fused: Tensor | None
 
 
 class Block(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.checkpoint import load_checkpoint
 from model.checkpoint.state_dict import parse_architecture
+from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm
@@ -236,7 +237,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
     ("architecture", "message"),
     [
         (None, "--architecture vit_tiny_patch16_224 --preprocess"),
-        ("vit_nothing", "'vit_nothing' is none of the 183 architectures of timm"),
+        ("vit_nothing", f"'vit_nothing' is none of the {len(architectures())} architectures of timm"),
         ("vit_small_patch16_224", "is 192 wide, vit_small_patch16_224 is 384"),
         ("vit_tiny_patch16_224,depth=11", "has 12 blocks, vit_tiny_patch16_224 has 11"),
         ("vit_tiny_patch16_224,patch_size=8", "has patches of 8x8"),

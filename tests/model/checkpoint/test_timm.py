@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.timm_architectures import TimmArguments, architectures, native_names
+from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
+from model.checkpoint.timm_eva import EvaArguments
 from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
@@ -63,6 +64,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos-cls-mean": ("vit_relpos_base_patch16_clsgap_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "relpos-res-post-norm": ("vit_relpos_base_patch32_plus_rpn_256", {"img_size": 96, "embed_dim": 48, "num_heads": 3}),
     "res-post-norm": ("vit_base_patch16_rpn_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "eva": ("eva_giant_patch14_224", {"img_size": 28, "embed_dim": 48, "num_heads": 4}),
+    "eva02": ("eva02_tiny_patch14_336", {"img_size": (42, 28), "embed_dim": 48}),
+    "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
+    "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
+    "rope-gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"img_size": (48, 32), "embed_dim": 80}),
+    "rope-gap-no-bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
+    "rope": ("vit_small_patch16_rope_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-ape": ("vit_small_patch16_rope_ape_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-mixed-ape": ("vit_base_patch16_rope_mixed_ape_224", {"img_size": 48, "embed_dim": 96}),
+    "dinov3": ("vit_small_patch16_dinov3", {"img_size": (48, 32), "embed_dim": 48, "num_classes": 9}),
+    "dinov3-swiglu-cls": (
+        "vit_small_plus_patch16_dinov3_qkvb",
+        {"img_size": (48, 32), "embed_dim": 72, "mlp_ratio": 3.1, "num_classes": 9, "global_pool": "token"},
+    ),
+    "pe-core": ("vit_pe_core_small_patch16_384", {"img_size": (48, 80), "embed_dim": 48, "num_classes": 9}),
+    "pe-core-no-cls": ("vit_pe_core_gigantic_patch14_448", {"img_size": 42, "embed_dim": 64, "num_classes": 9}),
+    "pe-lang": ("vit_pe_lang_large_patch14_448", {"img_size": 28, "embed_dim": 64, "num_classes": 9}),
     "hybrid-root": ("vit_tiny_r_s16_p8_224", {"img_size": 64}),
     "hybrid-r26": ("vit_small_r26_s32_224", {"img_size": 64, "embed_dim": 48}),
     "hybrid-r50": ("vit_base_r50_s16_224", {"img_size": 48, "embed_dim": 48, "num_classes": 5}),
@@ -91,13 +110,15 @@ def test_logits_are_those_of_timm(case: str, tmp_path: Path) -> None:
 def test_every_architecture_has_timms_parameters(name: str) -> None:
     library = timm()
     with torch.device("meta"), torch.no_grad():
-        skip = {} if name.startswith("beit") else {"weight_init": "skip"}
+        skip = {} if name.startswith("beit") or "family" in architectures()[name] else {"weight_init": "skip"}
         theirs = library.create_model(name, num_classes=3, **skip)
     arguments = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
-    config = TimmArguments.model_validate(arguments).vit_config()
+    parsed = parse_arguments(arguments)
+    config = parsed.vit_config()
     with torch.device("meta"):
         ours = VisionTransformer(config)
-    expected = {n: tuple(t.shape) for n, t in native_names(theirs.state_dict(), config).items()}
+    stored = parsed.renamed(theirs.state_dict()) if isinstance(parsed, EvaArguments) else theirs.state_dict()
+    expected = {n: tuple(t.shape) for n, t in native_names(stored, config).items()}
     assert {n: tuple(t.shape) for n, t in ours.state_dict().items()} == expected
     assert config.heads == theirs.blocks[0].attn.num_heads
     assert config.norm_eps == theirs.blocks[0].norm1.eps

@@ -39,7 +39,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mean_with_prefix": {"pool": "mean", "pool_prefix": True, "registers": 2},
     "max": {"pool": "max"},
     "mean_max": {"pool": "mean_max"},
+    "rotary": {"rotary": {"reference_grid": (3, 2), "offset": 1.0}, "registers": 2, "position_embedding": "none"},
+    "rotary_centred_mean": {"rotary": {"centred": True, "temperature": 100.0}, "pool": "mean", "qk_norm": True},
+    "rotary_learned": {"rotary": {"learned": True}, "layer_scale": True},
+    "inner_norms": {"mlp": "swiglu", "activation": "silu", "mlp_norm": True, "attention_norm": True},
+    "inner_norms_mean": {"mlp": "swiglu", "mlp_norm": True, "attention_norm": True, "pool": "mean"},
     "attention": {"pool": "attention", "class_token": False},
+    "attention_of_other_heads": {"pool": "attention", "pool_prefix": True, "pool_heads": 4, "pool_mlp_width": 16},
     "attention_without_prefix": {"pool": "attention", "registers": 2},
 }
 
