@@ -45,6 +45,8 @@ class TimmArguments(BaseModel):
     mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
     qkv_bias: bool = True
     qk_norm: bool = False
+    scale_attn_norm: bool = False
+    scale_mlp_norm: bool = False
     proj_bias: bool = True
     init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
     class_token: bool = True
@@ -123,6 +125,8 @@ class TimmArguments(BaseModel):
             qkv_bias=self.qkv_bias,
             projection_bias=self.proj_bias,
             qk_norm=self.qk_norm,
+            attention_norm=self.scale_attn_norm,
+            mlp_norm=self.scale_mlp_norm,
             mlp="plain" if self.mlp_layer is None else "swiglu",
             activation=self.act_layer or ("gelu" if self.mlp_layer is None else "silu"),
             layer_scale=bool(self.init_values),

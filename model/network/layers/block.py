@@ -35,18 +35,19 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.fused = False
         self.fc1 = nn.Linear(config.width, config.mlp_width, bias=bias)
+        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
         if self.fused and not x.requires_grad:
-            y: Tensor = self.fc2(self.fused_hidden(x))
+            y: Tensor = self.fc2(self.norm(self.fused_hidden(x)))
             return y
         return self.finish(self.fc1(x))
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Map what the first layer gave, [..., mlp_width], to the output [..., D]."""
-        y: Tensor = self.fc2(self.activation(hidden))
+        y: Tensor = self.fc2(self.norm(self.activation(hidden)))
         return y
 
     def fused_hidden(self, x: Tensor) -> Tensor:

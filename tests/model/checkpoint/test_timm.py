@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +65,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos-cls": ("vit_relpos_medium_patch16_cls_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "relpos-cls-mean": ("vit_relpos_base_patch16_clsgap_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "relpos-res-post-norm": ("vit_relpos_base_patch32_plus_rpn_256", {"img_size": 96, "embed_dim": 48, "num_heads": 3}),
+    "beit3": ("beit3_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "res-post-norm": ("vit_base_patch16_rpn_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "eva": ("eva_giant_patch14_224", {"img_size": 28, "embed_dim": 48, "num_heads": 4}),
     "eva02": ("eva02_tiny_patch14_336", {"img_size": (42, 28), "embed_dim": 48}),
     "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
     "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
+    "eva02-resized": ("eva02_tiny_patch14_336", {"img_size": 64, "patch_size": 16, "embed_dim": 48}),
+    "rope-resized": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
     "rope-gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"img_size": (48, 32), "embed_dim": 80}),
     "rope-gap-no-bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
     "rope": ("vit_small_patch16_rope_224", {"img_size": (48, 80), "embed_dim": 48}),
@@ -107,13 +112,18 @@ def test_logits_are_those_of_timm(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(architectures()))
-def test_every_architecture_has_timms_parameters(name: str) -> None:
+def test_every_architecture_has_timms_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block is compared: all of them are alike, and to make them takes most of the time."""
     library = timm()
     with torch.device("meta"), torch.no_grad():
-        skip = {} if name.startswith("beit") or "family" in architectures()[name] else {"weight_init": "skip"}
-        theirs = library.create_model(name, num_classes=3, **skip)
-    arguments = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
-    parsed = parse_arguments(arguments)
+        theirs = library.create_model(name, num_classes=3, depth=1)
+    given = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
+    entry = library.models.model_entrypoint(name)
+    built = Mock()
+    monkeypatch.setattr(sys.modules[entry.__module__], "build_model_with_cfg", built)
+    entry()
+    assert parse_arguments(given).vit_config().depth == built.call_args.kwargs.get("depth", 12)
+    parsed = parse_arguments(given | {"depth": 1})
     config = parsed.vit_config()
     with torch.device("meta"):
         ours = VisionTransformer(config)
@@ -141,7 +151,11 @@ def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path)
     assert_same_logits(checkpoint, model, "timm dynamic")
 
 
-@pytest.mark.parametrize("case", ["vit", "registers-gap", "deit-distilled", "hybrid-r26"])
+@pytest.mark.parametrize(
+    "case",
+    ["vit", "registers-gap", "deit-distilled", "hybrid-r26"]
+    + ["eva02-resized", "rope-resized", "rope-mixed-ape", "dinov3", "pe-core"],
+)
 def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     size = (96, 64)
@@ -183,7 +197,11 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
     assert (rows[:, 0, :, :prefix] > 0).all()
 
 
-@pytest.mark.parametrize("case", ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"])
+@pytest.mark.parametrize(
+    "case",
+    ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"]
+    + ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"],
+)
 def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
@@ -191,14 +209,9 @@ def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path
     pixels = pictures(checkpoint, 2)
     whole: list[torch.Tensor] = []
 
-    def watch(attention: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        x = arguments[0]
-        qkv = attention.qkv(x).reshape(*x.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = attention.q_norm(qkv[0]), attention.k_norm(qkv[1])
-        whole.append(((q * attention.scale) @ k.transpose(-2, -1)).softmax(-1))
-
     for block in model.blocks:
-        block.attn.register_forward_pre_hook(watch)
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, weights: whole.append(weights[0]))
     with torch.inference_mode():
         model(pixels)
         rows = checkpoint.build()(pixels, (0, 1)).attention

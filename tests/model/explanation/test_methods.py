@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "rotary_centred_mean": {"rotary": {"centred": True, "temperature": 100.0}, "pool": "mean", "qk_norm": True},
     "rotary_learned": {"rotary": {"learned": True}, "layer_scale": True},
     "inner_norms": {"mlp": "swiglu", "activation": "silu", "mlp_norm": True, "attention_norm": True},
+    "inner_norms_plain": {"mlp_norm": True, "attention_norm": True},
     "inner_norms_mean": {"mlp": "swiglu", "mlp_norm": True, "attention_norm": True, "pool": "mean"},
     "attention": {"pool": "attention", "class_token": False},
     "attention_of_other_heads": {"pool": "attention", "pool_prefix": True, "pool_heads": 4, "pool_mlp_width": 16},
