@@ -58,6 +58,7 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
         "projection_bias": False,
     },
     "post-norm": {"norm_order": "post", "layer_scale": True},
+    "residual post-norm": {"norm_order": "res_post", "layer_scale": True},
     "inner width": {"attention_width": 16, "pool": "mean"},
     "two-layer head": {"head_width": 24, "activation": "tanh"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
