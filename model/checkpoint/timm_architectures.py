@@ -211,14 +211,18 @@ _MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 def _table_of_mlp(layers: list[Tensor], config: ViTConfig) -> Tensor | None:
     """Return the table that an MLP makes of logarithmic offsets (Liu et al. 2022, Swin V2), as timm's kind "cr".
 
-    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape is another.
+    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape is another, or a
+    tensor is not dense floating point.
     """
-    width = layers[0].shape[0]
+    width = layers[1].numel()
     if [tuple(t.shape) for t in layers] != [(width, 2), (width,), (config.heads, width), (config.heads,)]:
+        return None
+    if not all(t.is_floating_point() and t.layout == torch.strided for t in layers):
         return None
     rows, columns = (torch.arange(1 - n, n, device=layers[0].device, dtype=torch.float32) for n in config.grid)
     offsets = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).reshape(-1, 2)
     logarithmic = torch.sign(offsets) * torch.log(1.0 + offsets.abs())
     first, first_bias, second, second_bias = (t.float() for t in layers)
     table = F.linear(F.relu(F.linear(logarithmic, first, first_bias)), second, second_bias)
+    table = table + sum(0 * t.sum() for t in layers)  # what is not finite does not vanish in the ReLU
     return F.pad(table, (0, 0, 0, 3 * config.class_token))

@@ -55,6 +55,12 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     ),
     "half": ("vit_tiny_patch16_224", {}, lambda s: s),
     "hybrid": ("vit_tiny_r_s16_p8_224", {"img_size": 64}, lambda s: s),
+    # As Microsoft's files have it, with indices that follow from the grid.
+    "beit": (
+        "beit_base_patch16_224",
+        {},
+        lambda s: {"model": s | {"blocks.0.attn.relative_position_index": torch.zeros(10, 10, dtype=torch.int64)}},
+    ),
 }
 
 
@@ -89,6 +95,29 @@ def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     )
     assert checkpoint.config.num_classes == 6
     assert_same_logits(checkpoint, model, f"state dict {case}")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("beit_base_patch16_224", "norm_order=pre,norm_eps=1e-6,pos_embed=none,pool_include_prefix=false"),
+        ("beit3_base_patch16_224", "norm_order=pre,norm_eps=1e-5,pool_include_prefix=false"),
+        (
+            "vit_relpos_base_patch16_rpn_224",
+            "norm_order=res_post,norm_eps=1e-6,pos_embed=none,qkv_bias=false,class_token=false,fc_norm=false",
+        ),
+    ],
+)
+def test_relative_positions_and_inner_norms_are_seen_in_the_tensors(name: str, said: str, tmp_path: Path) -> None:
+    model = timm().create_model(name, img_size=48, num_classes=6, depth=2, embed_dim=48, num_heads=3).eval()
+    randomise(model)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    architecture = f"vit,num_heads=3,act_layer=gelu,global_pool=avg,{said}"
+    preprocess = preprocess_file(tmp_path, 48, 48)
+    checkpoint = load_checkpoint(
+        str(tmp_path / "weights.pth"), architecture=architecture, preprocess=preprocess, labels="numbers"
+    )
+    assert_same_logits(checkpoint, model, f"{name} by its tensors")
 
 
 SMALL_VIT = {

@@ -14,6 +14,7 @@ import torch
 from model.checkpoint import load_checkpoint
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
 from model.checkpoint.timm_eva import EvaArguments
+from model.errors import CheckpointError
 from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
@@ -200,7 +201,8 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"]
-    + ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"],
+    + ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"]
+    + ["beit", "beit-token", "beit3", "relpos", "relpos-shared", "relpos-cls", "relpos-res-post-norm"],
 )
 def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
@@ -244,3 +246,22 @@ def test_most_of_timms_released_vision_transformers_are_read_and_a_sample_is_exa
         found = compare(name)
         assert found.logits < TOLERANCE, name
         assert found.levels <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.to(torch.int64), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t[0], r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t.to_sparse(), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: torch.full_like(t, -torch.inf), r"relative_position_bias_table holds values that are not finite"),
+    ],
+)
+def test_an_mlp_of_relative_positions_that_is_damaged_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
+    model = make("relpos-shared", tmp_path)
+    state = model.state_dict()
+    state["shared_rel_pos.mlp.fc1.bias"] = damage(state["shared_rel_pos.mlp.fc1.bias"])
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path)).build()
