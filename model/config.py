@@ -139,8 +139,9 @@ class ViTConfig(Frozen):
 
     norm_before_blocks: bool = False
     """A LayerNorm stands between the embedding and the first block (CLIP)."""
-    norm_order: Literal["pre", "post"] = "pre"
-    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017)."""
+    norm_order: Literal["pre", "post", "res_post"] = "pre"
+    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
+    on each branch's way out (Liu et al. 2022, Swin V2)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
     """Dimension of queries, keys and values over all heads; None is `width`."""
@@ -150,11 +151,11 @@ class ViTConfig(Frozen):
     qk_norm: bool = False
     """Each head has a LayerNorm over queries and keys (Dehghani et al. 2023)."""
     attention_norm: bool = False
-    """A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models)."""
+    """A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models, BEiT-3)."""
     mlp: Literal["plain", "swiglu"] = "plain"
     """swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first."""
     mlp_norm: bool = False
-    """A LayerNorm stands between the gated values and the second projection (EVA-02); needs 'swiglu'."""
+    """A LayerNorm stands between the activation, or the gated values, and the second projection (EVA-02, BEiT-3)."""
     activation: Activation = "gelu"
     layer_scale: bool = False
     """Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT)."""
@@ -197,8 +198,6 @@ class ViTConfig(Frozen):
             raise ValueError(f"width {self.width} is not a multiple of pool_heads {self.pool_heads or self.heads}")
         if self.rotary is not None and self.inner_width // self.heads % 4:
             raise ValueError(f"rotary needs heads of a multiple of 4, not {self.inner_width // self.heads}")
-        if self.mlp_norm and self.mlp != "swiglu":
-            raise ValueError("mlp_norm needs mlp 'swiglu'")
         if self.patch_norms and self.patch_embedding != "linear":
             raise ValueError("patch_norms needs patch_embedding 'linear'")
         if self.position_embedding == "sincos2d" and self.width % 4:
@@ -222,8 +221,8 @@ class ViTConfig(Frozen):
             raise ValueError(f"pool {self.pool!r} needs class_token")
         if self.distillation_token and (not self.class_token or self.registers):
             raise ValueError("distillation_token needs class_token and no registers")
-        if self.relative_position_bias and (not self.class_token or self.prefix_tokens != 1):
-            raise ValueError("relative_position_bias needs class_token as the only prefix token")
+        if self.relative_position_bias and self.prefix_tokens > self.class_token:
+            raise ValueError("relative_position_bias allows no prefix token but class_token")
         return self
 
     @model_validator(mode="after")
@@ -234,8 +233,8 @@ class ViTConfig(Frozen):
             raise ValueError("distillation_head needs a head of one layer")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
-        if self.pool == "attention" and self.mlp != "plain":
-            raise ValueError("pool 'attention' needs mlp 'plain'")
+        if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):
+            raise ValueError("pool 'attention' needs mlp 'plain' without mlp_norm")
         return self
 
     @property

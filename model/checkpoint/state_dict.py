@@ -69,7 +69,7 @@ _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_po
 _PRESENT: Final = {
     "class_token": ("cls_token",),
     "patch_bias": ("patch_embed.proj.bias",),
-    "qkv_bias": ("blocks.0.attn.qkv.bias",),
+    "qkv_bias": ("blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
     "proj_bias": ("blocks.0.attn.proj.bias",),
     "final_norm": ("norm.weight", "fc_norm.weight"),
 }
@@ -301,8 +301,11 @@ def _own(
         "mlp_width": deep[1],
         "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
         "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "attention_norm": "blocks.0.attn.norm.weight" in tensors,
+        "mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
+        "relative_position_bias": any(re.search(r"\.relative_position_bias_table$|rel_pos\.mlp\.", n) for n in tensors),
         "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
-        "layer_scale": "blocks.0.ls1.gamma" in tensors,
+        "layer_scale": "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors,
         "norm_before_blocks": "norm_pre.weight" in tensors,
         "patch_norms": "patch_embed.norm_in.weight" in tensors,
         "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",

@@ -50,7 +50,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     with validating(where):
         vit = arguments.vit_config()
     size = _input_size(where, pretrained)[1:]
-    if size != vit.image_size and not arguments.dynamic_img_size:
+    if size != vit.image_size and (not arguments.dynamic_img_size or vit.relative_position_bias):
         raise CheckpointError(f"{where}: pretrained_cfg.input_size {size} disagrees with img_size {vit.image_size}")
     preprocess = options.preprocess_or(None if options.preprocess else _preprocess(where, pretrained), where)
     labels, assumed = _labels(where, config, pretrained, vit.num_classes, options)

@@ -61,6 +61,8 @@ class EvaArguments(BaseModel):
     rope_temperature: float = 10_000.0
     rope_rotate_half: bool = False
     ref_feat_shape: Annotated[Size, BeforeValidator(pair)] | None = None
+    use_post_norm: bool = False
+    """A norm stands on each branch's way out, and no factors after it."""
     use_pre_transformer_norm: bool = False
     use_post_transformer_norm: bool | None = None
     use_fc_norm: bool | None = None
@@ -121,13 +123,14 @@ class EvaArguments(BaseModel):
             class_token=self.class_token,
             registers=self.num_reg_tokens,
             norm_before_blocks=self.use_pre_transformer_norm,
+            norm_order="res_post" if self.use_post_norm else "pre",
             norm_eps=self.norm_eps,
             qkv_bias=self.qkv_bias,
             attention_norm=self.scale_attn_inner,
             mlp="swiglu" if self.swiglu_mlp else "plain",
             mlp_norm=self.scale_mlp,
             activation="silu" if self.swiglu_mlp else "gelu",
-            layer_scale=self.init_values is not None,
+            layer_scale=self.init_values is not None and not self.use_post_norm,
             pool=POOL[self.global_pool],
             pool_prefix=is_pooling,
             pool_heads=self.attn_pool_num_heads if is_pooling else None,
@@ -162,11 +165,11 @@ class EvaArguments(BaseModel):
         for block in range(self.depth):
             at = f"blocks.{block}.attn."
             if not self.qkv_fused:
-                _join(result, [f"{at}{part}_proj.weight" for part in "qkv"], f"{at}qkv.weight", (width, width))
+                join(result, [f"{at}{part}_proj.weight" for part in "qkv"], f"{at}qkv.weight", (width, width))
             if self.attn_type == "eva" and self.qkv_bias:
                 if f"{at}{bias[0]}" in result:
                     result[f"{at}k_bias"] = torch.zeros_like(result[f"{at}{bias[0]}"])
-                _join(result, [at + bias[0], f"{at}k_bias", at + bias[1]], f"{at}qkv.bias", (width,))
+                join(result, [at + bias[0], f"{at}k_bias", at + bias[1]], f"{at}qkv.bias", (width,))
             for name in (f"{at}qkv.weight", f"{at}qkv.bias") if self.use_rot_pos_emb else ():
                 if name in result and result[name].shape[:1] == (3 * width,):
                     result[name] = self._in_order(result[name])
@@ -192,7 +195,7 @@ class EvaArguments(BaseModel):
         return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
 
 
-def _join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:
+def join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:
     """Join tensors along their first axis, in place, if all are there and of this shape."""
     if all(name in tensors and tuple(tensors[name].shape) == shape for name in names):
         tensors[joined] = torch.cat([tensors.pop(name) for name in names])

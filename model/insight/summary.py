@@ -115,6 +115,7 @@ def _blocks(config: ViTConfig) -> str:
     for name, present in (
         (f"attention {config.inner_width} wide", config.inner_width != config.width),
         ("post-norm", config.norm_order == "post"),
+        ("residual post-norm", config.norm_order == "res_post"),
         ("LayerScale", config.layer_scale),
         ("QK-norm", config.qk_norm),
         ("norm of the heads", config.attention_norm),

@@ -40,6 +40,11 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     ],
     "SiglipForImageClassification": [{}],
     "CLIPForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "MetaClip2ForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "ViTMSNForImageClassification": [{}],
+    "IJepaForImageClassification": [{}],
+    "Data2VecVisionForImageClassification": [_BEIT],
+    "Siglip2ForImageClassification": [{"num_patches": 4}],
 }
 """What the `config.json` of each class of transformers says beside the sizes."""
 
@@ -53,6 +58,7 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
         "projection_bias": False,
     },
     "post-norm": {"norm_order": "post", "layer_scale": True},
+    "residual post-norm": {"norm_order": "res_post", "layer_scale": True},
     "inner width": {"attention_width": 16, "pool": "mean"},
     "two-layer head": {"head_width": 24, "activation": "tanh"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},

@@ -72,8 +72,10 @@ class Attention(nn.Module):
         self.register_buffer("fixed_bias", None, persistent=False)
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
-            self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
-            self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
+            entries = relative_table_size(self.grid, config.class_token)
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(entries, self.heads))
+            index = relative_position_index(self.grid, config.class_token)
+            self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False

@@ -20,6 +20,7 @@ from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
+from tests.timm_coverage import TOLERANCE, compare, read, released, sample
 from tests.timm_reference import timm
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,11 +57,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "map-prefix": ("test_vit3", {"img_size": 32}),
     "siglip-map": ("vit_so400m_patch14_siglip_384", {"img_size": 46, "embed_dim": 64, "num_classes": 5}),
     "siglip-gap": ("vit_base_patch16_siglip_gap_224", {"img_size": 32, "embed_dim": 48, "num_classes": 5}),
+    "beit": ("beit_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 4}),
+    "beit-token": (
+        "beitv2_base_patch16_224",
+        {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3, "global_pool": "token"},
+    ),
+    "relpos": ("vit_relpos_small_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-shared": ("vit_srelpos_small_patch16_224", {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3}),
+    "relpos-cls": ("vit_relpos_medium_patch16_cls_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-cls-mean": ("vit_relpos_base_patch16_clsgap_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-res-post-norm": ("vit_relpos_base_patch32_plus_rpn_256", {"img_size": 96, "embed_dim": 48, "num_heads": 3}),
+    "beit3": ("beit3_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "res-post-norm": ("vit_base_patch16_rpn_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
     "eva": ("eva_giant_patch14_224", {"img_size": 28, "embed_dim": 48, "num_heads": 4}),
     "eva02": ("eva02_tiny_patch14_336", {"img_size": (42, 28), "embed_dim": 48}),
     "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
     "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
     "eva02-resized": ("eva02_tiny_patch14_336", {"img_size": 64, "patch_size": 16, "embed_dim": 48}),
+    "eva02-res-post-norm": (
+        "eva02_enormous_patch14_clip_224",
+        {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 9},
+    ),
     "rope-resized": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
     "rope-gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"img_size": (48, 32), "embed_dim": 80}),
     "rope-gap-no-bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
@@ -209,7 +226,13 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
     assert (rows[:, 0, :, :prefix] > 0).all()
 
 
-@pytest.mark.parametrize("case", ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap", *ROTARY])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap", *ROTARY),
+        *("beit", "beit-token", "beit3", "relpos", "relpos-shared", "relpos-cls", "relpos-res-post-norm"),
+    ],
+)
 def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
@@ -242,3 +265,32 @@ def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_p
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.labels[207] == "golden retriever"
     assert any("imagenet-1k" in note for note in checkpoint.assumed)
+
+
+def test_most_of_timms_released_vision_transformers_are_read_and_a_sample_is_exact() -> None:
+    timm()
+    names = released()
+    assert len(read(names)) >= 191
+    for name in sample(3, 0, 200):
+        found = compare(name)
+        assert found.logits < TOLERANCE, name
+        assert found.levels <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.to(torch.int64), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t[0], r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t.to_sparse(), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: torch.full_like(t, -torch.inf), r"relative_position_bias_table holds values that are not finite"),
+    ],
+)
+def test_an_mlp_of_relative_positions_that_is_damaged_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
+    model = make("relpos-shared", tmp_path)
+    state = model.state_dict()
+    state["shared_rel_pos.mlp.fc1.bias"] = damage(state["shared_rel_pos.mlp.fc1.bias"])
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path)).build()

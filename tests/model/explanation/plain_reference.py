@@ -34,6 +34,10 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
             mixed, weights = _attend(block.attn, x)
             x = block.norm1(x + block.ls1(mixed))
             x = block.norm2(x + block.ls2(block.mlp(x)))
+        elif model.config.norm_order == "res_post":
+            mixed, weights = _attend(block.attn, x)
+            x = x + block.ls1(block.norm1(mixed))
+            x = x + block.ls2(block.norm2(block.mlp(x)))
         else:
             mixed, weights = _attend(block.attn, block.norm1(x))
             x = x + block.ls1(mixed)

@@ -87,7 +87,7 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
     if isinstance(mlp, SwiGLU):
         gate, hidden = hidden.chunk(2, dim=-1)
         return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, mlp.activation(gate).detach() * hidden)))
-    return torch.as_tensor(mlp.fc2((mlp.activation(hidden) / hidden).detach() * hidden))
+    return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, (mlp.activation(hidden) / hidden).detach() * hidden)))
 
 
 def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
