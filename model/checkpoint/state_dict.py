@@ -90,10 +90,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors = _with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
-    if name not in ("", OWN):
-        with validating(where):
-            own = parse_arguments(architecture_arguments(name, where) | given | {"img_size": 1, "num_classes": 1})
-        tensors = own.renamed(tensors) if isinstance(own, EvaArguments) else tensors
+    tensors = _of_eva(name, given, tensors, where)
     told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
@@ -150,6 +147,16 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes=notes,
         assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
     )
+
+
+def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return the tensors, those of timm's `Eva` class as its other classes have them."""
+    if architectures().get(name, {}).get("family") != "eva":
+        return tensors
+    with validating(where):
+        return EvaArguments.model_validate(architectures()[name] | given | {"img_size": 1, "num_classes": 1}).renamed(
+            tensors
+        )
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -520,6 +527,8 @@ def _question(
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    if "pos_embed" in asked:
+        hints.append("rotary positions leave no tensor: a network that has them needs timm's name")
     if options.preprocess is None:
         hints.append("MEAN and STD are those of its training, for pixels of 0...1")
     hint = f" ({'; '.join(hints)})" if hints else ""

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from model.checkpoint.tensors import fuse_pairs
 from model.config import Pool, RotaryPositions, Size, ViTConfig
 
 POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
@@ -60,6 +61,8 @@ class EvaArguments(BaseModel):
     rope_temperature: float = 10_000.0
     rope_rotate_half: bool = False
     ref_feat_shape: Annotated[Size, BeforeValidator(pair)] | None = None
+    use_post_norm: bool = False
+    """A norm stands on each branch's way out, and no factors after it."""
     use_pre_transformer_norm: bool = False
     use_post_transformer_norm: bool | None = None
     use_fc_norm: bool | None = None
@@ -120,13 +123,14 @@ class EvaArguments(BaseModel):
             class_token=self.class_token,
             registers=self.num_reg_tokens,
             norm_before_blocks=self.use_pre_transformer_norm,
+            norm_order="res_post" if self.use_post_norm else "pre",
             norm_eps=self.norm_eps,
             qkv_bias=self.qkv_bias,
             attention_norm=self.scale_attn_inner,
             mlp="swiglu" if self.swiglu_mlp else "plain",
             mlp_norm=self.scale_mlp,
             activation="silu" if self.swiglu_mlp else "gelu",
-            layer_scale=self.init_values is not None,
+            layer_scale=self.init_values is not None and not self.use_post_norm,
             pool=POOL[self.global_pool],
             pool_prefix=is_pooling,
             pool_heads=self.attn_pool_num_heads if is_pooling else None,
@@ -155,6 +159,8 @@ class EvaArguments(BaseModel):
             for name, tensor in tensors.items()
             if name == "rope.freqs" or not name.startswith("rope.")  # what is not learned is computed, as by timm
         }
+        if self.swiglu_mlp:
+            fuse_pairs(result, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
         bias = ("q_bias", "v_bias") if self.qkv_fused else ("q_proj.bias", "v_proj.bias")
         for block in range(self.depth):
             at = f"blocks.{block}.attn."
@@ -185,8 +191,8 @@ class EvaArguments(BaseModel):
             pairs = pairs.roll(size // 4)
         first, second = (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
         order = torch.cat((first, second)).to(tensor.device)
-        parts = tensor.unflatten(0, (3, self.num_heads, size))
-        return torch.cat((parts[:2].index_select(2, order), parts[2:])).flatten(0, 2)
+        parts = tensor.reshape(3, self.num_heads, size, -1)
+        return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
 
 
 def join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:

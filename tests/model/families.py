@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from model.checkpoint.huggingface import FAMILIES
-from model.checkpoint.timm_architectures import TimmArguments, architectures
-from model.config import ViTConfig
+from model.checkpoint.timm_architectures import architectures, parse_arguments
+from model.config import RotaryPositions, ViTConfig
 
 _SMALL: Final[dict[str, Any]] = {
     "hidden_size": 32,
@@ -89,11 +89,12 @@ def _timm(arguments: dict[str, Any]) -> ViTConfig:
     stages = {} if stem is None else {"stem_layers": [1] * len(stem)}
     patch = 8 if stem is None else 1
     sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": patch, "num_classes": 5}
-    made = TimmArguments.model_validate(arguments | sizes | stages | {"img_size": 16})
+    made = parse_arguments(arguments | sizes | stages | {"img_size": 16})
     edge = 2 * made.patch_edge
     return made.model_copy(update={"img_size": (edge, edge)}).vit_config()
 
 
 def _kind(config: ViTConfig) -> ViTConfig:
     """Return the configuration without what is a number alone, and changes no operator."""
-    return config.model_copy(update={"norm_eps": 1e-6, "registers": min(config.registers, 1)})
+    rotary = config.rotary and RotaryPositions(learned=config.rotary.learned)
+    return config.model_copy(update={"norm_eps": 1e-6, "registers": min(config.registers, 1), "rotary": rotary})

@@ -98,6 +98,30 @@ def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("eva02_base_patch14_448", 42),
+        ("vit_small_patch16_rope_mixed_224", 48),
+        ("vit_small_patch16_dinov3", 48),
+        ("vit_pe_core_tiny_patch16_384", 48),
+    ],
+)
+def test_state_dicts_with_rotary_positions(name: str, size: int, tmp_path: Path) -> None:
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+    model = timm().create_model(name, img_size=size, num_classes=6, **small).eval()
+    randomise(model)
+    torch.save({"state_dict": {f"module.{n}": t for n, t in model.state_dict().items()}}, tmp_path / "weights.pth")
+    architecture = ",".join([name, *(f"{key}={value}" for key, value in small.items())])
+    checkpoint = load_checkpoint(
+        str(tmp_path / "weights.pth"),
+        architecture=architecture,
+        preprocess=preprocess_file(tmp_path, size, size),
+        labels="numbers",
+    )
+    assert_same_logits(checkpoint, model, f"state dict {name}")
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("beit_base_patch16_224", "norm_order=pre,norm_eps=1e-6,pos_embed=none,pool_include_prefix=false"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint
+from model.checkpoint.checkpoint import native_tensors
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
 from model.checkpoint.timm_eva import EvaArguments
 from model.errors import CheckpointError
@@ -73,6 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
     "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
     "eva02-resized": ("eva02_tiny_patch14_336", {"img_size": 64, "patch_size": 16, "embed_dim": 48}),
+    "eva02-res-post-norm": (
+        "eva02_enormous_patch14_clip_224",
+        {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 9},
+    ),
     "rope-resized": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
     "rope-gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"img_size": (48, 32), "embed_dim": 80}),
     "rope-gap-no-bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
@@ -92,6 +97,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-r26": ("vit_small_r26_s32_224", {"img_size": 64, "embed_dim": 48}),
     "hybrid-r50": ("vit_base_r50_s16_224", {"img_size": 48, "embed_dim": 48, "num_classes": 5}),
 }
+
+
+ROTARY = ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"]
+RESIZED = ["vit", "registers-gap", "deit-distilled", "hybrid-r26", "eva02-resized", "rope-resized", *ROTARY[3::2]]
 
 
 def make(case: str, folder: Path) -> Any:
@@ -141,6 +150,26 @@ def test_every_architecture_has_timms_parameters(name: str, monkeypatch: pytest.
     torch.testing.assert_close(mlp.activation(values), activation(values), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["eva02-apart", "rope-mixed", "pe-core"])
+def test_what_was_lost_or_is_of_another_shape_is_refused_in_every_tensor(case: str, tmp_path: Path) -> None:
+    stored = make(case, tmp_path).state_dict()
+    name, options = CASES[case]
+    arguments = parse_arguments(architectures()[name] | {"num_classes": 1000, "depth": 2} | options)
+    assert isinstance(arguments, EvaArguments)
+    config = arguments.vit_config()
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        native_tensors(native_names(arguments.renamed(tensors), config), config, "folder")
+
+    read(stored)
+    for name, tensor in stored.items():
+        for changed in ({}, {name: tensor[:-1]}):
+            with pytest.raises(CheckpointError):
+                read({key: value for key, value in stored.items() if key != name} | changed)
+    with pytest.raises(CheckpointError, match="unexpected key"):
+        read(stored | {"blocks.1.attn.k_proj.bias": stored["blocks.1.norm1.bias"]})
+
+
 def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:
     library = timm()
     model = library.create_model("test_vit", img_size=96, depth=2).eval()
@@ -154,8 +183,7 @@ def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "case",
-    ["vit", "registers-gap", "deit-distilled", "hybrid-r26"]
-    + ["eva02-resized", "rope-resized", "rope-mixed-ape", "dinov3", "pe-core"],
+    RESIZED,
 )
 def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
@@ -200,9 +228,10 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"]
-    + ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"]
-    + ["beit", "beit-token", "beit3", "relpos", "relpos-shared", "relpos-cls", "relpos-res-post-norm"],
+    [
+        *("vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap", *ROTARY),
+        *("beit", "beit-token", "beit3", "relpos", "relpos-shared", "relpos-cls", "relpos-res-post-norm"),
+    ],
 )
 def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
