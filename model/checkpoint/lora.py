@@ -17,7 +17,8 @@ from model.checkpoint import huggingface
 from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.files import Files
 from model.checkpoint.refusals import required
-from model.checkpoint.tensor_files import read_pickle, read_safetensors
+from model.checkpoint.tensor_files.pickles import read_pickle
+from model.checkpoint.tensor_files.safetensors_files import read_safetensors
 from model.errors import CheckpointError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
