@@ -114,15 +114,13 @@ def parse_json(data: bytes, where: str) -> Any:
         value = json.loads(data, object_pairs_hook=_once)
     level, inner = 0, [value]
     while inner:
-        level, inner = (
-            level + 1,
-            [
-                part
-                for whole in inner
-                for part in (whole.values() if isinstance(whole, dict) else whole)
-                if isinstance(part, dict | list)
-            ],
-        )
+        level += 1
+        inner = [
+            part
+            for whole in inner
+            if isinstance(whole, dict | list)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
     if level > MAX_NESTING:
         raise CheckpointError(f"{where}: not JSON of a checkpoint: {level} levels, at most {MAX_NESTING} are read")
     return value

@@ -305,7 +305,7 @@ def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("\ud800", "label 1, '\\ud800', cannot be written as UTF-8"),
+        ("\ud800", "label 1, '\\ud800', has control characters or cannot be written as UTF-8"),
         ("x" * 1001, "label 1 has 1001 characters, at most 1000 are allowed"),
     ],
 )
