@@ -93,6 +93,8 @@ def load_checkpoint(
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+            if isinstance(files, Repository) and files.from_cache:
+                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, files.place))
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:

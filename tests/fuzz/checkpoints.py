@@ -1,4 +1,4 @@
-"""Hostile checkpoints, each read in a process of its own and measured: what costs too much, or is no refusal, is a fault."""
+"""Hostile checkpoints, each read in a process of its own and measured; damaged ones, which are refused or right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 from tests.fuzz.mutation import case, damaged
 from tests.fuzz.tally import Tally
-from tests.model.checkpoint.folders import huggingface_folder, native_folder, timm_folder, tiny
+from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, native_folder, timm_folder, tiny
 
 KIND: Final = "checkpoints"
 MAX_SECONDS: Final = 10.0
@@ -360,7 +360,7 @@ def _spoilt(folder: Path, header: bytes, data: bytes = b"", length: int | None =
 
 
 @hostile
-def safetensors_with_a_header_of_100_MB(folder: Path) -> Path:
+def safetensors_with_a_header_of_100_megabytes(folder: Path) -> Path:
     return _spoilt(folder, b"{" + b" " * (100 << 20) + b"}")
 
 
@@ -431,8 +431,8 @@ def mar_of_nested_json(folder: Path) -> Path:
 
 @hostile
 def npz_of_zeros(folder: Path) -> Path:
-    arrays = {name: np.zeros(tuple(tensor.shape), np.float32) for name, tensor in tiny().items()}
-    np.savez_compressed(folder / "m.npz", **arrays, **{"embedding/kernel": np.zeros(50_000_000, np.float32)})
+    arrays: dict[str, Any] = {name: np.zeros(tuple(tensor.shape), np.float32) for name, tensor in tiny().items()}
+    np.savez_compressed(folder / "m.npz", **arrays | {"embedding/kernel": np.zeros(50_000_000, np.float32)})
     return folder / "m.npz"
 
 
@@ -571,14 +571,7 @@ def folder_of_empty_files(folder: Path) -> Path:
 
 @hostile
 def lora_of_two_long_vectors(folder: Path) -> Path:
-    huggingface_folder(folder / "base")
-    (folder / "adapter").mkdir()
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": str(folder / "base")}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
-    vectors = {f"{module}.lora_A.weight": torch.zeros(1, 1 << 17), f"{module}.lora_B.weight": torch.zeros(1 << 17, 1)}
-    save_file(vectors, folder / "adapter" / "adapter_model.safetensors")
-    return folder / "adapter"
+    return adapter_folder(folder / "adapter", str(huggingface_folder(folder / "base")), rank=1, width=1 << 17)
 
 
 @dataclass
@@ -634,7 +627,8 @@ def measured(source: Path, options: dict[str, Any]) -> Cost:
     os.waitpid(pid, 0)
     if not data:
         return Cost(_PATIENCE if not ready else 0, 0, size, "no end in a minute" if not ready else "killed")
-    return Cost(*json.loads(data)[:2], size, json.loads(data)[2])
+    seconds, growth, end = json.loads(data)
+    return Cost(seconds, growth, size, end)
 
 
 def _report(send: int, source: Path, options: dict[str, Any]) -> None:
@@ -683,11 +677,7 @@ def _npz(folder: Path) -> Source:
 
 
 def _lora(folder: Path) -> Source:
-    adapter = lora_of_two_long_vectors(folder)
-    module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
-    small = {f"{module}.lora_A.weight": torch.ones(2, 16), f"{module}.lora_B.weight": torch.ones(16, 2)}
-    save_file(small, adapter / "adapter_model.safetensors")
-    return adapter, {}
+    return adapter_folder(folder / "adapter", str(huggingface_folder(folder / "base"))), {}
 
 
 VALID: Final[dict[str, Callable[[Path], Source]]] = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
 from model.checkpoint import hub as hub_module
-from tests.model.checkpoint.folders import huggingface_folder
+from tests.model.checkpoint.folders import adapter_folder, huggingface_folder
 from tests.model.checkpoint.local_hub import MAIN, Hub, Load, write_native
 
 
@@ -72,3 +73,28 @@ def test_a_mistyped_folder_is_not_looked_for_on_the_hub(hub: Hub, load: Load, tm
     assert "no such repository" in load("models/vit-base-patch16-384@main", hub)["error"]
     assert "no such repository" in load("models/resnet", hub)["error"]
     assert "did you mean" in load("./models/my-vti", hub)["error"]
+
+
+def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they_are_cached(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
+    hub.repositories["owner/base"] = {MAIN: huggingface_folder(tmp_path / "base")}
+    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", "owner/base")}
+    online = load("owner/adapter", hub)
+    assert online["labels"] == ["a", "b", "c"]
+    hub.requests.clear()
+    for offline in (load("owner/adapter", hub, offline=True), load("owner/adapter", None)):
+        assert offline["labels"] == ["a", "b", "c"]
+        assert "owner/base (from the cache: " in offline["notes"][-1]
+    assert hub.requests == []
+    shutil.rmtree(tmp_path / "cache" / "models--owner--base")
+    assert "config.json is not in the cache and offline mode" in load("owner/adapter", hub, offline=True)["error"]
+    # As the client fetches a whole repository: without a note of what it does not have.
+    shutil.rmtree(tmp_path / "cache" / "models--owner--adapter" / ".no_exist")
+    assert "owner/base" in load("owner/adapter", hub, offline=True)["error"]
+
+
+def test_an_adapter_on_the_hub_is_merged_into_a_base_on_this_machine(hub: Hub, load: Load, tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
+    assert load("owner/adapter", hub)["notes"] == [f"the LoRA adapter owner/adapter is merged into {base}"]
