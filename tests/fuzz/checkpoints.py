@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from model.errors import CheckpointError
 from tests.fuzz.mutation import case, damaged
 from tests.fuzz.tally import Tally
 from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, native_folder, timm_folder, tiny
+from tests.model.checkpoint.test_jax_npz import jax_arrays
 
 KIND: Final = "checkpoints"
 MAX_SECONDS: Final = 10.0
@@ -469,6 +471,11 @@ def config_of_a_long_pool(folder: Path) -> Path:
 
 
 @hostile
+def config_of_a_long_architecture(folder: Path) -> Path:
+    return _edited(timm_folder(folder), "config.json", architecture="vit_" * 2_000_000)
+
+
+@hostile
 def config_of_a_network_beyond_all_size(folder: Path) -> Path:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 256, "num_attention_heads": 256, "intermediate_size": 131072}
     return _edited(huggingface_folder(folder), "config.json", **sizes)
@@ -518,6 +525,12 @@ def preprocessing_of_an_endless_crop(folder: Path) -> Path:
     config["model_args"]["img_size"] = 10**30
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@hostile
+def lora_of_endless_scale(folder: Path) -> Path:
+    adapter = adapter_folder(folder / "adapter", str(huggingface_folder(folder / "base")))
+    return _edited(adapter, "adapter_config.json", lora_alpha=10**400)
 
 
 def _sharded(folder: Path, shards: dict[str, str]) -> Path:
@@ -668,11 +681,9 @@ def _safetensors(folder: Path) -> Source:
 
 
 def _npz(folder: Path) -> Source:
-    from tests.model.checkpoint.test_jax_npz import jax_arrays
-    from tests.timm_reference import timm
-
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
-    np.savez_compressed(folder / "model.npz", **jax_arrays(timm().create_model("vit_tiny_patch16_224", **sizes)))
+    blocks = [SimpleNamespace(attn=SimpleNamespace(num_heads=2))] * 2
+    model = SimpleNamespace(state_dict=tiny, blocks=blocks, embed_dim=16, attn_pool=None)
+    np.savez_compressed(folder / "model.npz", **jax_arrays(model))
     return folder / "model.npz", {key: PLAIN[key] for key in ("labels", "preprocess")}
 
 

@@ -24,7 +24,7 @@ JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from([0, 1, -1, 2, 16, 10**18, "gelu", "vit", [16, 16], [3, 16, 16], float("nan")]),
+    | st.sampled_from([0, 1, -1, 2, 16, 10**18, 10**400, "\x1b", "gelu", "vit", [16, 16], [3, 16, 16], float("nan")]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=6,
 )
