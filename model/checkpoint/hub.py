@@ -95,9 +95,7 @@ class Repository(Files):
                 f"{self._id}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
             ) from None
         except errors.RevisionNotFoundError:
-            raise CheckpointError(
-                f"{self._id}: the repository has no revision {self.requested_revision!r}"
-            ) from None
+            raise CheckpointError(f"{self._id}: the repository has no revision {self.requested_revision!r}") from None
         except errors.RepositoryNotFoundError:
             raise self._not_here(
                 "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import select
+import shutil
 import struct
 import time
 import traceback
@@ -438,6 +439,13 @@ def npz_of_zeros(folder: Path) -> Path:
     return folder / "m.npz"
 
 
+@hostile
+def npz_whose_header_is_no_python(folder: Path) -> Path:
+    header = "{'descr': '<f4', 'fortran_order\xbc".encode("latin1")
+    array = b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header
+    return _archived(folder, {"embedding/kernel.npy": array}).rename(folder / "m.npz")
+
+
 def _edited(folder: Path, name: str, **fields: Any) -> Path:
     value = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps(value | fields))
@@ -606,6 +614,20 @@ class Cost:
         return ", ".join(faults)
 
 
+def table(folder: Path) -> tuple[str, list[str]]:
+    """Return a line for each hostile checkpoint, of what reading it took, and the faults."""
+    lines, faults = ["  CPU-s    MiB   KiB on disk  checkpoint"], []
+    for name, make in MAKERS.items():
+        place = folder / name.replace(" ", "_")
+        place.mkdir()
+        cost = measured(*make(place))
+        lines.append(f"{cost.seconds:7.2f} {cost.growth / 2**20:6.0f} {cost.size >> 10:13,}  {name}")
+        if cost.fault:
+            faults.append(f"{KIND}: {name}: {cost.fault}")
+        shutil.rmtree(place)
+    return "\n".join(lines), faults
+
+
 def outcome(source: Path, options: dict[str, Any]) -> str:
     """Load and build a checkpoint: `refused: …`, `loaded`, or a fault."""
     try:
@@ -722,7 +744,7 @@ def damage(folder: Path, seed: int, out: Path, *, seconds: float = float("inf"),
         source, options, files = made[name]
         path = random.choice(list(files))
         data = damaged(files[path], list(files.values()), random)
-        if path.suffix == ".mar" and random.random() < 0.5:
+        if path.suffix in (".mar", ".npz") and random.random() < 0.5:
             data = _damaged_within(path, files[path], random)
         path.write_bytes(data)
         before = time.process_time()

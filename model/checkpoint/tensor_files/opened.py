@@ -8,6 +8,7 @@ import pickle
 import re
 import struct
 import sys
+import tokenize
 import zipfile
 import zlib
 from contextlib import suppress
@@ -36,6 +37,7 @@ MALFORMED: Final = (
     zipfile.BadZipFile,
     zlib.error,
     lzma.LZMAError,
+    tokenize.TokenError,
 )
 """What is raised on damaged files, here and by the readers of the standard library, torch and NumPy."""
 
