@@ -34,7 +34,7 @@ from tests.model.checkpoint.test_jax_npz import jax_arrays
 KIND: Final = "checkpoints"
 MAX_SECONDS: Final = 10.0
 """Of processor time for one file."""
-MAX_GROWTH: Final = 128 << 20
+MAX_GROWTH: Final = 200 << 20
 """Bytes of memory for one file, beside sixteen times its size on the disk: JSON takes so many as Python's objects."""
 _PATIENCE: Final = 60.0
 
@@ -257,6 +257,16 @@ def pth_sixteen_million_steps(folder: Path) -> Path:
 
 
 @plain
+def pth_a_million_marks(folder: Path) -> Path:
+    return _zipped(folder, b"(" * 1_990_000 + b"N")
+
+
+@plain
+def pth_a_million_objects(folder: Path) -> Path:
+    return _zipped(folder, _call("builtins.set") + b"q\0" + b"cbuiltins\nset\n)R\x94" * 280_000)
+
+
+@plain
 def pth_pickle_of_its_memory(folder: Path) -> Path:
     return _zipped(folder, b"N" + b"".join(b"r" + struct.pack("<I", n) for n in range(1_000_000)))
 
@@ -464,7 +474,7 @@ def config_of_nested_lists(folder: Path) -> Path:
 
 @hostile
 def config_of_ten_million_characters(folder: Path) -> Path:
-    empty = "[" + "{}," * 3_000_000 + "{}]"
+    empty = "[" + '{"":0},' * 1_400_000 + "0]"
     return _replaced(huggingface_folder(folder), "config.json", '["ViTForImageClassification"]', empty)
 
 

@@ -78,6 +78,8 @@ class _TooLarge(Exception):
 class Unread:
     """Stands for an object that is no part of a network: made of anything, it holds nothing."""
 
+    __slots__ = ()
+
     def __init__(self, *_: object) -> None:
         pass
 

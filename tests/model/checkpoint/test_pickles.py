@@ -78,7 +78,8 @@ def test_what_training_scripts_save_beside_tensors_is_left_unread(tmp_path: Path
         "complex": 1j,
         "array": bytearray(b"abc"),
     }
-    torch.save({"model": {"a": BASE}, **beside, (1, 2): 3, 2**200: 4}, tmp_path / "a.pth")
+    held: dict[Any, Any] = {"model": {"a": BASE}, **beside, (1, 2): 3, 2**200: 4}
+    torch.save(held, tmp_path / "a.pth")
     read = read_pickle(tmp_path / "a.pth")
     assert torch.equal(read["model"]["a"], BASE)
     assert {type(read[key]) for key in beside if key != "grouped"} == {Unread}
@@ -114,7 +115,8 @@ def test_what_is_no_data_is_refused(value: Any, tmp_path: Path) -> None:
     ],
 )
 def test_steps_that_change_or_make_objects_are_refused(steps: bytes, tmp_path: Path) -> None:
-    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+    parts: list[Any] = [0x1950A86A20F9469CFC6C, 1001, {}]
+    head = b"".join(pickle.dumps(part, 2) for part in parts)
     (tmp_path / "a.pth").write_bytes(head + b"\x80\2" + steps + pickle.dumps([], 2))
     with pytest.raises(CheckpointError, match="not a file that torch"):
         read_pickle(tmp_path / "a.pth")
