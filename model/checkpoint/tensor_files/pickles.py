@@ -108,19 +108,9 @@ def _tensor(
     return storage.as_strided(size, stride, offset)
 
 
-def _typed(
-    storage: Tensor | None,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    grad: object,
-    hooks: object,
-    dtype: object,
-    *rest: object,
-) -> Tensor | None:
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor of no type")
-    return _tensor(None if storage is None else storage.view(dtype), offset, size, stride, grad, hooks, *rest)
+def _typed(storage: Tensor | None, *arguments: Any) -> Tensor | None:
+    *view, dtype = arguments[:6]
+    return _tensor(None if storage is None else storage.view(dtype), *view, *arguments[6:])
 
 
 def _parameter(data: object, *_: object) -> object:
