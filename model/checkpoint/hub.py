@@ -8,14 +8,11 @@ first: a repository that is not a ViT costs no download of weights.
 from __future__ import annotations
 
 import re
-import socket
 import threading
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.local_files import resolved_part
@@ -28,8 +25,8 @@ _HUB_ID: Final = re.compile(
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0
 """Seconds to wait for a file's metadata."""
-_CONNECT_TIMEOUT: Final = 2.0
-"""Seconds within which the hub's name is resolved and a connection to it opens, else only the cache is read."""
+_ANSWER_TIMEOUT: Final = 5.0
+"""Seconds within which the hub answers, its name's resolution included, else only the cache is read."""
 _OFFLINE: Final = "offline mode (HF_HUB_OFFLINE) is on"
 
 
@@ -78,7 +75,7 @@ class Repository(Files):
         if self._hub.constants.HF_HUB_OFFLINE:
             reason = _OFFLINE
         else:
-            failure = unreachable(self._hub.constants.ENDPOINT, _CONNECT_TIMEOUT)
+            failure = unreachable(self._hub, _ANSWER_TIMEOUT)
             reason = f"the hub cannot be reached: {failure}" if failure else ""
         if reason:
             self.place += f" (from the cache: {reason})"
@@ -148,31 +145,27 @@ def _no_folder(source: str) -> str:
     return f"no folder {source} here (write ./ before a folder's name); "
 
 
-def unreachable(endpoint: str, timeout: float) -> str:
-    """Return why no connection to an endpoint opens, or an empty text where it opens or a proxy makes it.
+def unreachable(hub: ModuleType, timeout: float) -> str:
+    """Return why the hub answers nothing at all, or an empty text where it answers.
 
     Args:
-        endpoint: its URL.
+        hub: its client, which knows endpoint and proxies.
         timeout: in seconds; the name's resolution, which the system bounds otherwise, counts too.
     """
-    url = urlsplit(endpoint)
-    host = url.hostname or ""
-    if {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
-        return ""
     failures: list[str] = []
 
-    def connect() -> None:
+    def ask() -> None:
         try:
-            socket.create_connection((host, url.port or (80 if url.scheme == "http" else 443)), timeout).close()
-        except (OSError, ValueError) as error:  # the latter for what is no host or port
-            failures.append(getattr(error, "strerror", None) or str(error))
+            hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=timeout)
+        except (OSError, ValueError, RuntimeError, *hub.errors.HfHubHTTPError.__bases__) as error:
+            failures.append(first_line(error))
         else:
             failures.append("")
 
-    thread = threading.Thread(target=connect, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout)
-    return failures[0] if failures else f"no connection in {timeout:g} s"
+    return failures[0] if failures else f"no answer in {timeout:g} s"
 
 
 def _huggingface_hub(source: str) -> ModuleType:
@@ -180,6 +173,7 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub  # noqa: PLC0415 - an optional extra
         import huggingface_hub.constants  # noqa: PLC0415
         import huggingface_hub.errors  # noqa: PLC0415
+        import huggingface_hub.utils  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
             f"{_no_folder(source)}a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"

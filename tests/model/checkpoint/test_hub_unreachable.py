@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import threading
 from pathlib import Path
 
@@ -27,26 +28,31 @@ def test_without_a_network_the_client_neither_retries_nor_writes(
     assert caplog.messages == []
 
 
+def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(
+    hub: Hub, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("owner/name", hub)
+    monkeypatch.setattr(hub_module, "_ANSWER_TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = Hub(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        answer = load("owner/name", mute)
+    assert answer["labels"] == ["new", "other"]
+    assert answer["notes"][0].startswith("owner/name (from the cache: the hub cannot be reached: ")
+
+
 def test_a_name_whose_resolution_hangs_is_not_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **__: object) -> None:
         ended.wait()
         raise OSError("no network")
 
-    monkeypatch.setattr(hub_module, "_CONNECT_TIMEOUT", 0.01)
+    monkeypatch.setattr(hub_module, "_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr("socket.create_connection", hang)
     try:
-        assert "cannot be reached: no connection in 0.01 s" in load("owner/name", None)["error"]
+        assert "cannot be reached: no answer in 0.01 s" in load("owner/name", None)["error"]
     finally:
         ended.set()
-
-
-def test_a_proxy_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("NO_PROXY", "")
-    assert hub_module.unreachable("https://hub.invalid", 1.0) == ""
 
 
 def test_a_cached_folder_of_transformers_is_read_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
