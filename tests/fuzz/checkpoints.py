@@ -252,13 +252,13 @@ def pth_thousands_of_state_dicts(folder: Path) -> Path:
 
 
 @plain
-def pth_sixteen_million_steps(folder: Path) -> Path:
-    return _zipped(folder, b"}" * (16_000_000) + b"N")
+def pth_ten_million_steps(folder: Path) -> Path:
+    return _zipped(folder, b"}" * 10_000_000 + b"N")
 
 
 @plain
 def pth_a_million_marks(folder: Path) -> Path:
-    return _zipped(folder, b"(" * 1_990_000 + b"N")
+    return _zipped(folder, b"(" * 1_000_000 + b"N")
 
 
 @plain

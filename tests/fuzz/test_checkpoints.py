@@ -18,6 +18,6 @@ def test_a_hostile_checkpoint_costs_a_refusal_in_one_line(name: str, tmp_path: P
 
 
 def test_damaged_checkpoints_are_refused_or_right(tmp_path: Path) -> None:
-    tally = damage(tmp_path, seed=0, out=tmp_path, cases=200)
+    tally = damage(tmp_path, seed=0, out=tmp_path, cases=120)
     assert not tally.faults, tally.faults[:3]
-    assert tally.statuses[200] > 5 < tally.statuses[400]
+    assert tally.statuses[200] > 2 < tally.statuses[400]
