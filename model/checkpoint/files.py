@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
+from model.checkpoint.refusals import check_names
 from model.checkpoint.tensor_files.pickles import FOREIGN, read_pickle
 from model.checkpoint.tensor_files.safetensors_files import read_safetensors
 from model.checkpoint.tensor_files.zip_files import read_archive
@@ -105,6 +106,7 @@ class Files(ABC):
         index = self.json(INDEX_FILE).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
+        check_names(index, where)
         shards = sorted(set(index.values()))
         if len(shards) > _MAX_SHARDS:
             raise CheckpointError(f"{where}: {len(shards)} shards are more than {_MAX_SHARDS}")

@@ -559,8 +559,13 @@ def _sharded(folder: Path, shards: dict[str, str]) -> Path:
 
 
 @hostile
-def index_of_a_hundred_thousand_shards(folder: Path) -> Path:
-    return _sharded(folder, {f"t{i}": f"s{i}.safetensors" for i in range(100_000)})
+def index_of_a_hundred_thousand_tensors(folder: Path) -> Path:
+    return _sharded(folder, {f"t{i}": "part.safetensors" for i in range(100_000)})
+
+
+@hostile
+def index_of_thousands_of_shards(folder: Path) -> Path:
+    return _sharded(folder, {f"t{i}": f"s{i}.safetensors" for i in range(9_000)})
 
 
 @hostile
