@@ -101,6 +101,14 @@ def _zipped(folder: Path, steps: bytes, **storages: bytes) -> Path:
     return folder / "weights.pth"
 
 
+def _legacy(folder: Path, steps: bytes, end: bytes) -> Path:
+    """A file as torch wrote it before 2020, of a pickle made by hand."""
+    parts: list[Any] = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}]
+    data = b"".join(pickle.dumps(part, 2) for part in parts) + b"\x80\x02" + steps + b"." + end
+    (folder / "weights.pth").write_bytes(data)
+    return folder / "weights.pth"
+
+
 def _packed(folder: Path, name: str = "weights.pth") -> Path:
     torch.save({"head.weight": torch.zeros(150 << 20, dtype=torch.uint8)}, folder / "plain")
     with (
@@ -129,10 +137,7 @@ def pth_packed_behind_a_false_end(folder: Path) -> Path:
 @plain
 def pth_legacy_storage_larger_than_the_file(folder: Path) -> Path:
     steps = _mapping(**{"head.weight": _tensor(10**9, (10**5, 10**4), (10**4, 1), view=b"N")})
-    parts = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}]
-    data = b"".join(pickle.dumps(part, 2) for part in parts) + b"\x80\x02" + steps + b"." + pickle.dumps(["0"], 2)
-    (folder / "weights.pth").write_bytes(data + struct.pack("<q", 10**9) + bytes(100))
-    return folder / "weights.pth"
+    return _legacy(folder, steps, pickle.dumps(["0"], 2) + struct.pack("<q", 10**9) + bytes(100))
 
 
 def _meta(shape: tuple[int, ...]) -> bytes:
@@ -218,6 +223,25 @@ def pth_key_of_nested_tuples(folder: Path) -> Path:
 def pth_keys_of_one_hash(folder: Path) -> Path:
     keys = b"".join(b"\x8a\x0b" + (n * (2**61 - 1)).to_bytes(11, "little", signed=True) + b"N" for n in range(60_000))
     return _zipped(folder, b"}(" + keys + b"u")
+
+
+@plain
+def pth_numbers_of_one_hash(folder: Path) -> Path:
+    steps = b"".join(b"p%d\n" % (n * (2**61 - 1)) for n in range(60_000))
+    return _zipped(folder, b"N" + steps)
+
+
+@plain
+def pth_legacy_storage_named_by_nested_tuples(folder: Path) -> Path:
+    name = b")" + b"".join(b"q" + bytes((i,)) + b"h" + bytes((i,)) + b"\x86" for i in range(60))
+    return _legacy(folder, _mapping(), b"\x80\2](" + name + b"e.")
+
+
+@plain
+def pth_size_of_millions_of_digits(folder: Path) -> Path:
+    long = b"\x8b" + struct.pack("<i", 5_000_000) + b"\x7f" * 5_000_000
+    head = b"ctorch._utils\n_rebuild_tensor\n(" + _storage(4, "0", b"") + long + b"q\1"
+    return _zipped(folder, head + b"h\1\x85h\1\x85tR", s0=bytes(16))
 
 
 @plain
@@ -393,6 +417,12 @@ def safetensors_with_a_hole_of_two_terabytes(folder: Path) -> Path:
 @hostile
 def safetensors_of_nested_lists(folder: Path) -> Path:
     return _spoilt(folder, b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}")
+
+
+@hostile
+def safetensors_of_thousands_of_long_dimensions(folder: Path) -> Path:
+    shape = ",".join(["9" * 4000] * 2400)
+    return _spoilt(folder, f'{{"a":{{"dtype":"F32","shape":[{shape}],"data_offsets":[0,0]}}}}'.encode())
 
 
 def _archived(folder: Path, parts: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> Path:

@@ -41,6 +41,7 @@ MALFORMED: Final = (
 )
 """What is raised on damaged files, here and by the readers of the standard library, torch and NumPy."""
 
+MAX_DIMENSIONS: Final = 8
 _POINTER: Final = b"version https://git-lfs"
 _MAX_DIRECTORY: Final = 4 << 20
 """Bytes of an archive's list of parts: of each, `zipfile` makes ten times as many."""
@@ -93,6 +94,11 @@ def read_bytes(file: BinaryIO, size: int) -> Tensor:
             raise EOFError("it ends early")
         done += count
     return data
+
+
+def is_count(value: object) -> bool:
+    """Return whether it is a number that may count something: products of longer ones take for ever."""
+    return type(value) is int and 0 <= value < 1 << 60
 
 
 def refuse_pointer(file: BinaryIO, where: str) -> None:

@@ -25,6 +25,8 @@ from model.checkpoint.local_files import open_file
 from model.checkpoint.refusals import reading
 from model.checkpoint.tensor_files.opened import (
     MALFORMED,
+    MAX_DIMENSIONS,
+    is_count,
     open_zip,
     read_bytes,
     refuse_beyond_memory,
@@ -57,8 +59,6 @@ _MAX_PICKLE: Final = 16 << 20
 """Bytes of a file beside its storages: a network of 1,000 tensors has 200 KB."""
 _MAX_READS: Final = 2_000_000
 """Steps and their arguments: each makes up to 120 bytes of objects, and takes a microsecond."""
-_MAX_DIMENSIONS: Final = 8
-_MAX_KEY: Final = 1 << 60
 _ZIP: Final = b"PK\3\4"
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
@@ -66,9 +66,17 @@ _PROTOCOL: Final = 1001
 
 _FORBIDDEN: Final = frozenset(
     {pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID}
-    | {pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER}
+    | {
+        pickle.PUT,
+        pickle.GET,
+        pickle.EMPTY_SET,
+        pickle.ADDITEMS,
+        pickle.FROZENSET,
+        pickle.NEXT_BUFFER,
+        pickle.READONLY_BUFFER,
+    }
 )
-"""Steps that make objects in ways that `torch.save` does not."""
+"""Steps that make objects, or number them, in ways that `torch.save` does not."""
 
 
 class _TooLarge(Exception):
@@ -98,8 +106,8 @@ def _tensor(
     if storage is None:
         return None
     numbers = (offset, *size, *stride)
-    if len(size) != len(stride) or len(size) > _MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError(f"a tensor of shape {list(size)!r:.100}")
+    if len(size) != len(stride) or len(size) > MAX_DIMENSIONS or not all(map(is_count, numbers)):
+        raise ValueError("a tensor of no shape")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if all(size) else -1
     if last >= storage.numel() or math.prod(size) > storage.numel():
         raise _TooLarge(str(list(size)))
@@ -198,7 +206,7 @@ class _Unpickler(pickle._Unpickler):
         kind, dtype, key, _, count, *view = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or any(view):
             raise ValueError("a storage that is none")
-        if type(count) is not int or count < 0:
+        if not is_count(count):
             raise ValueError("a storage of no size")
         return self._storage(dtype, key, count)
 
@@ -251,7 +259,7 @@ class _Unpickler(pickle._Unpickler):
 
 def _plain(key: object) -> object:
     """Return a key, or an object in its place: the hash of nested tuples or of chosen numbers can take for ever."""
-    return key if type(key) is str or (type(key) is int and abs(key) < _MAX_KEY) else Unread()
+    return key if type(key) is str or is_count(key) else Unread()
 
 
 def read_pickle(path: Path, where: str | None = None) -> Any:
@@ -327,6 +335,8 @@ def _legacy(file: BinaryIO) -> Any:
     keys = _Unpickler(steps, note).load()
     file.seek(steps.tell())
     for key in keys:
+        if type(key) is not str:  # whose hash takes no time
+            raise ValueError("a storage of no name")
         (count,) = struct.unpack("<q", file.read(8))
         size, place = count * types[key].itemsize, file.tell()
         if not 0 <= size <= file.seek(0, io.SEEK_END) - place or key in storages:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from model.checkpoint.local_files import MAX_TEXT_BYTES, open_file, parse_json
 from model.checkpoint.refusals import check_names, reading
-from model.checkpoint.tensor_files.opened import MALFORMED, read_bytes, refuse_beyond_memory, refuse_pointer
+from model.checkpoint.tensor_files.opened import (
+    MALFORMED,
+    MAX_DIMENSIONS,
+    is_count,
+    read_bytes,
+    refuse_beyond_memory,
+    refuse_pointer,
+)
 
 _TYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -63,7 +70,7 @@ def parsed(file: BinaryIO, where: str) -> dict[str, Tensor]:
 
 def _place(name: str, dtype: Any, shape: Any, data_offsets: Any) -> tuple[int, int, torch.dtype, list[int]]:
     begin, stop = data_offsets
-    if any(type(n) is not int or n < 0 for n in (*shape, begin, stop)):
+    if len(shape) > MAX_DIMENSIONS or not all(map(is_count, (*shape, begin, stop))):
         raise ValueError(f"{name!r} has no shape or place")
     if math.prod(shape) * _TYPES[dtype].itemsize != stop - begin:
         raise ValueError(f"{name!r} has shape {shape!r:.100} of {dtype} in {stop - begin} bytes")
