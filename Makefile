@@ -19,7 +19,8 @@ help:
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again,"
-	@echo "             ONLY=structures measures pictures that cost more than they look, one by one"
+	@echo "             ONLY=structures measures pictures that cost more than they look, one by one,"
+	@echo "             ONLY=checkpoints hostile and damaged checkpoints"
 	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
 	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
@@ -89,7 +90,7 @@ test-ray: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED)) \
-		$(if $(filter structures,$(ONLY)),--structures)
+		$(if $(ONLY),--only $(ONLY))
 
 # How many mutants are drawn, from which seed, and of which modules; none named: the core.
 SAMPLE ?= 60

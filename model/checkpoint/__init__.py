@@ -68,6 +68,7 @@ def load_checkpoint(
     weights: str | None = None,
     keys: str | None = None,
     base: str | None = None,
+    bases_below: Path | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -77,6 +78,7 @@ def load_checkpoint(
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
+        bases_below: folder below which what it names has to lie; None where it may lie anywhere.
         image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
 
     Raises:
@@ -84,7 +86,12 @@ def load_checkpoint(
     """
     files = _open(source, weights)
     if files.config is None and files.path(ADAPTER_CONFIG) is not None:
-        adapter, files = files, _open(adapter_base(files, base), weights)
+        named = adapter_base(files, base)
+        if base is None and bases_below is not None and not Path(named).resolve().is_relative_to(bases_below):
+            raise CheckpointError(
+                f"{files.place}: its base {named!r:.200} does not lie below VIT_CHECKPOINT_FOLDER: set VIT_BASE"
+            )
+        adapter, files = files, _open(named, weights)
         adapt(files, adapter)
     options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
     for reader in READERS:
@@ -93,6 +100,8 @@ def load_checkpoint(
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+            if isinstance(files, Repository) and files.from_cache:
+                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, files.place))
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:

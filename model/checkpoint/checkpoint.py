@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -18,6 +19,8 @@ from model.network.vit import VisionTransformer, meta_model
 
 MAX_TEXT: Final = 1000
 """Characters of a label and of a name: every answer repeats them."""
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Steers a terminal, ends a line, turns the text after it around, or is half a character."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: labels, input size or channels disagree with the architecture, or a label or the name
-                is longer than `MAX_TEXT` or cannot be written as UTF-8.
+                is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written as UTF-8.
         """
         classes, size = self.config.num_classes, self.config.image_size
         if len(self.labels) != classes:
@@ -73,10 +76,10 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are allowed"
                 )
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise CheckpointError(f"{self.source}: {what}, {text!a:.100}, cannot be written as UTF-8") from None
+            if _CONTROL.search(text):
+                raise CheckpointError(
+                    f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be written as UTF-8"
+                )
         if self.preprocess.size != size:
             raise CheckpointError(f"{self.source}: preprocessing gives {self.preprocess.size}, the model takes {size}")
         if len(self.preprocess.mean) != self.config.in_channels:

@@ -11,14 +11,10 @@ from torch import Tensor
 
 from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.tensor_files import (
-    ARCHIVE_SUFFIX,
-    FOREIGN,
-    PICKLE_SUFFIXES,
-    read_archive,
-    read_pickle,
-    read_safetensors,
-)
+from model.checkpoint.refusals import check_names
+from model.checkpoint.tensor_files.pickles import FOREIGN, read_pickle
+from model.checkpoint.tensor_files.safetensors_files import read_safetensors
+from model.checkpoint.tensor_files.zip_files import read_archive
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -26,6 +22,7 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 _MAX_SHARDS: Final = 1000
+_PICKLES: Final = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 
 class Files(ABC):
@@ -109,6 +106,7 @@ class Files(ABC):
         index = self.json(INDEX_FILE).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
+        check_names(index, where)
         shards = sorted(set(index.values()))
         if len(shards) > _MAX_SHARDS:
             raise CheckpointError(f"{where}: {len(shards)} shards are more than {_MAX_SHARDS}")
@@ -184,11 +182,11 @@ class SingleFile(Files):
             raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
         if suffix == ".safetensors":
             held: Any = read_safetensors(file)
-        elif suffix in PICKLE_SUFFIXES:
+        elif suffix in _PICKLES:
             held = read_pickle(file)
-        elif suffix == ARCHIVE_SUFFIX:
+        elif suffix == ".mar":
             held, self.labels = read_archive(file)
         else:
-            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
+            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(_PICKLES)} or .npz")
         tensors, notes = chosen_state_dict(held, self._weights, where)
         return unwrapped(tensors, self._weights, where), notes

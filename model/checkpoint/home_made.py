@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,26 +25,28 @@ _APART: Final = re.compile(
     r"(?:_?(?:proj|lin|linear|layer|net|projection|map))?"
 )
 _BATCH_NORM_EPS: Final = 1e-5
-_LIBRARIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+_MAX_STACKS: Final = 16
+"""The largest, which are looked at: what belongs to others has no place in them."""
+_LIBRARIES: Final[tuple[tuple[str, tuple[str, str], dict[str, Any]], ...]] = (
     (
         "vit-pytorch",
-        r"to_patch_embedding\..*\n(?s:.*)to_qkv\.weight",
+        ("to_patch_embedding.", "to_qkv.weight"),
         {"act_layer": "gelu", "norm_eps": 1e-5, "patch_order": "channels_last"}
         | {"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False},
     ),
     (
         "transformers",
-        r"embeddings\.patch_embeddings\.projection\.(?s:.*)layernorm_before\.",
+        ("embeddings.patch_embeddings.projection.", "layernorm_before."),
         {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-12, "global_pool": "token"},
     ),
     (
         "torchvision",
-        r"conv_proj\.(?s:.*)encoder_layer_0\.ln_1\.",
+        ("conv_proj.", "encoder_layer_0.ln_1."),
         {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-6, "global_pool": "token"},
     ),
-    ("torch.nn.TransformerEncoder", r"self_attn\.in_proj_weight(?s:.*)linear1\.", {"norm_eps": 1e-5}),
+    ("torch.nn.TransformerEncoder", ("self_attn.in_proj_weight", "linear1."), {"norm_eps": 1e-5}),
 )
-"""Whose names they are, by a pattern of the sorted names, and what that code does unless it is told otherwise."""
+"""Whose names they are, by two parts of the names, and what that code does unless it is told otherwise."""
 
 
 class Recognised(NamedTuple):
@@ -136,10 +138,9 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
     return Recognised(native, defaults | told, library)
 
 
-def _library(names: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    text = "\n".join(sorted(names))
-    for library, pattern, told in _LIBRARIES:
-        if re.search(pattern, text):
+def _library(names: Collection[str]) -> tuple[str, dict[str, Any]]:
+    for library, parts, told in _LIBRARIES:
+        if all(any(part in name for name in names) for part in parts):
             return library, dict(told)
     return "", {}
 
@@ -165,7 +166,7 @@ def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, dict[int, 
             and all(block == first for block in blocks.values())
         ):
             stacks.append((prefix, dict(sorted(blocks.items()))))
-    return sorted(stacks, key=lambda stack: -sum(map(len, stack[1].values())))
+    return sorted(stacks, key=lambda stack: -sum(map(len, stack[1].values())))[:_MAX_STACKS]
 
 
 def _modules(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Module], dict[str, tuple[int, ...]]]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
 MAX_TEXT_BYTES: Final = 10 << 20
 """Of a JSON file or a file of labels: as Python's objects, JSON takes up to 100 times its bytes."""
+MAX_NESTING: Final = 50
+"""Levels of a JSON value."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
@@ -76,22 +79,59 @@ def read_text_file(path: Path, where: str) -> bytes:
     Raises:
         CheckpointError: there is none, it is no regular file, larger, or may not be read.
     """
-    resolved = _resolved(path, where)
-    if resolved is None:
-        raise CheckpointError(f"{where}: no such file")
-    with reading(where), os.fdopen(_opened(resolved, where), "rb") as file:
+    with open_file(path, where) as file, reading(where):
         data = file.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise CheckpointError(f"{where}: larger than {MAX_TEXT_BYTES} bytes")
     return data
 
 
+def open_file(path: Path, where: str) -> BinaryIO:
+    """Return a regular file, open for reading.
+
+    Raises:
+        CheckpointError: there is none, it is no regular file, or may not be read.
+    """
+    resolved = _resolved(path, where)
+    if resolved is None:
+        raise CheckpointError(f"{where}: no such file")
+    return os.fdopen(_opened(resolved, where), "rb")
+
+
 def read_json(path: Path, where: str | None = None) -> Any:
     """Return the JSON value in a regular file of at most `MAX_TEXT_BYTES`; CheckpointError where there is none."""
     where = where or str(path)
-    data = read_text_file(path, where)
+    return parse_json(read_text_file(path, where), where)
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Return the value of a text in JSON.
+
+    Raises:
+        CheckpointError: it is none, has the same key twice in an object, or more than `MAX_NESTING` levels.
+    """
     with reading(where, "not JSON", ValueError, RecursionError):
-        return json.loads(data)
+        value = json.loads(data, object_pairs_hook=_once)
+    level, inner = 0, [value]
+    while inner:
+        level += 1
+        inner = [
+            part
+            for whole in inner
+            if isinstance(whole, dict | list)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+    if level > MAX_NESTING:
+        raise CheckpointError(f"{where}: not JSON of a checkpoint: {level} levels, at most {MAX_NESTING} are read")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice!r:.100} stands twice in one object")
+    return value
 
 
 def _resolved(path: Path, where: str) -> Path | None:

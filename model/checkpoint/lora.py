@@ -17,7 +17,8 @@ from model.checkpoint import huggingface
 from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.files import Files
 from model.checkpoint.refusals import required
-from model.checkpoint.tensor_files import read_pickle, read_safetensors
+from model.checkpoint.tensor_files.pickles import read_pickle
+from model.checkpoint.tensor_files.safetensors_files import read_safetensors
 from model.errors import CheckpointError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -38,6 +39,7 @@ _NO_MATTER: Final = frozenset(
 """Fields that the tensors themselves answer, or that training alone reads."""
 _MAX_STARS: Final = 2
 _MAX_NAME: Final = 300
+_MAX_ALPHA: Final = 1e9
 _MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of `init_lora_weights`: those that leave the base as it is."""
@@ -153,6 +155,6 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, where: str) -> flo
         raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {_MERGE}")
     found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = found[0] if found else required(config, "lora_alpha", where)
-    if not isinstance(alpha, int | float) or not rank:
+    if not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

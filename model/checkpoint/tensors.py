@@ -133,11 +133,11 @@ def fuse_pairs(tensors: dict[str, Tensor], first: str, second: str, fused: str) 
 
 
 def as_float32(tensor: Tensor, name: str, where: str) -> Tensor:
-    """Return a dense floating-point tensor as contiguous float32.
+    """Return a floating-point tensor as contiguous float32.
 
     Raises:
-        CheckpointError: integers, complex numbers, sparse or quantised.
+        CheckpointError: integers or complex numbers.
     """
-    if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected dense floating point")
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected floating point")
     return tensor.to(torch.float32).contiguous()

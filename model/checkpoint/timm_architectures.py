@@ -161,7 +161,7 @@ def architecture_arguments(name: str, where: str) -> dict[str, Any]:
         CheckpointError: no architecture of this name that is read here.
     """
     if name not in architectures():
-        near = difflib.get_close_matches(name, architectures(), n=3, cutoff=0.6)
+        near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
         raise CheckpointError(
             f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
             + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
@@ -22,6 +23,8 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read exactly."""
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
 
+    folder = None if settings.checkpoint_folder is None else Path(settings.checkpoint_folder).resolve()
+    is_below = folder is not None and Path(settings.checkpoint).resolve().is_relative_to(folder)
     return load_checkpoint(
         settings.checkpoint,
         image_size=settings.image_size,
@@ -31,6 +34,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         weights=settings.weights,
         keys=settings.keys,
         base=settings.base,
+        bases_below=folder if is_below else None,
     )
 
 

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
-from tests.model.checkpoint.folders import edit, native_folder
+from service.engine.loading import checkpoint_from
+from service.settings import Settings
+from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder
 from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
 from tests.timm_reference import transformers
 
@@ -168,3 +170,21 @@ def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(CheckpointError, match=r"base_model_name_or_path is missing"):
         load_checkpoint(str(tmp_path))
+
+
+def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
+    folder.mkdir()
+    huggingface_folder(folder / "inside")
+    for name, base in (("in", folder / "inside"), ("out", outside), ("up", folder / ".." / "outside"), ("hub", "a/b")):
+        adapter_folder(folder / name, str(base))
+
+    def loaded(name: str, base: str | None = None) -> str:
+        given = Settings(checkpoint=str(folder / name), checkpoint_folder=str(folder), base=base)
+        return checkpoint_from(given).notes[-1]
+
+    assert loaded("in").endswith(f"is merged into {folder / 'inside'}")
+    assert loaded("out", base=str(outside)).endswith(f"is merged into {outside}")
+    for name in ("out", "up", "hub"):
+        with pytest.raises(CheckpointError, match="does not lie below VIT_CHECKPOINT_FOLDER"):
+            loaded(name)
