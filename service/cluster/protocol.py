@@ -23,8 +23,9 @@ from typing import Annotated, Any, Self, cast
 import msgspec
 import numpy as np
 from msgspec import Meta
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
+from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
@@ -139,8 +140,13 @@ def _to_plain(value: Any) -> Any:
     return value.model_dump()
 
 
+_NETWORK: TypeAdapter[ViTConfig | LibraryConfig] = TypeAdapter(ViTConfig | LibraryConfig)
+
+
 def _from_plain(kind: Any, value: Any) -> Any:
     """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
+    if kind is NetworkConfig:
+        return _NETWORK.validate_python(value)
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value

@@ -122,8 +122,8 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
             "timm",
             "config.json",
             "architecture",
-            "resnet50",
-            "'resnet50' is none of the 161 architectures of timm that this version reads",
+            "resnet 50",
+            "'resnet 50' is none of the 161 architectures of timm that this version reads",
         ),
         (
             "timm",
