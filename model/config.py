@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
 """(rows, columns) in pixels or patches."""
@@ -27,17 +27,7 @@ _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
 _MAX_LAYERS = 1024
-
-_Number = Annotated[int, Field(ge=-16384, le=16384)] | Annotated[float, Field(ge=-16384, le=16384)]
-Argument = (
-    bool
-    | _Number
-    | Annotated[str, Field(pattern=r"^[a-z0-9_]{0,40}$")]
-    | Annotated[tuple[bool | _Number | Annotated[tuple[_Number, ...], Field(max_length=16)], ...], Field(max_length=64)]
-)
-"""A value in JSON that an architecture is made with: bounded, so that no layer of it is absurd."""
-
-_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
+_MAX_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
 _CHOICES = re.compile("(act|aa|norm)_layer|global_pool|pad_type|pos_embed|stem_type|weight_init")
 _ARGUMENTS = re.compile(
     f"{_LAYERS.pattern}|{_CHOICES.pattern}|((attn|head|patch|path|pos|proj)_)?drop_rate|drop_(block|path)_rate"
@@ -136,7 +126,7 @@ class LibraryConfig(NetworkConfig):
     library: Literal["timm"]
     architecture: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,100}$")]
     """Without a tag; no name that the library would look up on a disk or a hub."""
-    arguments: dict[str, Argument]
+    arguments: dict[str, Any]
     """What the architecture is made with, beside classes, channels and input size."""
     fixed_size: bool
     """Whether the input size is an argument of the architecture."""
@@ -151,16 +141,24 @@ class LibraryConfig(NetworkConfig):
         """Return what messages call a network of this configuration."""
         return f"{self.library}'s {self.architecture}"
 
-    @model_validator(mode="after")
-    def _arguments_allowed(self) -> Self:
-        for name, value in self.arguments.items():
+    @field_validator("arguments")
+    @classmethod
+    def _allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name, value in arguments.items():
             if not _ARGUMENTS.fullmatch(name):
                 raise ValueError(f"argument {name!r:.100} is none of those that size a network: it is not passed on")
-            if isinstance(value, str) and not _CHOICES.fullmatch(name):
-                raise ValueError(f"argument {name} {value!r:.100}: expected numbers, true or false")
-            if _LAYERS.fullmatch(name) and sum(_numbers(value)) > _MAX_LAYERS:
+            if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
+                continue
+            numbers = _numbers(value)
+            if len(numbers) > _MAX_NUMBERS or not all(
+                isinstance(number, int | float) and abs(number) <= _MAX_ARGUMENT for number in numbers
+            ):
+                raise ValueError(
+                    f"argument {name} {value!r:.100}: expected numbers up to {_MAX_ARGUMENT}, true or false"
+                )
+            if _LAYERS.fullmatch(name) and sum(numbers) > _MAX_LAYERS:
                 raise ValueError(f"argument {name} {value!r:.100}: more than the {_MAX_LAYERS} that are allowed")
-        return self
+        return arguments
 
 
 class ViTConfig(NetworkConfig):
@@ -322,11 +320,11 @@ class ViTConfig(NetworkConfig):
         return "pool_query" if self.pool == "attention" else "patch_mean"
 
 
-def _numbers(value: object) -> list[float]:
-    """Return the numbers in an argument, nested ones too."""
-    if isinstance(value, tuple):
-        return [number for each in value for number in _numbers(each)]
-    return [value] if isinstance(value, int | float) else []
+def _numbers(value: Any) -> list[Any]:
+    """Return what is in a value or in a list, those in lists of a list too."""
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [number for each in value for number in (each if isinstance(each, list | tuple) else [each])]
 
 
 class PreprocessConfig(Frozen):

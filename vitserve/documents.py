@@ -169,7 +169,7 @@ class ModelDescription(BaseModel):
     classes: int
     pool: str | None = None
     runtime: Annotated[str, Field(description="whose code the network is: `vitserve`, or `timm`")] = "vitserve"
-    runtime_version: str = ""
+    runtime_version: Annotated[str | None, Field(description="of the library")] = None
     temperature: float
     multi_label: bool
     device: str

@@ -198,7 +198,7 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
-    name, *pairs = text.split(",")
+    name, *pairs = re.split(r",(?![^\[]*\])", text)  # not within a list
     if name != OWN:
         runs_in_library(name, "VIT_ARCHITECTURE")
     given: dict[str, Any] = {}

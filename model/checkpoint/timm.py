@@ -116,7 +116,7 @@ def _library_config(where: str, config: dict[str, Any], pretrained: dict[str, An
     name, classes = config["architecture"], arguments.pop("num_classes")
     fixed = pretrained.get("fixed_input_size", library.published(name).get("fixed_input_size"))
     if arguments.pop("in_chans", channels) != channels:
-        raise CheckpointError(f"{where}: pretrained_cfg.input_size has {channels} channels, model_args.in_chans others")
+        raise CheckpointError(f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size")
     with validating(where):
         return library.library_config(name, arguments, classes, channels, (rows, columns), fixed_size=bool(fixed))
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Self, cast
 import msgspec
 import numpy as np
 from msgspec import Meta
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.outputs import RequestedOutputs
@@ -140,13 +140,10 @@ def _to_plain(value: Any) -> Any:
     return value.model_dump()
 
 
-_NETWORK: TypeAdapter[ViTConfig | LibraryConfig] = TypeAdapter(ViTConfig | LibraryConfig)
-
-
 def _from_plain(kind: Any, value: Any) -> Any:
     """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
     if kind is NetworkConfig:
-        return _NETWORK.validate_python(value)
+        kind = LibraryConfig if "library" in value else ViTConfig
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value

@@ -47,10 +47,11 @@ export class Picture {
     }
   }
 
-  async classify({ topK, ...listeners }) {
+  async classify({ topK, map, ...listeners }) {
     const { signal } = this.controller;
-    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: FUSED }, file: this.file, signal, ...listeners });
+    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map }, file: this.file, signal, ...listeners });
     const found = this.answer.attention;
+    if (!found) return; // a model without maps
     const [first] = this.answer.predictions;
     this.maps.set(keyOf({ method: FUSED, class: first.index }), { ...found, id: this.answer.id });
     await this.decoded;

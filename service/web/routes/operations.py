@@ -51,7 +51,7 @@ async def model(request: Request) -> ModelDescription:
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
-        runtime_version=version(config.runtime),
+        runtime_version=None if isinstance(config, ViTConfig) else version(config.runtime),
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),
