@@ -27,7 +27,10 @@ _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
 _MAX_LAYERS = 1024
-_MAX_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
+_MAX_NUMBER = 16384
+_MAX_NUMBERS = 64
+
+_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
 _CHOICES = re.compile("(act|aa|norm)_layer|global_pool|pad_type|pos_embed|stem_type|weight_init")
 _ARGUMENTS = re.compile(
     f"{_LAYERS.pattern}|{_CHOICES.pattern}|((attn|head|patch|path|pos|proj)_)?drop_rate|drop_(block|path)_rate"
@@ -150,12 +153,9 @@ class LibraryConfig(NetworkConfig):
             if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
                 continue
             numbers = _numbers(value)
-            if len(numbers) > _MAX_NUMBERS or not all(
-                isinstance(number, int | float) and abs(number) <= _MAX_ARGUMENT for number in numbers
-            ):
-                raise ValueError(
-                    f"argument {name} {value!r:.100}: expected numbers up to {_MAX_ARGUMENT}, true or false"
-                )
+            sane = all(isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers)
+            if len(numbers) > _MAX_NUMBERS or not sane:
+                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}")
             if _LAYERS.fullmatch(name) and sum(numbers) > _MAX_LAYERS:
                 raise ValueError(f"argument {name} {value!r:.100}: more than the {_MAX_LAYERS} that are allowed")
         return arguments

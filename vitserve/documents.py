@@ -184,7 +184,7 @@ class ModelDescription(BaseModel):
     preprocessing: dict[str, Any]
     attention_source: Annotated[
         str | None, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
-    ]
+    ] = None
     attention_methods: list[str]
     assumed: Annotated[
         list[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pyramid": ("pvt_v2_b0", {**SMALL, "embed_dims": (8, 16, 40, 64)}),
     "relative-positions": ("test_vit_relpos", {"img_size": 32}),
 }
-FREE = {
-    "resnet",
-    "resnet-tested",
-    "convnext",
-    "convnext-grey",
-    "efficientnet",
-    "mobilevit",
-    "pyramid",
-    "channel-attention",
-}
-"""They take any input size: here a small one, for speed."""
+FIXED = {"swin", "swin-v2", "xcit", "cait", "rotary", "relative-positions"}
+"""Their input size is an argument. The others take any: here a small one, for speed."""
 
 
 def make(family: str, folder: Path) -> Any:
@@ -63,12 +55,12 @@ def make(family: str, folder: Path) -> Any:
     name, arguments = FAMILIES[family]
     torch.manual_seed(0)
     channels = arguments.get("in_chans", 3)
-    small = {"pretrained_cfg_overlay": {"input_size": (channels, 64, 96)}} if family in FREE else {}
+    small = {"pretrained_cfg_overlay": {"input_size": (channels, 64, 96)}} if family not in FIXED else {}
     model = timm().create_model(name, num_classes=5, **small, **arguments).eval()
     randomise(model)
-    for norm in (each for each in model.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm)):
-        torch.nn.init.uniform_(norm.running_mean, -0.1, 0.1)
-        torch.nn.init.uniform_(norm.running_var, 0.5, 2)
+    for name, statistic in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            torch.nn.init.uniform_(statistic, 0.5, 2)
     labels = {"label_names": [f"n{i}" for i in range(5)]}
     timm().models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
     return model
@@ -81,6 +73,14 @@ def edited(folder: Path, **changes: Any) -> Path:
     for key, value in changes.items():
         config[key] = {**(config.get(key) or {}), **value} if isinstance(value, dict) else value
     path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small ConvNeXt, to be copied."""
+    folder = tmp_path_factory.mktemp("convnext")
+    make("convnext", folder)
     return folder
 
 
@@ -126,7 +126,7 @@ def test_logits_and_embeddings_are_those_of_timm(family: str, tmp_path: Path) ->
     assert_predicts(checkpoint, model, "torch")
 
 
-@pytest.mark.parametrize("family", ["resnet-tested", "swin", "convnext-grey"])
+@pytest.mark.parametrize("family", ["resnet-tested", "swin"])
 def test_openvino_computes_them_too(family: str, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     model = make(family, tmp_path)
@@ -158,11 +158,9 @@ def test_a_plain_state_dict_is_read_by_timms_name(tmp_path: Path) -> None:
     file = tmp_path / "weights.pth"
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, file)
     architecture = "convnext_atto,depths=[1,1,1,1],dims=[8,8,16,16]"
-    with pytest.raises(
-        CheckpointError, match="no file says its preprocessing, labels: .*convnext_atto.*--labels numbers"
-    ):
+    with pytest.raises(CheckpointError, match=r"no file says its preprocessing, labels: .*convnext_atto.*--labels n"):
         load_checkpoint(str(file), architecture="convnext_atto")
-    options = {"preprocess": preprocess_file(tmp_path, 32, 64), "labels": "numbers"}
+    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 32, 64), "labels": "numbers"}
     checkpoint = load_checkpoint(str(file), architecture=architecture, **options)
     pixels = pictures(checkpoint)
     with torch.inference_mode():
@@ -194,9 +192,7 @@ def test_another_input_size_is_run_where_the_network_takes_any(tmp_path: Path) -
     with torch.inference_mode():
         assert relative_error(checkpoint.network()(pixels).logits, model(pixels)) < EXACT
     make("swin", tmp_path / "fixed")
-    with pytest.raises(
-        CheckpointError, match="timm's swin_tiny_patch4_window7_224 is made for 56x56, and is not resized"
-    ):
+    with pytest.raises(CheckpointError, match="timm's swin_tiny_patch4_window7_224 is made for 56x56"):
         load_checkpoint(str(tmp_path / "fixed"), image_size=(112, 112))
 
 
@@ -229,7 +225,7 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(tmp_path: Path) -> None:
         ({"architecture": "local-dir:/tmp"}, "'local-dir:/tmp' is none of"),
         ({"architecture": "convnext_atto.d2_in1k"}, "'convnext_atto.d2_in1k' is none of"),
         ({"architecture": "resnet10t"}, "timm does not make it: .* unexpected keyword argument 'depths'"),
-        ({"architecture": "convnext_femto", "model_args": {"conv_mlp": True}}, "has shape"),
+        ({"model_args": {"conv_mlp": False}}, "has shape"),
         ({"model_args": {"pretrained": True}}, "argument 'pretrained' is none of those that size a network"),
         ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "argument 'checkpoint_path' is none"),
         ({"model_args": {"features_only": True}}, "argument 'features_only' is none"),
@@ -248,12 +244,14 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(tmp_path: Path) -> None:
         ({"pretrained_cfg": {"input_size": [4, 64, 96]}}, "in_chans is not the 4 of"),
     ],
 )
-def test_hostile_configs_are_refused_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    make("convnext", tmp_path)
+def test_hostile_configs_are_refused_in_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path, small: Path
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "copy")
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_checkpoint(str(edited(tmp_path, **changes)))
+        load_checkpoint(str(edited(folder, **changes)))
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500 + len(str(tmp_path))
+    assert len(str(caught.value)) < 500 + len(str(folder))
 
 
 def test_buffers_that_no_file_holds_are_bounded_before_they_are_made(
@@ -268,7 +266,5 @@ def test_buffers_that_no_file_holds_are_bounded_before_they_are_made(
 def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("convnext", tmp_path)
     monkeypatch.setattr(library, "is_installed", lambda: False)
-    with pytest.raises(
-        CheckpointError, match=r"'convnext_atto' is none of .*pip install -c constraints.txt -e '\.\[timm\]'"
-    ):
+    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install .* -e '\.\[timm\]'"):
         load_checkpoint(str(tmp_path))
