@@ -158,7 +158,11 @@ def runs_in_library(name: str, where: str) -> bool:
     raise CheckpointError(
         f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
         + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
-        + (", and none of timm's others" if library.is_installed() else f"; timm runs its others: {library.INSTALL}")
+        + (
+            ", and none of timm's others"
+            if library.is_installed()
+            else f"; timm's own code runs others: {library.INSTALL} in the clone"
+        )
     )
 
 

@@ -18,7 +18,7 @@ from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network.vit import VisionTransformer, ViTOutput, meta_model
 
-INSTALL: Final = "pip install -c constraints.txt -e '.[timm]'"
+INSTALL: Final = "pip install -e '.[timm]'"
 """What installs the library, in a clone."""
 
 _MAX_BUFFERS: Final = 1 << 28
@@ -169,7 +169,9 @@ def _timm() -> Any:
     try:
         import timm  # noqa: PLC0415  an optional package, which takes seconds
     except (ImportError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"timm cannot be imported: {_first_line(error)}; {INSTALL}") from error
+        raise CheckpointError(
+            f"timm cannot be imported: {_first_line(error)} (its torchvision has to be of the same build as torch)"
+        ) from error
     return timm
 
 
