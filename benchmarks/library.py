@@ -9,11 +9,14 @@ the printed rates are medians of images a second.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the service has it; read when torch loads
 
 import numpy as np
 import torch
@@ -60,10 +63,10 @@ def rate(compute: Callable[[], Any], images: int, seconds: float) -> float:
     return done / (time.perf_counter() - started)
 
 
-def measure(name: str, dtype: str, rounds: int, seconds: float) -> None:
+def measure(name: str, dtype: str, threads: int, rounds: int, seconds: float) -> None:
     """Print the rates of one architecture."""
     checkpoint = random_checkpoint(name)
-    predictor = Predictor(checkpoint, dtype=dtype, max_batch=max(_BATCHES))
+    predictor = Predictor(checkpoint, dtype=dtype, max_batch=max(_BATCHES), threads=threads, streams=1)
     predictor.warm_up()
     model = checkpoint.network().to(device=predictor.device, dtype=DTYPES[dtype])
     normalise = Normalise(checkpoint.preprocess, DTYPES[dtype]).to(predictor.device)
@@ -90,12 +93,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.library")
     parser.add_argument("--architectures", nargs="+", default=_ARCHITECTURES)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each of the two")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
     arguments = parser.parse_args()
     print("| network | batch | vitserve | timm by hand | ratio | backend |\n|---|---|---|---|---|---|")
     for name in arguments.architectures:
-        measure(name, arguments.dtype, arguments.rounds, arguments.seconds)
+        measure(name, arguments.dtype, arguments.threads, arguments.rounds, arguments.seconds)
     return 0
 
 
