@@ -1,4 +1,4 @@
-// The calls that give what is on screen, to paste into a shell.
+// The calls that give what is on screen, for a shell.
 
 import { keyIsUsed } from "./api.js";
 

@@ -52,7 +52,7 @@ async function start() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value), map: service.methods.length ? FUSED : undefined };
+  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED) };
 }
 
 function addPanel() {
@@ -66,8 +66,7 @@ function addPanel() {
 
 /** One panel, or two where maps are compared. */
 function setPanels() {
-  const most = byId("compare").checked ? 2 : 1;
-  const count = service.methods.length ? most : 0;
+  const count = service.methods.length && 1 + byId("compare").checked;
   while (panels.length > count) panels.pop().element.remove();
   while (panels.length < count) {
     const panel = addPanel();
@@ -104,7 +103,7 @@ function arrange() {
   byId("intake").hidden = document.querySelector("footer").hidden = locked || !reached;
   byId("progress-line").hidden = byId("pictures").hidden = !pictures.length;
   byId("answer").hidden = locked || !service || !shown;
-  byId("where").hidden = byId("answer").hidden || !service.methods.length || hasNothing(shown);
+  byId("where").hidden = byId("answer").hidden || !panels.length || hasNothing(shown);
   document.body.classList.toggle("narrow", locked || !service || pictures.every(hasNothing));
 }
 
@@ -194,9 +193,8 @@ function bar({ label, index, score }) {
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
   row.addEventListener("click", () => {
-    if (!panels.length) return;
-    panels[0].choose({ class: index });
-    panels[0].find(".stage").scrollIntoView({ block: "nearest" }); // on a phone it is further down
+    panels[0]?.choose({ class: index });
+    panels[0]?.find(".stage").scrollIntoView({ block: "nearest" }); // further down on a phone
   });
   const item = make("li");
   item.append(row);
