@@ -133,7 +133,7 @@ def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
     """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
     if not isinstance(config, ViTConfig):
         return ()
-    if config.norm_order == "post":
+    if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
 

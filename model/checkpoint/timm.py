@@ -14,7 +14,14 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
 from model.checkpoint.refusals import required, validating
 from model.checkpoint.resizing import resized_config, resized_positions
-from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names, runs_in_library
+from model.checkpoint.timm_architectures import (
+    TimmArguments,
+    architecture_arguments,
+    native_names,
+    parse_arguments,
+    runs_in_library,
+)
+from model.checkpoint.timm_eva import EvaArguments
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig
 from model.errors import CheckpointError
 from model.network import library
@@ -24,7 +31,10 @@ FORMAT: Final = "timm"
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
 _WRAPPED: Final = "timm_model."
 """What transformers' wrapper puts before the names."""
-_UNUSED_ARGS: Final = frozenset({"weight_init", "fix_init", "strict_img_size"})
+_UNUSED_ARGS: Final = frozenset(
+    {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
+    | {f"rope_{kind}_coords" for kind in ("shift", "jitter", "rescale")}
+)
 """Arguments that change training or checks, never an answer."""
 
 
@@ -46,20 +56,22 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         raise CheckpointError(f"{where}: pretrained_cfg: expected an object")
     network: NetworkConfig
     size = _input_size(where, pretrained)[1:]
-    if not runs_in_library(name, where):
+    if runs_in_library(name, where):
+        network = _library_config(where, config, pretrained)
+    else:
         arguments = _arguments(where, config, pretrained)
         with validating(where):
             network = vit = arguments.vit_config()
-        if size != vit.image_size and not arguments.dynamic_img_size:
+        if size != vit.image_size and (not arguments.dynamic_img_size or vit.relative_position_bias):
             raise CheckpointError(f"{where}: pretrained_cfg.input_size {size} disagrees with img_size {vit.image_size}")
-    else:
-        network = _library_config(where, config, pretrained)
     preprocess = options.preprocess_or(None if options.preprocess else preprocess_of(pretrained, where), where)
     labels, assumed = _labels(where, config, pretrained, network.num_classes, options)
     stored = {name.removeprefix(_WRAPPED): tensor for name, tensor in files.tensors().items()}
     if isinstance(network, LibraryConfig):
         tensors = native_tensors(library.renamed_by_library(network, stored), network, files.place)
     else:
+        if isinstance(arguments, EvaArguments):
+            stored = arguments.renamed(stored)
         tensors = native_tensors(native_names(stored, vit), vit, files.place)
         if size != vit.image_size:
             # What timm's `dynamic_img_size` does at each forward pass is done once.
@@ -80,14 +92,14 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
-def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments:
+def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments | EvaArguments:
     """Return the architecture's own arguments, overridden by what the config says."""
     arguments = architecture_arguments(config["architecture"])
     in_chans, *size = _input_size(where, pretrained)
     arguments |= {"img_size": tuple(size), "in_chans": in_chans}
     arguments |= _given(where, config, ("num_classes", "global_pool"))
     with validating(where):
-        return TimmArguments.model_validate(arguments)
+        return parse_arguments(arguments)
 
 
 def _given(where: str, config: dict[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:
