@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "xcit": ("xcit_nano_12_p16_224", {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2}),
     "cait": ("cait_xxs24_224", {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2}),
     "channel-attention": ("davit_tiny", {"depths": (1, 1), "embed_dims": (16, 32), "num_heads": (2, 2)}),
-    "pooling": ("poolformer_s12", {**SMALL, "dims": (8, 16, 16, 32)}),
+    "edgenext": ("edgenext_xx_small", {}),
     "pyramid": ("pvt_v2_b0", {**SMALL, "embed_dims": (8, 16, 40, 64)}),
     "regnet": ("regnetx_002", {}),
 }
