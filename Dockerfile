@@ -16,9 +16,11 @@ RUN python -m venv --without-pip /opt/venv
 # Where torch comes from. Empty: the default index, whose Linux build is for CUDA.
 # https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
 ARG TORCH_INDEX_URL=
-RUN pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
 # These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
 ARG EXTRAS="gpu hub redis otel grpc"
+# timm brings torchvision, which has to be of the same build as torch.
+RUN case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
+    && pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch ${torchvision:-}
 RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
         print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \

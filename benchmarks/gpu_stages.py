@@ -112,7 +112,7 @@ def engine(bench: Bench) -> None:
         ours = bench.ours(variant, [batch])
         section["ours"] = {"variant": variant, "batch": batch, "compiled": ours.predictor.compiled}
         section["reference"] = {"name": reference.name, "batch": theirs}
-        last = ours.predictor.config.depth - 1
+        last = ours.predictor.checkpoint.vit.depth - 1
         measures: dict[str, Callable[[float], float | None]] = {
             "ours resident": partial(ours.resident_rate, batch),
             "reference resident": partial(reference.call, "resident_rate", theirs),

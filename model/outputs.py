@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 
 Head = int | Literal["mean", "max"]
@@ -85,7 +85,7 @@ class MapRequest:
 
 
 def parse_maps(
-    config: ViTConfig,
+    config: NetworkConfig,
     labels: Sequence[str],
     *,
     method: str | None = None,
@@ -109,6 +109,8 @@ def parse_maps(
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
     methods = methods_of(config)
+    if not isinstance(config, ViTConfig):
+        raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
     implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
     if name not in methods:
@@ -127,8 +129,10 @@ def parse_maps(
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
 
 
-def methods_of(config: ViTConfig) -> tuple[Method, ...]:
+def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
     """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+    if not isinstance(config, ViTConfig):
+        return ()
     if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
@@ -225,7 +229,7 @@ class EmbeddingRequest:
     normalize: bool = False
 
 
-def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
+def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
     """Return the embedding that a caller asks for.
 
     Raises:
@@ -233,16 +237,19 @@ def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object 
     """
     if pool not in POOLINGS:
         raise InputError("pool", f"pool {pool!r:.50}: expected one of {', '.join(POOLINGS)}")
-    if pool == "cls" and not config.class_token:
+    if pool != "head" and not isinstance(config, ViTConfig):
+        raise InputError("pool", f"pool {pool!r}: {config.kind} gives what its head reads alone; expected head")
+    if pool == "cls" and isinstance(config, ViTConfig) and not config.class_token:
         raise InputError("pool", "pool 'cls': the model has no CLS token; expected head or mean")
     if not isinstance(normalize, bool):
         raise InputError("normalize", f"normalize {normalize!r:.50}: expected true or false")
     return EmbeddingRequest(pool, normalize)
 
 
-def embedding_width(config: ViTConfig, pool: Pooling = "head") -> int:
+def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """Return how many values an embedding has: those of a token, or of two where the head reads two."""
-    return 2 * config.width if pool == "head" and config.pool == "cls_mean" else config.width
+    reads_two = isinstance(config, ViTConfig) and config.pool == "cls_mean"
+    return 2 * config.width if pool == "head" and reads_two else config.width
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,13 +159,17 @@ class ModelDescription(BaseModel):
     parameters: int
     input_size: Annotated[RowsColumns, Field(description="[rows, columns] in pixels")]
     channels: int
-    patch_size: int
-    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
-    layers: int
-    heads: int
-    width: int
+    patch_size: Annotated[int | None, Field(description="null, as what follows, where a library runs the network")] = (
+        None
+    )
+    grid: Annotated[RowsColumns | None, Field(description="[rows, columns] of patches")] = None
+    layers: int | None = None
+    heads: int | None = None
+    width: Annotated[int, Field(description="of tokens, or of what the head reads where a library runs the network")]
     classes: int
-    pool: str
+    pool: str | None = None
+    runtime: Annotated[str, Field(description="whose code the network is: `vitserve`, or `timm`")] = "vitserve"
+    runtime_version: Annotated[str | None, Field(description="of the library")] = None
     temperature: float
     multi_label: bool
     device: str
@@ -179,8 +183,8 @@ class ModelDescription(BaseModel):
     batch_sizes: Annotated[list[int] | None, Field(description="fixed launch sizes; null: any up to max_batch")]
     preprocessing: dict[str, Any]
     attention_source: Annotated[
-        str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
-    ]
+        str | None, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
+    ] = None
     attention_methods: list[str]
     assumed: Annotated[
         list[str],

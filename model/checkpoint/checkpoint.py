@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from model.checkpoint.refusals import first_and_count
+from model.checkpoint.refusals import first_and_count, validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import as_float32
-from model.config import PreprocessConfig, Size, ViTConfig
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
+from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, meta_model
 
 MAX_TEXT: Final = 1000
@@ -34,7 +35,7 @@ class Checkpoint:
         architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
         config, preprocess: see `model.config`.
         labels: a human description for each class, in index order; may repeat.
-        tensors: float32 on the CPU, keyed as `model.network.vit.VisionTransformer` names its parameters.
+        tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
@@ -47,7 +48,7 @@ class Checkpoint:
     source: str
     format: str
     architecture: str
-    config: ViTConfig
+    config: NetworkConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     tensors: Mapping[str, Tensor]
@@ -100,6 +101,9 @@ class Checkpoint:
         old = self.config
         if size == old.image_size:
             return self
+        if isinstance(old, LibraryConfig):
+            return self._resized_by_library(old, size)
+        old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
             raise CheckpointError(
                 f"{self.source}: image size {size[0]}x{size[1]} is not a multiple of the patch size {old.patch_size}"
@@ -110,29 +114,67 @@ class Checkpoint:
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
         return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size), tensors=tensors)
 
-    def build(self) -> VisionTransformer:
-        """Return the model with exactly these weights, float32 on the CPU, in evaluation mode.
+    def _resized_by_library(self, old: LibraryConfig, size: Size) -> Checkpoint:
+        if old.fixed_size:
+            raise CheckpointError(
+                f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
+                f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
+            )
+        with validating(self.source):
+            config = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
+        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size))
+
+    @property
+    def vit(self) -> ViTConfig:
+        """Return the configuration of a network that vitserve computes itself.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
+            CheckpointError: it is a library's.
         """
-        model = meta_model(self.config)  # no memory and no random weights that could be left in place
-        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+        if not isinstance(self.config, ViTConfig):
+            raise CheckpointError(f"{self.source}: is {self.config.kind}: this is for vitserve's own networks")
+        return self.config
+
+    def build(self) -> VisionTransformer:
+        """Return the Vision Transformer with exactly these weights, float32 on the CPU, in evaluation mode.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite; or the network is a
+                library's.
+        """
+        model = meta_model(self.vit)  # no memory and no random weights that could be left in place
+        self._load(model)
+        return model
+
+    def network(self) -> VisionTransformer | LibraryNetwork:
+        """Return the network with exactly these weights, as `build` does, whosever it is."""
+        if not isinstance(self.config, LibraryConfig):
+            return self.build()
+        network = LibraryNetwork(self.config)
+        self._load(network.module)
+        return network.eval()
+
+    def _load(self, module: nn.Module) -> None:
+        check_tensors(self.source, self.tensors, _shapes(self.config))
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
-        model.load_state_dict(dict(self.tensors), strict=True, assign=True)
-        return model.eval().requires_grad_(False)
+        # All names were checked; what is left of a library's are the integers that it makes itself.
+        module.load_state_dict(dict(self.tensors), strict=isinstance(self.config, ViTConfig), assign=True)
+        module.eval().requires_grad_(False)
 
 
-def native_tensors(tensors: Mapping[str, Tensor], config: ViTConfig, where: str) -> dict[str, Tensor]:
+def _shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
+
+
+def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: str) -> dict[str, Tensor]:
     """Return tensors that bear the model's own names as float32, their names and shapes checked.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    shapes = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
-    check_tensors(where, tensors, shapes)
+    check_tensors(where, tensors, _shapes(config))
     return {name: as_float32(tensor, name, where) for name, tensor in tensors.items()}
 
 

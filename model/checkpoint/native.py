@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,12 +15,16 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
-from model.config import PreprocessConfig, ViTConfig
+from model.checkpoint.timm_architectures import runs_in_library
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 
 FORMAT = "vitserve"
 
 
-class NativeConfig(BaseModel):
+Architecture = TypeVar("Architecture", bound=NetworkConfig)
+
+
+class NativeConfig(BaseModel, Generic[Architecture]):
     """`config.json` of a native folder. Nothing that changes an answer has a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,7 +32,7 @@ class NativeConfig(BaseModel):
     format: Literal["vitserve"]
     version: Literal[1]
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    architecture: ViTConfig
+    architecture: Architecture
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -49,8 +53,14 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)
     options.refuse_architecture(where)
+    stated = (files.config or {}).get("architecture")
+    native: NativeConfig[Any]
     with validating(where):
-        native = NativeConfig.model_validate(files.config)
+        if isinstance(stated, dict) and "library" in stated:
+            native = NativeConfig[LibraryConfig].model_validate(files.config)
+            runs_in_library(native.architecture.architecture, where)
+        else:
+            native = NativeConfig[ViTConfig].model_validate(files.config)
     return Checkpoint(
         name=native.name,
         source=files.source,
@@ -77,7 +87,7 @@ def write(
         dtype: of the stored tensors; half precision halves the file.
         training: free-form record for people.
     """
-    native = NativeConfig(
+    native = NativeConfig[Any](
         format="vitserve",
         version=1,
         name=checkpoint.name,
@@ -102,7 +112,10 @@ def write(
     config.replace(folder / CONFIG_FILE)
 
 
-def describe_architecture(config: ViTConfig) -> str:
-    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`."""
+def describe_architecture(config: NetworkConfig) -> str:
+    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`, or a library's own."""
+    if isinstance(config, LibraryConfig):
+        return config.architecture
+    assert isinstance(config, ViTConfig)
     rows, columns = config.image_size
     return f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}_{rows}x{columns}"

@@ -25,17 +25,20 @@ from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, renamed
+from model.checkpoint.timm import preprocess_of
 from model.checkpoint.timm_architectures import (
     TimmArguments,
     architecture_arguments,
     architectures,
     native_names,
     parse_arguments,
+    runs_in_library,
 )
 from model.checkpoint.timm_eva import EvaArguments
 from model.checkpoint.torchvision import MODELS, published_preset
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
+from model.network import library
 from model.network.vit import meta_model
 
 FORMAT: Final = "state_dict"
@@ -85,11 +88,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
     where = files.place
+    named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
+    name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
+        return _of_library(files, options, name, given)
     tensors = renamed(mapped(files.tensors(), options.keys), _RENAMES)
     if "register_tokens" in tensors:
         tensors = _with_registers(tensors, where)
-    named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
-    name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
     tensors = _of_eva(name, given, tensors, where)
     told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
@@ -149,6 +154,32 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
+def _of_library(files: SingleFile, options: CheckpointOptions, name: str, given: dict[str, Any]) -> Checkpoint:
+    """Read the state dict of a network that timm's own code runs; its classes and channels are those of the file."""
+    where, tensors, published = files.place, mapped(files.tensors(), options.keys), library.published(name)
+    if options.preprocess is None or (options.labels is None and files.labels is None):
+        raise _question(files, options, name, given, {}, tensors, published)
+    preprocess = options.preprocess_or(None, where)
+    heads = published.get("classifier") or "head"
+    head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
+    classes = (*TensorSource(tensors, where).shape(head), 0)[0]
+    channels, fixed = len(preprocess.mean), bool(published.get("fixed_input_size"))
+    with validating(where):
+        config = library.library_config(name, given, classes, channels, preprocess.size, fixed_size=fixed)
+    labels = None if files.labels is None else indexed_labels(files.labels, classes, where)
+    return Checkpoint(
+        name=files.file.stem,
+        source=files.source,
+        format=FORMAT,
+        architecture=name,
+        config=config,
+        preprocess=preprocess,
+        labels=options.labels_or(labels, classes, where),
+        tensors=native_tensors(library.renamed_by_library(config, tensors), config, where),
+        notes=files.notes,
+    )
+
+
 def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return the tensors, those of timm's `Eva` class as its other classes have them."""
     if architectures().get(name, {}).get("family") != "eva":
@@ -180,9 +211,9 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
-    name, *pairs = text.split(",")
+    name, *pairs = re.split(r",(?![^\[]*\])", text)  # not within a list
     if name != OWN:
-        architecture_arguments(name, "VIT_ARCHITECTURE")
+        runs_in_library(name, "VIT_ARCHITECTURE")
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -221,7 +252,7 @@ def _timms(
     name: str, given: dict[str, Any], tensors: Mapping[str, Tensor], preprocess: PreprocessConfig | None, where: str
 ) -> tuple[dict[str, Any], ViTConfig | None]:
     """Return what is to be asked of a network under timm's name, and its configuration once nothing is."""
-    own = architecture_arguments(name, where)
+    own = architecture_arguments(name)
     stored = TensorSource(tensors, where)
     arguments = own | given | _head(stored)
     with validating(where):
@@ -510,8 +541,13 @@ def _question(
     given: dict[str, Any],
     asked: dict[str, Any],
     tensors: Mapping[str, Tensor],
+    published: Mapping[str, Any] | None = None,
 ) -> CheckpointError:
-    """Return the error that asks for all that is missing at once, with the command that would serve the file."""
+    """Return the error that asks for all that is missing at once, with the command that would serve the file.
+
+    Args:
+        published: what timm says of the architecture's first weights, if its own code runs it.
+    """
     arguments = ",".join([name, *(f"{key}={_written(value)}" for key, value in {**given, **asked}.items())])
     command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture", arguments]
     missing = [*asked] or ([] if options.architecture else ["architecture"])
@@ -519,7 +555,7 @@ def _question(
         missing.append("preprocessing")
     if options.labels is None and files.labels is None:
         missing.append("labels")
-    command += ["--preprocess", options.preprocess or _preprocess(tensors)]
+    command += ["--preprocess", options.preprocess or _preprocess(tensors, published)]
     command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
     for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
         command += [flag, value] if value else []
@@ -530,7 +566,11 @@ def _question(
     if "pos_embed" in asked:
         hints.append("rotary positions leave no tensor: a network that has them needs timm's name")
     if options.preprocess is None:
-        hints.append("MEAN and STD are those of its training, for pixels of 0...1")
+        hints.append(
+            "MEAN and STD are those of its training, for pixels of 0...1"
+            if published is None
+            else "this preprocessing is that of timm's first weights of the name, and yours may have another"
+        )
     hint = f" ({'; '.join(hints)})" if hints else ""
     return CheckpointError(
         f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
@@ -538,7 +578,9 @@ def _question(
     )
 
 
-def _preprocess(tensors: Mapping[str, Tensor]) -> str:
+def _preprocess(tensors: Mapping[str, Tensor], published: Mapping[str, Any] | None) -> str:
+    if published is not None:
+        return preprocess_of(published, "timm").model_dump_json(exclude_defaults=True)
     stem = tensors.get("patch_embed.backbone.0.weight")
     shape = tuple(tensors["patch_embed.proj.weight"].shape if stem is None else stem.shape)
     channels, edge = (shape[1], shape[2]) if len(shape) == 4 else _flat(shape[1], "patch_embed.proj.weight")

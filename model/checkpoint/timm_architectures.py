@@ -25,6 +25,7 @@ from model.checkpoint.tensors import fuse_pairs, renamed
 from model.checkpoint.timm_eva import POOL, EvaArguments, join, pair
 from model.config import Activation, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
+from model.network import library
 
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
 
@@ -154,18 +155,30 @@ def architectures() -> Mapping[str, dict[str, Any]]:
     return table
 
 
-def architecture_arguments(name: str, where: str) -> dict[str, Any]:
-    """Return the arguments of an architecture by timm's name.
+def runs_in_library(name: str, where: str) -> bool:
+    """Return whether timm's own code runs an architecture, which is none of those that vitserve's network reads.
 
     Raises:
-        CheckpointError: no architecture of this name that is read here.
+        CheckpointError: no architecture of this name, or timm is not installed.
     """
-    if name not in architectures():
-        near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
-        raise CheckpointError(
-            f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
-            + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
+    if name in architectures():
+        return False
+    if library.knows(name):
+        return True
+    near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
+    raise CheckpointError(
+        f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
+        + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
+        + (
+            ", and none of timm's others"
+            if library.is_installed()
+            else f"; timm's own code runs others: {library.INSTALL} in the clone"
         )
+    )
+
+
+def architecture_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of an architecture that vitserve's network reads, by timm's name."""
     return dict(architectures()[name])
 
 

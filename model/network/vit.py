@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
@@ -251,8 +251,10 @@ class VisionTransformer(nn.Module):
         return embeddings
 
 
-def embedding_name(config: ViTConfig, pool: Pooling) -> Pooling:
+def embedding_name(config: NetworkConfig, pool: Pooling) -> Pooling:
     """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
+    if not isinstance(config, ViTConfig):
+        return "head"
     if config.pool == "cls" and not config.distillation_head:
         same: Pooling = "cls"
     elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):

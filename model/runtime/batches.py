@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.network.vit import embedding_name
 from model.outputs import Pooling, RequestedOutputs
 
@@ -47,7 +47,7 @@ class BatchRequest:
     all_tokens: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[RequestedOutputs], config: ViTConfig) -> BatchRequest:
+    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> BatchRequest:
         """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
         pools = {request.embedding.pool for request in requests if request.embedding is not None}
@@ -58,7 +58,7 @@ class BatchRequest:
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
-            all_tokens="mean" in embeddings and config.pool == "cls",
+            all_tokens="mean" in embeddings and isinstance(config, ViTConfig) and config.pool == "cls",
         )
 
     @property

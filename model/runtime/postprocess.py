@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
+from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.batches import BatchOutputs, BatchRequest
 
 
 def run_network(
-    model: VisionTransformer, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
+    model: Classifier, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
 ) -> BatchOutputs:
     """Return the output of a model for normalised pixels [B, C, H, W]; see `Postprocess` for the rest.
 
@@ -32,6 +33,7 @@ def run_network(
     output = model(pixels, request.layers, KEPT if request.relevance else 0, request.all_tokens)
     relevance = None
     if request.relevance:
+        assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         with one_thread(pixels.device):
             relevance = token_relevance(model, output, weights=folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
@@ -102,12 +104,12 @@ def beside(outputs: BatchOutputs) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in outputs.tensors().items() if name not in _PACKED}
 
 
-def unpack(packed: Tensor, request: BatchRequest, config: ViTConfig) -> BatchOutputs:
+def unpack(packed: Tensor, request: BatchRequest, config: NetworkConfig) -> BatchOutputs:
     """Split what `pack` joined into tensors that keep nothing of its memory."""
     shapes: dict[str, tuple[int, ...]] = {"scores": (request.top_k,), "indices": (request.top_k,), "finite": ()}
-    if request.layers:
+    if request.layers and isinstance(config, ViTConfig):
         shapes["attention"] = len(request.layers), config.heads, config.tokens
-    if request.relevance:
+    if request.relevance and isinstance(config, ViTConfig):
         shapes["relevance"] = (config.tokens,)
     parts = torch.split(packed, [math.prod(shape) for shape in shapes.values()], dim=1)
     tensors = {

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
+from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
@@ -116,6 +117,8 @@ class Predictor:
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
+        if dtype == "float8" and not isinstance(checkpoint.config, ViTConfig):
+            raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
         on_cpu = torch_device.type == "cpu"
@@ -130,21 +133,25 @@ class Predictor:
         self.agreement: str | None = None
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
-            model = checkpoint.build()
+            model = checkpoint.network()
             options = TorchOptions(
                 model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
             chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
-            if options.float8:
+            if options.float8 and isinstance(model, VisionTransformer):
                 self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
             return chosen
 
         self._backend, self.backend_reason = build(torch_dtype)
-        if dtype == "auto" and torch_dtype is torch.float16:
+        # A library's network may do without a dtype, a Vision Transformer overflow in float16.
+        risks = (torch.float16,) if isinstance(checkpoint.config, ViTConfig) else (torch.float16, torch.bfloat16)
+        if dtype == "auto" and torch_dtype in risks:
             try:
                 self.check()
-            except NotFinite as error:
+            except DeviceError as error:
+                if isinstance(checkpoint.config, ViTConfig) and not isinstance(error, NotFinite):
+                    raise
                 logger.warning("%s: computing in float32 instead", error)
                 self._backend, self.backend_reason = build(torch.float32)
         self.backend = self._backend.name
@@ -297,6 +304,8 @@ class Predictor:
     ) -> dict[int, AttentionMap]:
         """Return the maps that come out of the classification's pass, by the places of their images."""
         maps: dict[int, AttentionMap] = {}
+        if not isinstance(self.config, ViTConfig):
+            return maps
         if request.layers:
             maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
         if request.relevance:

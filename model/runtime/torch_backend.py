@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
-from model.config import PreprocessConfig
+from model.config import NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
 from model.network.layers.rotary import Rotary
+from model.network.library import Classifier
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
 from model.runtime.backend import first_line
@@ -49,7 +50,7 @@ class TorchOptions:
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
     """
 
-    model: VisionTransformer
+    model: Classifier
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
@@ -97,8 +98,10 @@ class TorchBackend(ABC):
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
-        self.config = options.model.config
-        self.usual = BatchRequest(), BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
+        self.config: NetworkConfig = options.model.config
+        self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
+        if isinstance(self.config, ViTConfig):
+            self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
         self.postprocess = Postprocess(options.checkpoint)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
@@ -109,14 +112,14 @@ class TorchBackend(ABC):
                 module.fix()
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
-            self._folded = fold(self._plain)
+            self._folded = fold(self._plain) if isinstance(self._plain, VisionTransformer) else None
         except torch.OutOfMemoryError as error:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()
-        if options.float8:
+        if options.float8 and isinstance(self._plain, VisionTransformer):
             use_float8(self._plain)
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
@@ -132,6 +135,7 @@ class TorchBackend(ABC):
         self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
+        assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         labels = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
         return explain(self._plain, self._normalise(self.upload(images)), labels, request)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.network.layers.attention import Attention
-from model.network.vit import VisionTransformer
+from model.network.library import Classifier
 from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, launch_size
@@ -102,7 +102,7 @@ class TorchCpu(TorchBackend):
         """See `Backend.logits`."""
         return self.forward(images, BatchRequest()).tensors()["logits"]
 
-    def float_copy(self) -> VisionTransformer:
+    def float_copy(self) -> Classifier:
         """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
         twin = copy.deepcopy(self._plain).float()
         for module in twin.modules():

@@ -78,9 +78,9 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
         labels="numbers",  # the old head's labels go with it, and some formats have none
         architecture=recipe.checkpoint_architecture,
     )
-    if checkpoint.config.in_channels != 3:
+    if checkpoint.vit.in_channels != 3:
         raise TrainingError(f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned")
-    config = checkpoint.config.model_copy(update={"num_classes": classes})
+    config = checkpoint.vit.model_copy(update={"num_classes": classes})
     weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
     for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
         weights[name] = torch.zeros(classes, *weights[name].shape[1:])

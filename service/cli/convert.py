@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from model.runtime.device import DTYPES  # noqa: PLC0415
 
     checkpoint = checkpoint_from(settings_from(arguments))
-    checkpoint.build()  # names, shapes and values of the weights are checked here
+    checkpoint.network()  # names, shapes and values of the weights are checked here
     if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
         raise InputError("output", f"{arguments.output}: exists and is not an empty folder")
     with writing(arguments.output):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import PreprocessConfig, ViTConfig
+from model.config import NetworkConfig, PreprocessConfig
 from model.outputs import Outputs, RequestedOutputs
 
 Release = Literal["full", "idle", "delay"]
@@ -88,7 +88,7 @@ class ModelInfo:
     format: str
     architecture: str
     parameters: int
-    config: ViTConfig
+    config: NetworkConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: float

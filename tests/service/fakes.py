@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.config import PreprocessConfig, ViTConfig
+from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.channel import EngineChannel
@@ -51,6 +51,18 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(bounded())
 
     return run
+
+
+LIBRARY = LibraryConfig(
+    library="timm",
+    architecture="convnext_atto",
+    arguments={},
+    fixed_size=False,
+    image_size=(SIZE, SIZE),
+    num_classes=CLASSES,
+    width=8,
+)
+"""What timm's own code runs: without maps."""
 
 
 def model_info(**changes: Any) -> ModelInfo:

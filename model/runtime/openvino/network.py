@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from model.config import ViTConfig
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
-from model.network.vit import VisionTransformer, meta_model
+from model.network.library import Classifier, meta_network
+from model.network.vit import VisionTransformer
 from model.runtime.backend import require_close
 from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import Requests, compile_sizes, convert
@@ -66,9 +68,11 @@ class OpenVinoNetwork:
         workers: int | None = None,
     ) -> None:
         config, dtype = options.model.config, options.dtype
-        self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
+        self._options, self._threads, self._streams = replace(options, model=meta_network(config)), threads, streams
         # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
+        layers: tuple[int, ...] = ()
+        if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
+            layers = (config.depth - 1,)
         self.request = replace(extras, layers=layers)
         self._is_small = _is_small(options.model, dtype, streams)
         self.version = importlib.metadata.version("openvino")
@@ -102,7 +106,7 @@ class OpenVinoNetwork:
         for count in counts:
             require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
 
-    def with_extras(self, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
+    def with_extras(self, model: Classifier, extras: BatchRequest) -> OpenVinoNetwork:
         """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
 
         Args:
@@ -141,7 +145,7 @@ class OpenVinoNetwork:
                 _for(len(images), self._alone if alone else self._beside).run_all(images)
 
 
-def _is_small(model: VisionTransformer, dtype: torch.dtype, streams: int) -> bool:
+def _is_small(model: Classifier, dtype: torch.dtype, streams: int) -> bool:
     """Return whether graphs for each size of a piece have room."""
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return len(_SIZES) * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
@@ -154,12 +158,12 @@ def _for(count: int, requests: dict[int | None, Requests]) -> Requests:
 class _Traced(nn.Module):
     """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
 
-    def __init__(self, model: VisionTransformer, normalise: Normalise, request: BatchRequest) -> None:
+    def __init__(self, model: Classifier, normalise: Normalise, request: BatchRequest) -> None:
         super().__init__()
         self.model = model
         self.normalise = normalise
         self.request = request
-        self.folded = fold(model) if request.relevance else None
+        self.folded = fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
 
     def outputs(self, images: Tensor) -> BatchOutputs:
         return run_network(self.model, self.normalise(images), self.request, self.folded)

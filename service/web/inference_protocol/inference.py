@@ -11,8 +11,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import NetworkConfig, ViTConfig
 from model.errors import ImageError
-from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import Outputs, RequestedOutputs, embedding_width, methods_of, parse_embedding, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -41,6 +42,11 @@ class Output:
     values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
 
 
+def _grid(config: NetworkConfig) -> list[int]:
+    assert isinstance(config, ViTConfig), "a model without maps has no such output"
+    return [*config.grid]
+
+
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -51,7 +57,9 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
     "logits": Output("FP32", lambda info: [info.config.num_classes], lambda outputs, _: outputs.logits),
     "attention": Output(
-        "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
+        "FP32",
+        lambda info: _grid(info.config),
+        lambda outputs, _: None if outputs.map is None else outputs.map.values,
     ),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
@@ -59,10 +67,13 @@ _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
-_MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
-    "cls": lambda info: MapRequest.row(info.config.depth - 1),
-    "relevance": lambda info: MapRequest("relevance"),
-}
+_MAPS: Final = ("cls", "relevance")
+
+
+def outputs_of(info: ModelInfo) -> dict[str, Output]:
+    """Return the outputs of a model: without attention where it has no maps."""
+    has_maps = bool(methods_of(info.config))
+    return {name: output for name, output in OUTPUTS.items() if has_maps or name != "attention"}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -151,7 +162,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=_MAPS[method](info) if "attention" in names else None,
+                map=parse_maps(info.config, info.labels, method=method)[0] if "attention" in names else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
             ),

@@ -7,7 +7,7 @@ import { percent } from "./heatmap.js";
 import { takePictures } from "./intake.js";
 import { watchLoad } from "./live.js";
 import { MapPanel, fill, paint } from "./panel.js";
-import { Picture } from "./picture.js";
+import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 
@@ -52,7 +52,7 @@ async function start() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value) };
+  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED) };
 }
 
 function addPanel() {
@@ -66,7 +66,7 @@ function addPanel() {
 
 /** One panel, or two where maps are compared. */
 function setPanels() {
-  const count = byId("compare").checked ? 2 : 1;
+  const count = service.methods.length && 1 + byId("compare").checked;
   while (panels.length > count) panels.pop().element.remove();
   while (panels.length < count) {
     const panel = addPanel();
@@ -103,7 +103,7 @@ function arrange() {
   byId("intake").hidden = document.querySelector("footer").hidden = locked || !reached;
   byId("progress-line").hidden = byId("pictures").hidden = !pictures.length;
   byId("answer").hidden = locked || !service || !shown;
-  byId("where").hidden = byId("answer").hidden || hasNothing(shown);
+  byId("where").hidden = byId("answer").hidden || !panels.length || hasNothing(shown);
   document.body.classList.toggle("narrow", locked || !service || pictures.every(hasNothing));
 }
 
@@ -193,8 +193,8 @@ function bar({ label, index, score }) {
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
   row.addEventListener("click", () => {
-    panels[0].choose({ class: index });
-    panels[0].find(".stage").scrollIntoView({ block: "nearest" }); // on a phone it is further down
+    panels[0]?.choose({ class: index });
+    panels[0]?.find(".stage").scrollIntoView({ block: "nearest" }); // further down on a phone
   });
   const item = make("li");
   item.append(row);
@@ -216,7 +216,7 @@ function mapsChanged() {
   showProgress();
   const ready = shown !== null && panels.some((panel) => panel.map);
   byId("save-png").disabled = byId("save-json").disabled = !ready;
-  if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, topK: queue.options.topK, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
+  if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, ...queue.options, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
 }
 
 /** What the service's PNG takes to look as the maps on screen. */

@@ -20,7 +20,7 @@ EXACT = 1e-5
 
 def embeddings_of(checkpoint: Checkpoint, pixels: Tensor) -> dict[Pooling, Tensor]:
     """Each embedding that the model has, of a pass that computes all tokens; those of a spared pass are the same."""
-    network, config = checkpoint.build(), checkpoint.config
+    network, config = checkpoint.build(), checkpoint.vit
     with torch.inference_mode():
         whole, spared = network(pixels, (), 0, True), network(pixels)
     for name, values in spared.embeddings.items():
@@ -38,7 +38,7 @@ def embeddings_of(checkpoint: Checkpoint, pixels: Tensor) -> dict[Pooling, Tenso
 def test_embeddings_are_those_of_timm(case: str, tmp_path: Path) -> None:
     model = test_timm.make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    config, pixels = checkpoint.config, pictures(checkpoint)
+    config, pixels = checkpoint.vit, pictures(checkpoint)
     found = embeddings_of(checkpoint, pixels)
     with torch.inference_mode():
         tokens = model.forward_features(pixels)
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_transformers(case: str, part: str, tmp_path: Path) 
         output = getattr(model, part)(pixels)
     tokens = output.last_hidden_state
     assert relative_error(found["cls"], tokens[:, 0]) < EXACT
-    assert relative_error(found["mean"], tokens[:, checkpoint.config.prefix_tokens :].mean(dim=1)) < EXACT
+    assert relative_error(found["mean"], tokens[:, checkpoint.vit.prefix_tokens :].mean(dim=1)) < EXACT
     if part.startswith("dino"):  # ViT's own pooler has a layer that no classifier reads
         assert relative_error(found["cls"], output.pooler_output) < EXACT
         assert relative_error(found["head"], torch.cat((found["cls"], found["mean"]), dim=1)) < EXACT

@@ -158,7 +158,7 @@ def test_a_stem_of_convolutions(batch_norm: bool, tmp_path: Path) -> None:
         load(model.state_dict(), tmp_path, PLAIN)
     checkpoint = load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem=2-relu-2-relu-1")
     assert_same_logits(checkpoint, model, f"stem of convolutions, batch norm {batch_norm}")
-    assert checkpoint.config.patch_size == 4
+    assert checkpoint.vit.patch_size == 4
     for wrong in ("2-relu-2", "2-relu-2-gelu-1", "2-relu-2-relu-2", "a-relu-2-relu-1", "2-relu-1-relu-1"):
         with pytest.raises(CheckpointError, match=r"conv_stem|last convolution|multiple|no square grid|preprocessing"):
             load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem={wrong}")

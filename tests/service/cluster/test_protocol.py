@@ -42,7 +42,7 @@ from service.cluster.protocol import (
 )
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from tests.service.fakes import model_info
+from tests.service.fakes import LIBRARY, model_info
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
@@ -105,6 +105,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         ),
     ),
     st.builds(ModelLoaded, st.builds(model_info, name=st.text(), labels=st.lists(st.text(), min_size=1).map(tuple))),
+    st.just(ModelLoaded(model_info(config=LIBRARY))),
     st.builds(Completed, IDS, results()),
     st.builds(
         Failed.of,

@@ -105,7 +105,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     """Dynamo compiles a function eight times by default, and then runs it uncompiled without a word."""
     for name, value in KINDS.items():
         before = traced()
-        config = make_checkpoint().config.model_copy(update={name: value})
+        config = make_checkpoint().vit.model_copy(update={name: value})
         model = VisionTransformer(config)
         model.reset_parameters(torch.Generator().manual_seed(0))
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}

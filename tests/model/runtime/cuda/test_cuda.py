@@ -264,7 +264,7 @@ REAL_KINDS: dict[str, dict[str, object]] = {
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
     checkpoint = predictor.checkpoint
-    last = checkpoint.config.depth - 1
+    last = checkpoint.vit.depth - 1
     reference = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
     expected = reference.logits(images)

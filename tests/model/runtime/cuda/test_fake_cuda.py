@@ -76,6 +76,7 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
     Gives the names of the kernels that ran for the last one.
     """
     config, to_capture = backend.config, backend._compute_to_capture
+    assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for request in requests:
         relevance = request.relevance

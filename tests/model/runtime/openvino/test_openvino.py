@@ -53,7 +53,7 @@ def both() -> tuple[Predictor, Predictor]:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
-    wanted = [MapRequest.row(layer=both[0].config.depth - 1, head="mean")] * count
+    wanted = [MapRequest.row(layer=both[0].checkpoint.vit.depth - 1, head="mean")] * count
     expected, found = (predict(one, images[:count], top_k=10, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)

@@ -173,7 +173,7 @@ async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_kno
             assert isinstance(parameter["schema"]["type"], str)
         for kind in operation.get("requestBody", {"content": {}})["content"]:
             assert "*" not in kind
-    assert schemas["ModelDescription"]["properties"]["grid"]["items"] == {"type": "integer"}
+    assert schemas["ModelDescription"]["properties"]["input_size"]["items"] == {"type": "integer"}
     answers = operations(document)["attention"]["responses"]["200"]["content"]
     one = {"$ref": "#/components/schemas/AttentionDocument"}
     assert answers["application/json"]["schema"]["anyOf"] == [one, {"type": "array", "items": one}]
