@@ -34,8 +34,9 @@ SMALL = {
 }
 
 
-def test_the_recipe_for_a_gpu_is_of_a_model_below_six_million_parameters() -> None:
-    architecture = read_recipe(RECIPES / "cifar10-gpu.toml").architecture
+@pytest.mark.parametrize("name", ["cifar10-gpu", "cifar10-distilled"])
+def test_the_recipes_for_cifar_are_of_models_below_six_million_parameters(name: str) -> None:
+    architecture = read_recipe(RECIPES / f"{name}.toml").architecture
     assert architecture is not None
     config = architecture.config(IMAGE_SIZE, CLASSES)
     assert config.patch_size == 4
