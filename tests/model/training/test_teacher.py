@@ -143,14 +143,17 @@ def test_the_state_of_another_teacher_is_refused_but_the_model_may_change(
         teacher_of(taught.override(seed=9), data, tmp_path)
 
 
-def test_the_record_and_the_card_tell_of_the_teacher_and_its_time(cifar: Path, tmp_path: Path, taught: Recipe) -> None:
+def test_a_run_goes_on_with_the_teacher_that_is_there_and_tells_of_it(
+    cifar: Path, data: TrainingData, tmp_path: Path, taught: Recipe
+) -> None:
     out = tmp_path / "run"
+    teacher = teacher_of(taught, data, out).run()
     result = run(cifar, out, taught, device="cpu", progress=False)
-    assert result.teacher is not None
-    assert result.cpu_seconds > result.teacher.cpu_seconds > 0
-    assert result.seconds > result.teacher.seconds
+    assert result.teacher == teacher
+    assert result.cpu_seconds > teacher.cpu_seconds > 0
+    assert result.seconds > teacher.seconds
     record = json.loads((out / "config.json").read_text())["training"]
-    assert record["teacher"]["validation_accuracy"] == result.teacher.validation_accuracy
+    assert record["teacher"]["validation_accuracy"] == teacher.validation_accuracy
     card = " ".join((out / CARD_FILE).read_text().split())
-    assert f"teacher of {result.teacher.parameters:,} parameters" in card
-    assert f"{result.teacher.validation_accuracy:.2%}" in card
+    assert f"teacher of {teacher.parameters:,} parameters" in card
+    assert f"{teacher.validation_accuracy:.2%}" in card
