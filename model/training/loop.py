@@ -35,6 +35,7 @@ from model.training.run_folder import (
     write_state,
 )
 from model.training.start import initial_model
+from model.training.teacher import TeacherRecord, TeacherTrainer
 from model.training.training_data import TrainingData, augmented_batches
 
 _VALIDATION_BATCH: Final = 500
@@ -80,6 +81,7 @@ class Trainer:
     Attributes:
         epoch: number of epochs done.
         history: their metrics.
+        teacher: what the teacher reached and cost; None without one, and before `run`.
 
     Raises:
         TrainingError: the architecture does not fit the recipe.
@@ -114,6 +116,10 @@ class Trainer:
                     module.attend = plain_attention
         self.model.to(device).train()
         self._optimiser = MixedPrecisionOptimiser(self.model, self.dtype, recipe)
+        self.teacher: TeacherRecord | None = None
+        self._teacher: TeacherTrainer | None = None
+        if recipe.teacher is not None:
+            self._teacher = TeacherTrainer(recipe, data, config.num_classes, folder, device, self.dtype)
         self._best: BestWeights | None = None
         self._best_is_saved = True
         self.steps_per_epoch = len(data.labels) // recipe.batch_size
@@ -151,17 +157,24 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Return the wall time of the epochs done, in seconds."""
+        """Return the wall time of the epochs done, in seconds, without the teacher's."""
         return self.history[-1].seconds if self.history else 0.0
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the epochs done, in seconds over all threads, without the teacher's."""
+        return self.history[-1].cpu_seconds if self.history else 0.0
+
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None, *, progress: bool = True) -> None:
-        """Train from `epoch` to the recipe's end, writing state and metrics after each epoch.
+        """Train from `epoch` to the recipe's end, after the teacher; write state and metrics after each epoch.
 
         Raises:
             TrainingError: the loss is no longer finite.
         """
         if self.epoch == 0:
             (self.folder / BEST_FILE).unlink(missing_ok=True)  # of a run that did not live to its first state
+        if self._teacher is not None:
+            self.teacher = self._teacher.run()
         while not self.finished:
             metrics = self._run_epoch(progress)
             self.history.append(metrics)
@@ -233,7 +246,7 @@ class Trainer:
         return self._schedule.progress(self.epoch * self.steps_per_epoch + steps, self.seconds + elapsed)
 
     def _run_epoch(self, show_progress: bool) -> EpochMetrics:
-        began = self._clock()
+        began, cpu_began = self._clock(), time.process_time()
         with self._seeded_generator() as generator:
             sums = self._train(generator, began, show_progress)
         train_loss = sums.loss.item() / sums.images
@@ -256,6 +269,7 @@ class Trainer:
             validation_accuracy=validation_accuracy,
             images_per_second=sums.images / (trained - began),
             seconds=self.seconds + ended - began,
+            cpu_seconds=self.cpu_seconds + time.process_time() - cpu_began,
         )
 
     @contextmanager
@@ -292,11 +306,22 @@ class Trainer:
 
     def _step(self, pixels: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Do one update; return the mean loss and the number of correct top-1 answers, both on the device."""
-        logits = self.model(pixels.to(self.dtype)).logits.float()
+        logits = self.model(pixels.to(self.dtype, memory_format=torch.channels_last)).logits.float()
         loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
+        if self._teacher is not None:
+            loss = self._distilled(loss, logits, self._teacher.logits(pixels))
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimiser.step()
         return loss.detach(), (logits.detach().argmax(dim=1) == labels).sum()
+
+    def _distilled(self, loss: Tensor, logits: Tensor, answers: Tensor) -> Tensor:
+        """Return the labels' loss mixed with the divergence from the teacher's answers, float32 [B, num_classes]."""
+        distillation = self.recipe.distillation
+        assert distillation is not None  # a recipe has both or neither
+        temperature, weight = distillation.temperature, distillation.weight
+        scores, taught = (F.log_softmax(x / temperature, dim=1) for x in (logits, answers))
+        divergence = F.kl_div(scores, taught, reduction="batchmean", log_target=True) * temperature**2
+        return (1 - weight) * loss + weight * divergence
 
     def _validate(self) -> tuple[float, float]:
         """Return loss and accuracy on the validation images."""

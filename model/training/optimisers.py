@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from model.errors import TrainingError
 from model.network.vit import VisionTransformer
 from model.training.recipe import Optimiser, Recipe
+
+_STEM: Final = "patch_embed.backbone."
+"""What the names of a stem's parameters begin with."""
 
 
 def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: int) -> list[torch.optim.Optimizer]:
@@ -30,7 +33,7 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
     is its peak.
 
     Args:
-        weights: float32, by the model's parameter names.
+        weights: float32, by the model's parameter names; convolutions of a stem as matrices of flat filters.
         depth: number of the model's blocks.
 
     Raises:
@@ -43,7 +46,7 @@ def make_optimisers(weights: Mapping[str, Tensor], settings: Optimiser, depth: i
     for name, weight in weights.items():
         layer = layer_of(name, depth) if len(scales) > 1 else 0
         group = decayed if weight.ndim > 1 else spared
-        if settings.name == "muon" and weight.ndim == 2 and name.startswith("blocks."):
+        if settings.name == "muon" and weight.ndim == 2 and name.startswith(("blocks.", _STEM)):
             group = muon
         group[layer].append(weight)
     groups: list[dict[str, Any]] = []
@@ -139,8 +142,13 @@ class MixedPrecisionOptimiser:
         self._settings, self._ema_decay = recipe.optimiser, recipe.ema_decay
         self._masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._average = {name: w.clone() for name, w in self._masters.items()} if recipe.ema_decay else {}
+        # Muon takes matrices: a stem's filters are rows. The views share the masters' memory.
+        self._updated = {
+            name: w.view(len(w), -1) if w.ndim == 4 and name.startswith(_STEM) else w
+            for name, w in self._masters.items()
+        }
         model.to(dtype)
-        self._optimisers = make_optimisers(self._masters, recipe.optimiser, model.config.depth)
+        self._optimisers = make_optimisers(self._updated, recipe.optimiser, model.config.depth)
         self._peaks = [[group["lr"] for group in o.param_groups] for o in self._optimisers]
 
     @property
@@ -158,11 +166,11 @@ class MixedPrecisionOptimiser:
 
     def step(self) -> None:
         """Update the masters by the working copy's gradients, which are cleared, and the working copy after them."""
-        for master, parameter in zip(self._masters.values(), self._model.parameters(), strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+        for master, parameter in zip(self._updated.values(), self._model.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float().reshape(master.shape)
             parameter.grad = None
         if self._settings.clip_norm:
-            torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._settings.clip_norm)
+            torch.nn.utils.clip_grad_norm_(list(self._updated.values()), self._settings.clip_norm)
         for optimiser in self._optimisers:
             optimiser.step()
         self._publish(self._masters)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from model.config import Frozen, Pool, Size, ViTConfig
+from model.config import ConvolutionalStem, Frozen, Pool, Size, ViTConfig
 from model.errors import TrainingError, first_problem
 
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 """The recipes that travel with the code."""
 
+RecipePart = TypeVar("RecipePart", bound=Frozen)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -31,6 +32,8 @@ class Architecture(Frozen):
     heads: Annotated[int, Field(ge=1)]
     mlp_width: Annotated[int, Field(ge=1)]
     pool: Pool = "cls"
+    conv_stem: ConvolutionalStem | None = None
+    """Convolutions before the patch embedding; its filters are then what `whiten_patches` starts."""
 
     def config(self, image_size: Size, num_classes: int) -> ViTConfig:
         """Return the whole architecture, or raise TrainingError where it does not fit these data."""
@@ -129,6 +132,36 @@ class PatchDropout(Frozen):
     """Share of the schedule after which all patches are used, so that the model ends on whole images."""
 
 
+class Teacher(Frozen):
+    """A small convolutional network, trained first on the same pictures; see `model.training.teacher`."""
+
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
+    batch_size: Annotated[int, Field(ge=2)] = 1000
+    widths: tuple[Annotated[int, Field(ge=24)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (
+        64,
+        256,
+        256,
+    )
+    """Channels of its three groups of convolutions."""
+    learning_rate: Positive = 0.17
+    """The peak rate of Muon for the convolutions: an update's share of the filters' norm; it falls linearly to zero."""
+    crop_padding: Annotated[int, Field(ge=0)] = 4
+    """As in `Augmentation`."""
+    flip: bool = True
+    """Half of the images are mirrored left to right in one epoch, the other half in the next."""
+    resample: Probability = 0.0
+    """As in `Augmentation`, over the whole schedule."""
+
+
+class Distillation(Frozen):
+    """How the model learns the teacher's answers on the very views that it is shown itself (Hinton et al. 2015)."""
+
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the loss that is the divergence from the teacher's scores; the rest is that of the labels."""
+    temperature: Positive = 1.0
+    """Both logits are divided by it before the softmax; the divergence is multiplied by its square."""
+
+
 class Recipe(Frozen):
     """All choices that determine a run's result; written into its checkpoint.
 
@@ -177,6 +210,15 @@ class Recipe(Frozen):
     augmentation: Augmentation = Augmentation()
     mixing: Mixing = Mixing()
     patch_dropout: PatchDropout = PatchDropout()
+    teacher: Teacher | None = None
+    """Absent: the model learns from the labels alone."""
+    distillation: Distillation | None = None
+
+    @model_validator(mode="after")
+    def _teacher_is_heard(self) -> Self:
+        if (self.teacher is None) != (self.distillation is None):
+            raise ValueError("teacher and distillation need each other")
+        return self
 
     def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> Recipe:
         """Return the recipe with some fields replaced and all checked again.
@@ -202,6 +244,20 @@ class Recipe(Frozen):
         return _validated(changed, "recipe")
 
 
+class TeacherRun(Frozen):
+    """The part of a recipe that its teacher depends on."""
+
+    seed: int
+    validation: int | float
+    precision: str
+    teacher: Teacher | None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        """Return the part of this recipe."""
+        return cls.model_validate(recipe.model_dump(include=set(cls.model_fields)))
+
+
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe.
 
@@ -220,11 +276,15 @@ def read_recipe(path: Path) -> Recipe:
 
 def to_toml(recipe: Recipe) -> str:
     """Write the whole recipe, defaults included; `read_recipe` reads the same recipe back."""
-    values = recipe.model_dump(mode="json", exclude_none=True)
-    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
-    parts = [_lines({name: value for name, value in values.items() if name not in tables})]
-    parts += [f"[{name}]\n{_lines(table)}" for name, table in tables.items()]
-    return "\n".join(parts)
+    return "\n".join(_tables(recipe.model_dump(mode="json", exclude_none=True)))
+
+
+def _tables(values: dict[str, Any], name: str = "") -> Iterator[str]:
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = _lines({key: value for key, value in values.items() if key not in tables})
+    yield f"[{name}]\n{lines}" if name else lines
+    for key, table in tables.items():
+        yield from _tables(table, f"{name}.{key}" if name else key)
 
 
 def _lines(values: dict[str, Any]) -> str:
@@ -233,14 +293,14 @@ def _lines(values: dict[str, Any]) -> str:
     return lines.replace("\x7f", "\\u007f")
 
 
-def parse_recipe(text: str, source: str) -> Recipe:
-    """Read the JSON that `Recipe.model_dump_json` wrote; fields that are younger than the record take their defaults.
+def parse_recipe(text: str, source: str, kind: type[RecipePart]) -> RecipePart:
+    """Read the JSON that `model_dump_json` wrote; fields that are younger than the record take their defaults.
 
     Raises:
-        TrainingError: it is no recipe; the message names `source`.
+        TrainingError: it is no recipe of this kind; the message names `source`.
     """
     try:
-        return Recipe.model_validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise TrainingError(f"{source}: recipe: {first_problem(error)}") from None
 

@@ -18,18 +18,20 @@ from typing import Any, Final
 
 import torch
 
+from model.config import Frozen
 from model.data.datasets import Dataset, FolderDataset
 from model.errors import TrainingError
 from model.training.recipe import Recipe, parse_recipe, to_toml
 
 STATE_FILE: Final = "last.pt"
 BEST_FILE: Final = "best.pt"
+TEACHER_FILE: Final = "teacher.pt"
 METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.toml"
 SPLIT_FILE: Final = "split.csv"
 CARD_FILE: Final = "MODEL_CARD.md"
 LAST_FOLDER: Final = "last"
-_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE})
+_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE, TEACHER_FILE})
 """What a run that was ended before its first epoch may have left behind."""
 _VERSION: Final = 1
 """Of the state."""
@@ -47,7 +49,8 @@ class EpochMetrics:
             image counts as its own, unmixed label.
         validation_loss, validation_accuracy: without augmentation or smoothing; None where not evaluated.
         images_per_second: of training alone.
-        seconds: wall time since the run began, evaluation included, interruptions not.
+        seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
+        cpu_seconds: CPU time of all threads over the same span.
     """
 
     epoch: int
@@ -59,6 +62,7 @@ class EpochMetrics:
     validation_accuracy: float | None
     images_per_second: float
     seconds: float
+    cpu_seconds: float = 0.0
 
 
 def prepare_folder(out: Path, dataset: Dataset, data: Path, *, resume: bool) -> None:
@@ -139,13 +143,13 @@ def write_metrics(folder: Path, history: Iterable[EpochMetrics]) -> None:
         writer.writerows(vars(row) for row in history)
 
 
-def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
+def write_state(path: Path, recipe: Frozen, state: dict[str, Any]) -> None:
     """Replace the state on disk."""
     with _replaced(path) as part:
         torch.save({"version": _VERSION, "recipe": recipe.model_dump_json(), **state}, part)
 
 
-def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+def read_state(path: Path, recipe: Frozen, device: torch.device) -> dict[str, Any]:
     """Read the state that `write_state` wrote.
 
     Args:
@@ -165,7 +169,7 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
         raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise TrainingError(f"{path}: not a training state of this version; start afresh in another folder")
-    if parse_recipe(str(state.get("recipe")), str(path)) != recipe:
+    if parse_recipe(str(state.get("recipe")), str(path), type(recipe)) != recipe:
         raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
     return state
 

@@ -13,6 +13,7 @@ import torch
 
 from model.evaluation.evaluate import Evaluation
 from model.training.recipe import Recipe
+from model.training.teacher import TeacherRecord
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class RunRecord:
         kept_epoch: the epoch whose weights are kept.
         epochs: number of epochs trained; a fraction where the recipe's time ended during an epoch.
         images, validation_images: sizes of the training set and of the validation set.
-        seconds: wall time of training, evaluations on the validation set included.
+        seconds, cpu_seconds: wall time and CPU time of training, evaluations on the validation set and the teacher
+            included.
+        teacher: what the teacher reached and cost; None without one.
         device, precision: what it ran on, and the dtype of activations and gradients there.
         parameters: number of the model's parameters.
         versions: of Python and the packages that matter.
@@ -43,6 +46,8 @@ class RunRecord:
     images: int
     validation_images: int
     seconds: float
+    cpu_seconds: float
+    teacher: TeacherRecord | None
     device: str
     precision: str
     parameters: int

@@ -8,11 +8,12 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import TrainingError
+from model.network.layers.patch_embed import ConvStem
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
@@ -103,6 +104,8 @@ def initial_model(
     model.reset_parameters(torch.Generator().manual_seed(recipe.seed))
     if recipe.initialisation.positions == "sincos":
         start_positions(model)
+    if isinstance(model.patch_embed.backbone, ConvStem):
+        start_stem(model.patch_embed.backbone, torch.Generator().manual_seed(recipe.seed + 1))
     if recipe.initialisation.whiten_patches:
         start_patches(model, data.normalise(whitening_sample(data.pixels)).cpu())
     return model
@@ -152,14 +155,27 @@ def start_positions(model: VisionTransformer) -> None:
     model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
 
 
+def start_stem(stem: ConvStem, generator: torch.Generator) -> None:
+    """Initialise a stem's convolutions so that they keep the variance (He et al. 2015, arXiv 1502.01852).
+
+    The norms that they lack would hide their scale; without these it has to be right.
+    """
+    for convolution in stem:
+        assert isinstance(convolution, nn.Conv2d)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu", generator=generator)
+
+
 @torch.no_grad()
 def start_patches(model: VisionTransformer, pixels: Tensor) -> None:
-    """Put whitening filters and their negatives, as many as fit, into the patch embedding.
+    """Put whitening filters and their negatives, as many as fit, into the patch embedding, or its stem's first layer.
 
     Args:
         pixels: float32 [N, C, H, W], normalised training pictures.
     """
-    weight = model.patch_embed.proj.weight  # [width, C, patch, patch]
-    filters = whitening_filters(pixels, model.config.patch_size)[: len(weight) // 2]
+    stem = model.patch_embed.backbone
+    first = stem[0] if isinstance(stem, ConvStem) else model.patch_embed.proj
+    assert isinstance(first, nn.Conv2d)  # recipes train models of this embedding
+    weight = first.weight  # [outputs, C, edge, edge]
+    filters = whitening_filters(pixels, weight.shape[-1])[: len(weight) // 2]
     signed = torch.cat([filters, -filters])
     weight[: len(signed)] = _PATCH_SCALE * signed

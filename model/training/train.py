@@ -234,6 +234,7 @@ def _record(
     kept_epoch: int,
     test: tuple[Evaluation, Evaluation] | None,
 ) -> RunRecord:
+    teacher = trainer.teacher
     return RunRecord(
         recipe=trainer.recipe,
         data=dataset.name,
@@ -242,7 +243,9 @@ def _record(
         epochs=trainer.epochs_trained,
         images=dataset.train_count,
         validation_images=dataset.validation_count,
-        seconds=trainer.seconds,
+        seconds=trainer.seconds + (0.0 if teacher is None else teacher.seconds),
+        cpu_seconds=trainer.cpu_seconds + (0.0 if teacher is None else teacher.cpu_seconds),
+        teacher=teacher,
         device=describe_device(trainer.device),
         precision=str(trainer.dtype).removeprefix("torch."),
         parameters=kept.predictor.parameters,

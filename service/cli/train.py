@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="FILE",
-        help="TOML, or a bundled one's name (cifar10, cifar10-gpu, finetune, folder); default: by --data and --from",
+        help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")

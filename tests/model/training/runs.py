@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 EVERYTHING: Mapping[str, Any] = {
     "ema_decay": 0.95,
     "label_smoothing": 0.1,
+    "architecture.conv_stem": {"widths": (8, 8), "kernels": (3, 3), "strides": (2, 1)},
     "drop_path": 0.1,
     "optimiser.layer_decay": 0.8,
     "optimiser.clip_norm": 1.0,

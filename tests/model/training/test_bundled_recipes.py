@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import model
+from model.checkpoint import load_checkpoint
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
@@ -34,8 +35,9 @@ SMALL = {
 }
 
 
-def test_the_recipe_for_a_gpu_is_of_a_model_below_six_million_parameters() -> None:
-    architecture = read_recipe(RECIPES / "cifar10-gpu.toml").architecture
+@pytest.mark.parametrize("name", ["cifar10-gpu", "cifar10-distilled"])
+def test_the_recipes_for_cifar_are_of_models_below_six_million_parameters(name: str) -> None:
+    architecture = read_recipe(RECIPES / f"{name}.toml").architecture
     assert architecture is not None
     config = architecture.config(IMAGE_SIZE, CLASSES)
     assert config.patch_size == 4
@@ -57,6 +59,16 @@ def test_an_epoch_of_the_recipe_for_a_gpu_runs_on_the_cpu(cifar: Path, tmp_path:
     result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
     assert result.epochs == 1
     assert result.precision == "bfloat16"
+
+
+def test_an_epoch_of_the_recipe_with_a_teacher_runs(cifar: Path, tmp_path: Path) -> None:
+    teacher = {"teacher.epochs": 1, "teacher.batch_size": 80, "teacher.widths": (24, 8, 8)}
+    stem = {"architecture.conv_stem.widths": (8, 8, 8, 8, 8)}
+    recipe = read_recipe(RECIPES / "cifar10-distilled.toml").override(SMALL | teacher | stem)
+    result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
+    assert result.teacher is not None
+    assert recipe.architecture is not None
+    assert load_checkpoint(str(tmp_path / "out")).config.conv_stem == recipe.architecture.conv_stem
 
 
 def test_an_epoch_of_the_recipe_for_a_folder_runs(tmp_path: Path) -> None:

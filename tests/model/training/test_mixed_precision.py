@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.training.optimisers import update_average, warmed_up_decay
+from model.network.vit import VisionTransformer
+from model.training.optimisers import MixedPrecisionOptimiser, update_average, warmed_up_decay
+from model.training.recipe import Recipe
+from tests.model.training.runs import EVERYTHING
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
@@ -22,3 +25,24 @@ def test_early_steps_keep_less_and_late_ones_the_decay() -> None:
     assert warmed_up_decay(0.999, 90) == pytest.approx(0.91)
     assert warmed_up_decay(0.999, 1_000_000) == 0.999
     assert warmed_up_decay(0.05, 0) == 0.05
+
+
+def test_muon_turns_the_filters_of_a_stem_as_the_rows_of_a_matrix(recipe: Recipe) -> None:
+    changes = {"architecture.conv_stem": EVERYTHING["architecture.conv_stem"], "optimiser.weight_decay": 0.0}
+    recipe = recipe.override(changes)
+    assert recipe.architecture is not None
+    model = VisionTransformer(recipe.architecture.config((32, 32), 10))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    name = "patch_embed.backbone.1.weight"
+    before = model.state_dict()[name].clone()
+    optimiser = MixedPrecisionOptimiser(model, torch.float32, recipe)
+    optimiser.set_rate(recipe.optimiser.warmup)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = 5 + torch.randn(parameter.shape, generator=generator)  # one direction outweighs all
+    optimiser.step()
+    assert optimiser.weights[name].shape == (8, 8, 3, 3)
+    assert torch.equal(model.state_dict()[name], optimiser.weights[name])
+    step = (optimiser.weights[name] - before).flatten(1)
+    lengths = torch.linalg.svdvals(step)  # Muon's steps go equally far in all directions, AdamW's do not
+    assert lengths.min() > 0.4 * lengths.max()

@@ -3,11 +3,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from model.config import ViTConfig
+from model.config import ConvolutionalStem, ViTConfig
+from model.network.layers.patch_embed import ConvStem
 from model.network.vit import VisionTransformer
 from model.training.start import (
     start_patches,
     start_positions,
+    start_stem,
     whitening_filters,
     whitening_sample,
 )
@@ -70,3 +72,21 @@ def test_whitening_looks_at_fewer_pictures_the_larger_they_are_and_copies_none()
     assert sample[-1, 0, 0, 0] > 8700  # from all over data that may be sorted
     assert sample.untyped_storage().data_ptr() == number.untyped_storage().data_ptr()
     assert len(whitening_sample(large[:3])) == 3
+
+
+def test_a_stem_keeps_the_variance_and_begins_with_whitening_filters() -> None:
+    stem = ConvolutionalStem(widths=(64, 96, 128), kernels=(3, 3, 3), strides=(1, 2, 2))
+    config = ViTConfig(
+        image_size=(32, 32), patch_size=4, width=16, depth=1, heads=2, mlp_width=16, num_classes=4, conv_stem=stem
+    )
+    model = VisionTransformer(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    assert isinstance(model.patch_embed.backbone, ConvStem)
+    start_stem(model.patch_embed.backbone, torch.Generator().manual_seed(1))
+    pixels = F.avg_pool2d(torch.randn(60, 3, 32, 32, generator=torch.Generator().manual_seed(2)), 3, 1, 1) * 3
+    start_patches(model, pixels)
+    first = model.state_dict()["patch_embed.backbone.0.weight"]
+    assert torch.equal(first[27:54], -first[:27])  # 27 directions of 3 x 3 pixels of three colours
+    with torch.no_grad():
+        features = model.patch_embed.backbone(pixels)
+    assert 0.1 < features.square().mean() < 2

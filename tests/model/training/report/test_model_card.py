@@ -57,6 +57,8 @@ def finished(recipe: Recipe) -> RunRecord:
         images=400,
         validation_images=80,
         seconds=90.0,
+        cpu_seconds=150.0,
+        teacher=None,
         device="a slow machine",
         precision="float32",
         parameters=1234567,
@@ -90,6 +92,7 @@ def test_a_card_tells_data_recipe_seed_device_time_accuracy_and_what_it_is_not_f
         "after epoch 3 are kept",
         "a slow machine; torch 9.9",
         "1.5 minutes",
+        "2.5 minutes of CPU time",
         "temperature 1.125",
         "Muon for the blocks' matrices at 0.005",
     ):
