@@ -41,6 +41,11 @@ class Output:
     values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
 
 
+def _evidence(outputs: Outputs) -> NDArray[np.float32] | None:
+    evidence = None if outputs.map is None else outputs.map.evidence
+    return None if evidence is None else np.array([evidence], np.float32)
+
+
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -53,6 +58,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "attention": Output(
         "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
     ),
+    "evidence": Output("FP32", lambda info: [1], lambda outputs, _: _evidence(outputs)),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
@@ -144,6 +150,8 @@ class Selection:
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        if "evidence" in names and method != "relevance":
+            raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -151,7 +159,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=_MAPS[method](info) if "attention" in names else None,
+                map=_MAPS[method](info) if names & {"attention", "evidence"} else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
             ),
