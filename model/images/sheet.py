@@ -82,7 +82,8 @@ def draw_maps(
     """
     count = len(maps) + (name is not None)
     room = MAX_SIZE if max_width is None else _panel_width(count, max_width)
-    scale = max(full_scale(each.values, each.evidence) for each in maps)
+    surest = max(maps, key=lambda each: each.evidence or 0)
+    scale = max(full_scale(surest.values, surest.evidence), *(full_scale(each.values) for each in maps))
 
     def panels() -> Iterator[Image.Image]:
         if name is not None:

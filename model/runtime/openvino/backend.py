@@ -77,7 +77,7 @@ class OpenVino:
             self._networks[extras] = None
         torch.set_num_threads(1)  # of the calling thread
         try:
-            self._networks[extras] = self._network.with_extras(self._torch.float_copy(), extras)
+            self._networks[extras] = self._network.with_extras(extras)
         except (DeviceError, RuntimeError) as error:
             logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
 

@@ -1,5 +1,5 @@
 // Drawing of a map, as the service draws it. With r a patch's share over the even share, 1 / patches, colour and opacity
-// follow log r / log(max(4, the largest r)): patches at or below the even share stay clear, so the photo stays a photo,
+// follow log r / log(max(4, the largest r that the map has without fading)): patches at or below the even share stay clear, so the photo stays a photo,
 // and a map that is even looks even instead of being blown up.
 
 const FULL_AT_LEAST = 4;
@@ -17,7 +17,7 @@ const TABLE = Uint8ClampedArray.from({ length: 256 * 4 }, (_, at) => {
 });
 
 /** A map's values with what is read off them. `full`: the multiple of the even share at which the colour is full. */
-export function readMap({ values }) {
+export function readMap({ values, evidence }) {
   const rows = values.length;
   const columns = values[0].length;
   const flat = values.flat();
@@ -25,7 +25,9 @@ export function readMap({ values }) {
   const shares = flat.map((value) => value / total);
   const times = shares.map((share) => share * flat.length);
   const most = times.reduce((best, value) => Math.max(best, value), 0);
-  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, most) };
+  // A faded map keeps the scale that it would have with the whole evidence, so that it looks faded.
+  const unfaded = evidence ? Math.min(flat.length, 1 + (most - 1) / evidence) : most;
+  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, unfaded) };
 }
 
 /** Draw the map into a canvas that covers `region` of a picture of `size`; both [width, height] based, in the same pixels. */

@@ -177,11 +177,17 @@ export class MapPanel {
     return `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}: ${percent(shares[patch])}, ${multiple(times[patch])} the even share`;
   }
 
+  /** How much speaks for the class, as a sentence; nothing where the map is of no class. */
+  get evidence() {
+    const { evidence, evidence_in_words: words } = this.document;
+    return words ? `Evidence for this class: ${words} (${evidence.toFixed(2)}). ` : "";
+  }
+
   point(patch) {
     this.patch = patch;
     const mark = this.find(".patch");
     mark.hidden = patch === null;
-    const readout = patch === null ? (this.map ? `Strongest: ${this.describe(this.map.strongest)}` : "\u00a0") : this.describe(patch);
+    const readout = patch === null ? (this.map ? `${this.evidence}Strongest: ${this.describe(this.map.strongest)}` : "\u00a0") : this.describe(patch);
     this.find(".readout").textContent = readout.charAt(0).toUpperCase() + readout.slice(1);
     if (patch === null) return;
     const { region } = this.ground;

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
-from vitserve.client import Client, ModelDescription
+from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 
@@ -180,12 +180,12 @@ def test_what_the_model_does_not_offer_is_one_line(
     assert len(err.splitlines()) == 1
 
 
-MODEL = ModelDescription.model_construct(
+MODEL: dict[str, object] = {
     **dict.fromkeys(("name", "source", "format", "architecture", "pool", "device", "dtype", "backend", "compiled"), ""),
     **dict.fromkeys(("parameters", "channels", "patch_size", "layers", "heads", "width", "classes", "max_batch"), 1),
     **{"revision": None, "input_size": (4, 4), "grid": (2, 2), "temperature": 1.0, "multi_label": False},
     **{"preprocessing": {}, "attention_source": "cls", "attention_methods": ["gae", "cls"], "batch_sizes": None},
-)
+}
 
 
 class FakeServer:
@@ -196,7 +196,7 @@ class FakeServer:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/model":
-            return httpx.Response(200, content=MODEL.model_dump_json())
+            return httpx.Response(200, json=MODEL)
         if request.content == b"no picture":
             problem = {"type": "about:blank", "title": "", "status": 415, "detail": "no", "request_id": "r"}
             return httpx.Response(415, json=problem | {"code": "unsupported_media_type"})
