@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import Outputs, RequestedOutputs, embedding_width, methods_of, parse_embedding, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -65,10 +65,8 @@ _BY_DEFAULT: Final = ("label", "index", "score")
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
-_MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
-    "cls": lambda info: MapRequest.row(info.config.depth - 1),
-    "relevance": lambda info: MapRequest("relevance"),
-}
+_MAPS: Final = ("cls", "relevance")
+"""Methods of the output `attention`; the default is relevance where the model has it."""
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -147,11 +145,13 @@ class Selection:
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
         top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
-        method = header.parameters.get("attention", "relevance")
+        default = "relevance" if "relevance" in methods_of(info.config) else "cls"
+        method = header.parameters.get("attention", default)
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
+        has_map = not names.isdisjoint({"attention", "evidence"})
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -159,7 +159,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=_MAPS[method](info) if names & {"attention", "evidence"} else None,
+                map=parse_maps(info.config, info.labels, method=method)[0] if has_map else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
             ),

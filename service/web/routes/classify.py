@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -72,7 +72,13 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
 
 
 class _Classifier:
-    """Classifies the files of one request; raises `EngineUnavailable`, or `InvalidParameter` if `top_k` is too high."""
+    """Classifies the files of one request.
+
+    Raises:
+        EngineUnavailable: no engine answers.
+        InvalidParameter: `top_k` is too high.
+        InputError: the model has no such map.
+    """
 
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
@@ -82,8 +88,8 @@ class _Classifier:
             raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
         map_request = None
         if query.attention:
-            row = MapRequest.row(self._info.config.depth - 1)
-            map_request = MapRequest("relevance") if query.attention == "relevance" else row
+            method = "relevance" if query.attention == "relevance" else "cls"
+            [map_request] = parse_maps(self._info.config, self._info.labels, method=method)
         embedding = EmbeddingRequest() if query.embedding else None
         self._requested = RequestedOutputs(query.top_k or min(DEFAULT_TOP_K, classes), map_request, embedding=embedding)
         self._context = request_context(request.scope)

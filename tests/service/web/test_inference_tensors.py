@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from model.errors import InputError
 from model.outputs import AttentionMap, MapRequest, Outputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MalformedRequest, TooManyImages, UploadTooLarge
@@ -149,6 +150,14 @@ def test_a_map_is_computed_for_those_alone_who_want_it() -> None:
     assert selection(output("evidence")).requested.map == MapRequest("relevance")
     with pytest.raises(InvalidParameter, match="evidence"):
         selection(output("evidence"), attention="cls")
+
+
+def test_a_model_without_relevance_has_the_row_by_default() -> None:
+    info = model_info(config=model_info().config.model_copy(update={"norm_order": "post"}))
+    asked = InferenceHeader([], outputs=[output("attention")])
+    assert Selection.of(asked, info).requested.map == MapRequest.row(2)
+    with pytest.raises(InputError, match="'relevance': expected one of gae, cls"):
+        Selection.of(InferenceHeader([], outputs=asked.outputs, parameters={"attention": "relevance"}), info)
 
 
 def test_evidence_is_a_number_for_each_picture() -> None:
