@@ -238,7 +238,7 @@ def _in_process(
         return FileMaps(
             info.labels[int(outputs[0].indices[0])],
             float(outputs[0].scores[0]),
-            *_facts(maps, info.labels),
+            *_facts(maps, info.labels if arguments.classes else None),
             draw_maps(maps, info.labels if captions else None, **options) if wanted.drawing else None,
             draw_maps(maps, None, **options) if wanted.small else None,
             values if len(values) > 1 else values[0],
@@ -248,20 +248,22 @@ def _in_process(
     return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
 
 
-def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> tuple[str, str]:
-    """Return the method of the maps with its parameters and classes, and what more is known of them."""
+def _facts(maps: Sequence[AttentionMap], labels: Sequence[str] | None) -> tuple[str, str]:
+    """Return the method of the maps with its parameters, and classes if there are labels; and what more is known."""
     request, what = maps[0].request, str(maps[0].request.method)
     if request.method == "cls":
-        what = f"layer {request.layer}, head {request.head}"
+        what = f"cls, layer {request.layer}, head {request.head}"
     elif request.method == "rollout":
         what = f"rollout, fusion {request.fusion}, discard {request.discard:g}"
-    of_classes = " and ".join(labels[each.request.class_index] for each in maps if each.request.class_index is not None)
+    if labels is not None:
+        classes = (each.request.class_index for each in maps)
+        what += f" of {' and '.join(labels[index] for index in classes if index is not None)}"
     evidence = " and ".join(
         f"{evidence_in_words(each.evidence)} ({each.evidence:.2f})" for each in maps if each.evidence is not None
     )
     rows, columns = maps[0].values.shape
     facts = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
-    return f"{what}{' of ' if of_classes else ''}{of_classes}", f"evidence {evidence}, {facts}" if evidence else facts
+    return what, f"evidence {evidence}, {facts}" if evidence else facts
 
 
 def _opened(png: bytes) -> Image.Image:
