@@ -140,7 +140,7 @@ def parse_maps(
 
 def methods_of(config: ViTConfig) -> tuple[Method, ...]:
     """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
-    if config.norm_order == "post":
+    if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
 
