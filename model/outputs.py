@@ -30,6 +30,17 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
 """Methods whose map is of a class."""
 
+EvidenceWord = Literal["strong", "some", "little", "none"]
+"""How much speaks for a class, in a word; see `evidence_in_words`."""
+
+EVIDENCE_WORDS: Final[tuple[tuple[float, EvidenceWord], ...]] = (
+    (0.5, "strong"),
+    (0.2, "some"),
+    (0.05, "little"),
+    (0.0, "none"),
+)
+"""The least evidence that each word stands for."""
+
 MAX_CLASSES: Final = 8
 """Most classes of which one request may have maps."""
 
@@ -258,14 +269,24 @@ class AttentionMap:
 
     Attributes:
         request: the request; with a class-specific method, its class is filled in.
-        values: float32 [grid rows, grid columns], summing to 1.
+        values: float32 [grid rows, grid columns], summing to 1. With a class-specific method the share `evidence` of
+            it lies where the method found it, and the rest is even.
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
+        score: of the class, with a class-specific method.
+        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `Postprocess.evidence`.
     """
 
     request: MapRequest
     values: NDArray[np.float32]
     kept_mass: float
+    score: float | None = None
+    evidence: float | None = None
+
+
+def evidence_in_words(evidence: float) -> EvidenceWord:
+    """Return the word for an evidence of 0 ... 1; see `EVIDENCE_WORDS`."""
+    return next((word for least, word in EVIDENCE_WORDS if evidence >= least), "none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,19 +48,33 @@ class RegionDocument(BaseModel):
     height: float
 
 
-class Attention(BaseModel):
-    """The attention map of a picture."""
+class _Map(BaseModel):
+    """What is said of every map."""
 
-    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
     grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
-    method: str = "cls"
     class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
     label: Annotated[str | None, Field(description="the label of that class")] = None
+    score: Annotated[float | None, Field(description="the score of that class")] = None
+    evidence: Annotated[
+        float | None,
+        Field(description="0...1: how much speaks for that class; the map is even but for this share of it"),
+    ] = None
+    evidence_in_words: Annotated[
+        Literal["strong", "some", "little", "none"] | None,
+        Field(description="from 0.5, from 0.2, from 0.05, and below"),
+    ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
     region: RegionDocument
+
+
+class Attention(_Map):
+    """The attention map of a picture."""
+
+    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
+    method: str = "cls"
 
 
 class Timings(BaseModel):
@@ -122,23 +136,15 @@ class BatchEmbedding(BaseModel):
     results: list[Embedding | FailedItem]
 
 
-class AttentionDocument(BaseModel):
+class AttentionDocument(_Map):
     """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
 
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
-    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
-    label: Annotated[str | None, Field(description="the label of that class")] = None
-    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
-    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     fusion: Annotated[
         Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
     ] = None
     discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
-    grid: RowsColumns
-    values: list[list[float]]
-    kept_mass: float
-    region: RegionDocument
 
 
 class Labels(BaseModel):

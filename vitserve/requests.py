@@ -54,6 +54,7 @@ class DrawingOptions(MapOptions, total=False):
     size: int
     smooth: bool
     colorbar: bool
+    caption: bool
 
 
 @dataclass(frozen=True, slots=True)

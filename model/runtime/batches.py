@@ -54,7 +54,8 @@ class BatchRequest:
         embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
-            logits=any(request.logits for request in requests),
+            # The evidence of a class that a caller names is made of all logits.
+            logits=any(request.logits for request in requests) or any(each.class_index is not None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,

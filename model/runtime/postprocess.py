@@ -21,6 +21,9 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.batches import BatchOutputs, BatchRequest
 
+_TINY: Final = 1e-30
+"""What is divided by at least: all logits, or all scores, may be equal."""
+
 
 def run_network(
     model: Classifier, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
@@ -68,6 +71,39 @@ class Postprocess:
         """Return the score of each class, float32 [B, K], 0...1, from logits [B, K]."""
         logits = logits.float() / self._temperature
         return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
+
+    def best_evidence(self, scores: Tensor) -> Tensor:
+        """Return the evidence of each image's best class, float32 [B], of its score: 1 unless classes are independent.
+
+        Args:
+            scores: float32 [B].
+        """
+        return scores if self._independent else torch.ones_like(scores)
+
+    def evidence(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the score of one class of each image, and how much speaks for it on a scale common to its classes.
+
+        Where scores are independent of each other, the evidence is the score. Else it is how far the class's logit
+        lies above the mean of all logits, relative to the best class's, squared; or the class's score relative to the
+        best one's where that is more. So of two classes that share the score, each has the whole evidence, even where
+        there is no third to be compared with. It does not depend on a constant that is added to all logits.
+
+        Args:
+            logits: [B, K].
+            classes: int64 [B].
+
+        Returns:
+            float32 [B], 0...1, twice: the evidence of the best class is 1 unless scores are independent.
+        """
+        scores, column = self.scores(logits), classes.unsqueeze(1)
+        score = scores.gather(1, column).squeeze(1)
+        if self._independent:
+            return score, score
+        logits = logits.double()
+        best, mean = logits.amax(dim=1), logits.mean(dim=1)
+        above = (logits.gather(1, column).squeeze(1) - mean).clamp_min(0) / (best - mean).clamp_min(_TINY)
+        relative = score / scores.amax(dim=1).clamp_min(_TINY)
+        return score, torch.maximum(above.square().float(), relative).clamp(0, 1)
 
     def __call__(self, output: BatchOutputs, top_k: int) -> BatchOutputs:
         """Return the output of a network with the `top_k` best classes of each image."""

@@ -7,9 +7,10 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from time import monotonic
 from typing import Final
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite
-from model.explanation.maps import Floats, attention_maps, sharpened_maps
+from model.explanation.maps import Floats, attention_maps, faded, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.outputs import (
     CLASS_SPECIFIC,
@@ -39,6 +40,7 @@ from model.runtime.compilation import Compilation, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
+from model.runtime.postprocess import Postprocess
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -131,6 +133,7 @@ class Predictor:
         self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
 
         self.agreement: str | None = None
+        self._postprocess = Postprocess(checkpoint)
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.network()
@@ -268,7 +271,7 @@ class Predictor:
             logits = tensors["logits"].float().numpy() if request.logits else None
             embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
             maps = self._maps_of_pass(tensors, request, requests)
-        maps |= self._maps_of_own_pass(images, requests, indices)
+        maps |= self._maps_of_own_pass(images, requests, tensors)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
@@ -310,36 +313,59 @@ class Predictor:
             maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
         if request.relevance:
             places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
-            made = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
-            maps |= _by_place(places, MapRequest("relevance"), tensors["indices"][places, 0].tolist(), *made)
+            values, kept_mass = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
+            classes = tensors["indices"][places, 0]
+            maps |= self._of_classes(places, MapRequest("relevance"), classes, values, kept_mass, tensors)
         return maps
 
     def _maps_of_own_pass(
-        self, images: Images, requests: Sequence[RequestedOutputs], indices: NDArray[np.int64]
+        self, images: Images, requests: Sequence[RequestedOutputs], tensors: Mapping[str, Tensor]
     ) -> dict[int, AttentionMap]:
         """Return the maps that need passes of their own, each of its request's class or of the best one."""
-        passes: dict[MapRequest, dict[int, int]] = {}
+        passes: dict[MapRequest, list[int]] = {}
+        classes = tensors["indices"][:, 0].clone()
         for place, each in enumerate(requests):
             if each.map is not None and each.map.needs_pass:
-                label = int(indices[place, 0]) if each.map.class_index is None else each.map.class_index
-                passes.setdefault(replace(each.map, class_index=None), {})[place] = label
+                if each.map.class_index is not None:
+                    classes[place] = each.map.class_index
+                passes.setdefault(replace(each.map, class_index=None), []).append(place)
         maps: dict[int, AttentionMap] = {}
-        for request, labels in passes.items():
-            pixels = np.stack([images[place] for place in labels])
-            values, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
-            maps |= _by_place(labels, request, labels.values(), values.numpy(), kept_mass.numpy())
+        for request, places in passes.items():
+            pixels, labels = np.stack([images[place] for place in places]), classes[places]
+            values, kept_mass = (part.numpy() for part in self._backend.explain(pixels, labels.numpy(), request))
+            if request.method in CLASS_SPECIFIC:
+                maps |= self._of_classes(places, request, labels, values, kept_mass, tensors)
+            else:
+                maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
         return maps
+
+    def _of_classes(
+        self,
+        places: Sequence[int],
+        request: MapRequest,
+        classes: Tensor,
+        values: Floats,
+        kept_mass: Floats,
+        tensors: Mapping[str, Tensor],
+    ) -> dict[int, AttentionMap]:
+        """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
+
+        Args:
+            tensors: of the batch; without logits, the classes are the best ones.
+        """
+        postprocess, logits = self._postprocess, tensors.get("logits")
+        if logits is None:
+            score = tensors["scores"][places, 0]
+            evidence = postprocess.best_evidence(score)
+        else:
+            score, evidence = postprocess.evidence(logits[places], classes)
+        requests = (replace(request, class_index=label) for label in classes.tolist())
+        shown = faded(values, evidence.numpy())
+        facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
+        return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
         logits: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
         return logits
-
-
-def _by_place(
-    places: Iterable[int], request: MapRequest, labels: Iterable[int], maps: Floats, kept_mass: Floats
-) -> dict[int, AttentionMap]:
-    """Return maps [B, rows, columns] that a request gave for these classes, by the places of their images."""
-    known = [replace(request, class_index=label if request.method in CLASS_SPECIFIC else None) for label in labels]
-    return dict(zip(places, map(AttentionMap, known, maps, kept_mass.tolist()), strict=True))

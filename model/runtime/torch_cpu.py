@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 import threading
@@ -10,12 +9,9 @@ from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.network.layers.attention import Attention
-from model.network.library import Classifier
 from model.outputs import MapRequest
 from model.runtime.backend import Images, stacked
 from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, launch_size
@@ -101,14 +97,6 @@ class TorchCpu(TorchBackend):
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
         return self.forward(images, BatchRequest()).tensors()["logits"]
-
-    def float_copy(self) -> Classifier:
-        """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
-        twin = copy.deepcopy(self._plain).float()
-        for module in twin.modules():
-            if isinstance(module, Attention):
-                module.attend = F.scaled_dot_product_attention
-        return twin
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""

@@ -44,8 +44,8 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 class OpenVino:
     """Computes all but rows of other layers than the last, and explanations, which are torch's.
 
-    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, with
-    another copy of the weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
+    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, which
+    shares the float32 weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
     where a batch asks for both, torch computes.
     """
 
@@ -77,7 +77,7 @@ class OpenVino:
             self._networks[extras] = None
         torch.set_num_threads(1)  # of the calling thread
         try:
-            self._networks[extras] = self._network.with_extras(self._torch.float_copy(), extras)
+            self._networks[extras] = self._network.with_extras(extras)
         except (DeviceError, RuntimeError) as error:
             logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
 

@@ -106,13 +106,12 @@ class OpenVinoNetwork:
         for count in counts:
             require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
 
-    def with_extras(self, model: Classifier, extras: BatchRequest) -> OpenVinoNetwork:
+    def with_extras(self, extras: BatchRequest) -> OpenVinoNetwork:
         """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
 
-        Args:
-            model: the one that this network was made of, in float32.
+        It is made of the checkpoint's own tensors, which are the constants of this network's graphs already.
         """
-        options = replace(self._options, model=model)
+        options = replace(self._options, model=self._options.checkpoint.build())
         return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, extras=extras, workers=1)
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:

@@ -47,6 +47,11 @@ def _grid(config: NetworkConfig) -> list[int]:
     return [*config.grid]
 
 
+def _evidence(outputs: Outputs) -> NDArray[np.float32] | None:
+    evidence = None if outputs.map is None else outputs.map.evidence
+    return None if evidence is None else np.array([evidence], np.float32)
+
+
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -61,6 +66,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
         lambda info: _grid(info.config),
         lambda outputs, _: None if outputs.map is None else outputs.map.values,
     ),
+    "evidence": Output("FP32", lambda info: [1], lambda outputs, _: _evidence(outputs)),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
@@ -68,12 +74,13 @@ _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
 _MAPS: Final = ("cls", "relevance")
+"""Methods of the output `attention`; the default is relevance where the model has it."""
 
 
 def outputs_of(info: ModelInfo) -> dict[str, Output]:
-    """Return the outputs of a model: without attention where it has no maps."""
+    """Return the outputs of a model: without attention and evidence where it has no maps."""
     has_maps = bool(methods_of(info.config))
-    return {name: output for name, output in OUTPUTS.items() if has_maps or name != "attention"}
+    return {name: output for name, output in OUTPUTS.items() if has_maps or name not in ("attention", "evidence")}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -152,9 +159,13 @@ class Selection:
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
         top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
-        method = header.parameters.get("attention", "relevance")
+        default = "relevance" if "relevance" in methods_of(info.config) else "cls"
+        method = header.parameters.get("attention", default)
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        if "evidence" in names and method != "relevance":
+            raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
+        has_map = not names.isdisjoint({"attention", "evidence"})
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -162,7 +173,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=parse_maps(info.config, info.labels, method=method)[0] if "attention" in names else None,
+                map=parse_maps(info.config, info.labels, method=method)[0] if has_map else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
             ),

@@ -72,7 +72,13 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
 
 
 class _Classifier:
-    """Classifies the files of one request; raises `EngineUnavailable`, or `InvalidParameter` if `top_k` is too high."""
+    """Classifies the files of one request.
+
+    Raises:
+        EngineUnavailable: no engine answers.
+        InvalidParameter: `top_k` is too high.
+        InputError: the model has no such map.
+    """
 
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from model.config import ViTConfig
+from model.checkpoint import Checkpoint
+from model.config import PreprocessConfig, ViTConfig
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.postprocess import pack, unpack
+from model.runtime.postprocess import Postprocess, pack, unpack
 
 CONFIG = ViTConfig(image_size=(2, 3), patch_size=1, width=8, depth=2, heads=4, mlp_width=8, num_classes=9)
 
@@ -45,3 +49,56 @@ def test_nothing_unpacked_changes_when_the_memory_is_used_again() -> None:
     packed.zero_()
     for name, tensor in outputs().tensors().items():
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def postprocess(classes: int, *, temperature: float = 1.0, multi_label: bool = False) -> Postprocess:
+    config = ViTConfig(image_size=(2, 3), patch_size=1, width=8, depth=2, heads=4, mlp_width=8, num_classes=classes)
+    preprocess = PreprocessConfig(
+        size=(2, 3), resize="squash", resize_size=(2, 3), interpolation="nearest", mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    labels = tuple(map(str, range(classes)))
+    checkpoint = Checkpoint("m", "m", "made", "vit", config, preprocess, labels, {}, temperature, multi_label)
+    return Postprocess(checkpoint)
+
+
+def evidence_of(logits: list[float], post: Postprocess) -> list[float]:
+    """The evidence of every class of one image."""
+    rows = torch.tensor([logits] * len(logits), dtype=torch.float32)
+    evidence: list[float] = post.evidence(rows, torch.arange(len(logits)))[1].tolist()
+    return evidence
+
+
+LOGITS = st.lists(st.integers(-2000, 2000).map(lambda number: number / 64), min_size=2, max_size=12)
+
+
+@settings(deadline=None)
+@given(LOGITS, st.data(), st.sampled_from([1.0, 0.25, 3.0]))
+def test_evidence_is_on_one_scale_that_rises_with_the_logit_up_to_the_best_class(
+    logits: list[float], data: st.DataObject, temperature: float
+) -> None:
+    post = postprocess(len(logits), temperature=temperature)
+    evidence = evidence_of(logits, post)
+    assert all(0 <= each <= 1 for each in evidence)
+    assert evidence[int(np.argmax(logits))] == 1
+    assert [evidence[place] for place in np.argsort(logits, kind="stable")] == sorted(evidence)
+    shift = data.draw(st.integers(-64, 64))
+    assert evidence_of([each + shift for each in logits], post) == pytest.approx(evidence, abs=1e-5)
+    place = data.draw(st.integers(0, len(logits) - 1))
+    raised = [*logits[:place], logits[place] + data.draw(st.integers(1, 640)) / 64, *logits[place + 1 :]]
+    assert evidence_of(raised, post)[place] >= evidence[place] - 1e-6
+
+
+def test_a_class_that_is_ruled_out_has_none_and_one_that_shares_the_score_has_all() -> None:
+    assert evidence_of([8.0, 4.0, -2.0, -10.0], postprocess(4)) == pytest.approx([1, 0.25, 0, 0], abs=1e-4)
+    assert evidence_of([3.0, 3.0], postprocess(2)) == [1, 1], "two classes, between which the mean always lies"
+    assert evidence_of([3.0, 2.0], postprocess(2)) == pytest.approx([1, np.exp(-1)])
+    assert evidence_of([0.0] * 5, postprocess(5)) == [1] * 5
+
+
+def test_where_scores_are_independent_the_evidence_is_the_score() -> None:
+    post, logits = postprocess(3, temperature=2.0, multi_label=True), torch.tensor([[4.0, -2.0, 0.0]])
+    score, evidence = post.evidence(logits.repeat(3, 1), torch.arange(3))
+    torch.testing.assert_close(evidence, (logits[0] / 2).sigmoid())
+    torch.testing.assert_close(score, evidence)
+    torch.testing.assert_close(post.best_evidence(score), score)
+    torch.testing.assert_close(postprocess(3).best_evidence(score), torch.ones(3))

@@ -20,6 +20,7 @@ from model.runtime.choice import BackendName
 from model.runtime.compilation import CompilationState
 from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
 from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.postprocess import Postprocess
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise, TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
@@ -168,7 +169,17 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
         got = found.maps[place]
         assert got is not None
         assert got.request == request
-        np.testing.assert_allclose(got.values, maps[0].numpy(), atol=1e-6)
+        score, evidence = None, None
+        if request.class_index is not None:
+            logits = torch.from_numpy(predictor.logits(images[[place]]))
+            score, evidence = (
+                part.item() for part in Postprocess(checkpoint).evidence(logits, torch.tensor([request.class_index]))
+            )
+            assert got.score == pytest.approx(score, abs=1e-4)
+        assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
+        share = 1.0 if evidence is None else evidence
+        np.testing.assert_allclose(got.values, share * maps[0].numpy() + (1 - share) / maps[0].numel(), atol=1e-4)
+        assert got.values.sum() == pytest.approx(1, abs=1e-6)
         assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
     assert found.maps[2] is None
     row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.row(1)]).maps[0]

@@ -15,7 +15,6 @@ from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
-from model.network.vit import VisionTransformer
 from model.outputs import AttentionMap, MapRequest
 from model.runtime import postprocess
 from model.runtime.batches import BatchOutputs, BatchRequest
@@ -65,6 +64,8 @@ def require_explanation(predictor: Predictor, images: np.ndarray, place: int, fo
     assert got.request == MapRequest("relevance", best)
     np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
+    assert got.score == pytest.approx(float(found.scores[place, 0]))
+    assert got.evidence == 1
     assert got.values.max() > 1.5 / got.values.size or got.kept_mass == 0, "a map is even where nothing is found alone"
 
 
@@ -164,8 +165,8 @@ class TestOpenVino:
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
-        def slow(_: OpenVinoNetwork, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
-            calls.append(model)
+        def slow(_: OpenVinoNetwork, extras: BatchRequest) -> OpenVinoNetwork:
+            calls.append(extras)
             go.wait(30)
             raise DeviceError("it cannot be made")
 
@@ -197,6 +198,6 @@ class TestOpenVino:
             backend.prepare(BatchRequest(relevance=True))
         assert "torch computes relevance: OpenVINO's relevance are" in caplog.text
         with pytest.raises(DeviceError, match="relevance"):
-            backend._network.with_extras(predictor.checkpoint.build(), BatchRequest(relevance=True))
+            backend._network.with_extras(BatchRequest(relevance=True))
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))

@@ -72,7 +72,7 @@ def results(draw: st.DrawFn) -> InferenceResult:
     found = None
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-        found = AttentionMap(draw(MAPS), draw(floats(grid)), draw(st.floats(0, 1)))
+        found = AttentionMap(draw(MAPS), draw(floats(grid)), *(draw(st.floats(0, 1)) for _ in range(3)))
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))

@@ -64,7 +64,8 @@ class FakeEngine:
             wanted = requested.map
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
             of_class = best if wanted.method in CLASS_SPECIFIC else None
-            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9)
+            facts = (None, None) if of_class is None else (0.5, 0.25)
+            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9, *facts)
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return InferenceResult(Outputs(scores, indices, found, logits, embedding), 1, 0.001, 0.002)
