@@ -201,3 +201,19 @@ class TestOpenVino:
             backend._network.with_extras(BatchRequest(relevance=True))
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
+
+    def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+        predictor, traced = made("plain", "openvino"), []
+
+        def spy(module: torch.nn.Module, example: torch.Tensor) -> None:
+            traced.extend(module.get_submodule("model").parameters())
+            raise RuntimeError("seen")
+
+        monkeypatch.setattr(network, "convert", spy)
+        backend = predictor._backend
+        assert isinstance(backend, OpenVino)
+        backend.prepare(BatchRequest(relevance=True))
+        shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
+        assert {parameter.data_ptr() for parameter in traced} <= shared
+        assert len(traced) > 10
