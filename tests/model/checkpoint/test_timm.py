@@ -282,7 +282,7 @@ def test_most_of_timms_released_vision_transformers_are_read_and_a_sample_is_exa
     [
         (lambda t: t.to(torch.int64), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
         (lambda t: t[0], r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
-        (lambda t: t.to_sparse(), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t.to_sparse(), "tensors that are not dense"),
         (lambda t: torch.full_like(t, -torch.inf), r"relative_position_bias_table holds values that are not finite"),
     ],
 )
