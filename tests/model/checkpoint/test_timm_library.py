@@ -17,6 +17,8 @@ from model.errors import CheckpointError, DeviceError, InputError
 from model.insight.summary import summarise
 from model.network import library
 from model.outputs import EmbeddingRequest, RequestedOutputs, methods_of, parse_embedding, parse_maps
+from model.runtime.batches import BatchRequest
+from model.runtime.compilation import compiled_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.checkpoint.parity import pictures, preprocess_file, randomise, relative_error
@@ -268,3 +270,16 @@ def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, mo
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install -e '\.\[timm\]'"):
         load_checkpoint(str(tmp_path))
+
+
+def test_the_whole_network_is_compiled_for_any_batch(small: Path) -> None:
+    checkpoint = load_checkpoint(str(small))
+    network, normalise = checkpoint.network(), Normalise(checkpoint.preprocess)
+    compiled = compiled_network(network, normalise, None, autotune=False, backend="eager")
+    with torch.inference_mode():
+        for count in (2, 3, 1):
+            images = torch.from_numpy(uint8_pictures(checkpoint, count))
+            found = compiled(images, BatchRequest()).tensors()
+            expected = network(normalise(images))
+            assert relative_error(found["logits"], expected.logits) < EXACT
+            assert relative_error(found["head"], expected.embeddings["head"]) < EXACT
