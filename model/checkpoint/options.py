@@ -50,9 +50,16 @@ class CheckpointOptions:
     keys: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
-        """Raise CheckpointError where `architecture` is set beside a file that says its own."""
+        """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+        if self.weights is not None:
+            raise CheckpointError(
+                f"{where}: one copy of a network is read of it, which is not called {self.weights!r:.100}: leave "
+                "VIT_WEIGHTS out, or name the file of the copies"
+            )
+        if self.keys is not None:
+            raise CheckpointError(f"{where}: has names of its own; VIT_KEYS is for plain state dicts")
 
     def preprocess_or(
         self,

@@ -192,7 +192,7 @@ def test_the_order_of_a_fused_projections_rows_is_asked_for(order: str, tmp_path
     given = PLAIN.replace("num_heads=3", "num_heads=4")
     timms = f"vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,{given.removeprefix('vit,')}"
     for architecture in (given, timms):
-        with pytest.raises(CheckpointError, match="no file says its qkv_order: .*qkv_order=3hd"):
+        with pytest.raises(CheckpointError, match=r"no file says its qkv_order: .*qkv_order=3hd"):
             load(state, tmp_path, architecture)
         assert_same_logits(load(state, tmp_path, f"{architecture},qkv_order={order}"), model, f"qkv {order}")
     with pytest.raises(CheckpointError, match="qkv_order"):
@@ -232,7 +232,7 @@ def test_how_a_patch_is_counted_is_asked_for_beside_timms_name(tmp_path: Path) -
     weight = state["patch_embed.proj.weight"]
     state["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 1).flatten(1)
     given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"
-    with pytest.raises(CheckpointError, match="no file says its patch_order: .*patch_order=channels_last"):
+    with pytest.raises(CheckpointError, match=r"no file says its patch_order: .*patch_order=channels_last"):
         load(state, tmp_path, given)
     assert_same_logits(load(state, tmp_path, f"{given},patch_order=channels_last"), model, "linear patches")
 
