@@ -28,6 +28,7 @@ _TIMMS_BLOCK: Final = frozenset(
     f"{module}.weight" for module in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 )
 """Names within a block of timm, which those who copied its code kept with the order of queries, keys and values."""
+_CERTAIN: Final = frozenset({"num_heads", "qkv_order"})
 _BATCH_NORM_EPS: Final = 1e-5
 _LIBRARIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     (
@@ -124,13 +125,8 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
     token = native.get("cls_token")
     if token is not None and not token.numel():
         del native["cls_token"]
-    if library == "vit-pytorch" and (token is None or token.ndim == 2):
-        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
-        habits["global_pool"] = "token" if "cls_token" in native else "avg"
-    if library == "vit-pytorch" and any(name.endswith(".to_out.weight") for name in shapes):
-        habits["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
-    if library == "vit-pytorch" and "cls_token" not in native:
-        habits |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
+    if library == "vit-pytorch":
+        habits |= _of_vit_pytorch(native, shapes)
     for name in ("cls_token", "dist_token", "reg_token", "pos_embed"):
         if name in native:
             native[name] = native[name].reshape(1, -1, width)
@@ -141,8 +137,22 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
         for i in range(len({name.split(".")[1] for name in native if name.startswith("blocks.")})):
             native[f"blocks.{i}.attn.proj.weight"] = torch.eye(width)
             native[f"blocks.{i}.attn.proj.bias"] = torch.zeros(width)
-    certain = {key: told.pop(key) for key in ("num_heads", "qkv_order") if key in told}
+    certain: dict[str, Any] = {key: told.pop(key) for key in _CERTAIN & told.keys()}
     return Recognised(native, certain, habits | told, library)
+
+
+def _of_vit_pytorch(native: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
+    """Return what its models do that have these tensors, by the model's names and by its own."""
+    habits: dict[str, Any] = {}
+    token = native.get("cls_token")
+    if token is None or token.ndim == 2:
+        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
+        habits["global_pool"] = "avg" if token is None else "token"
+    if any(name.endswith(".to_out.weight") for name in names):
+        habits["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
+    if token is None:
+        habits |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
+    return habits
 
 
 def _library(names: Iterable[str]) -> tuple[str, dict[str, Any]]:
@@ -239,8 +249,8 @@ def _qkv(linear: Mapping[str, _Module], shapes: Mapping[str, tuple[int, ...]]) -
         if words:
             kinds[next(kind for kind in words[0].groups() if kind)].append(module)
     counts = {len(modules) for modules in kinds.values()}
-    shapes = {(module.weight, module.bias) for modules in kinds.values() for module in modules}
-    if fused or len(counts) != 1 or 0 in counts or len(shapes) != 1:
+    forms = {(module.weight, module.bias) for modules in kinds.values() for module in modules}
+    if fused or len(counts) != 1 or 0 in counts or len(forms) != 1:
         raise _Unclear("its blocks have no projections to queries, keys and values that names tell apart")
     count = counts.pop()
     ordered = [sorted(kinds[kind], key=lambda module: _numbers(module.path)) for kind in "qkv"]
@@ -351,10 +361,10 @@ def _outside(shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[_Names,
     head = _head(result, heads, width, shapes)
     for norm in (module for module in modules.values() if len(module.weight) == 1):
         role = "norm"
-        before_patch, before_head = _precedes(norm.path, patch.path), _precedes(norm.path, head.path)
+        before_patch, before_head = _precedes(norm.path, patch.path), head and _precedes(norm.path, head.path)
         if _common(norm.path, patch.path) and before_patch is not None:
             role = "patch_embed.norm_in" if before_patch else "patch_embed.norm_out"
-        elif _common(norm.path, head.path) and before_head:
+        elif head and _common(norm.path, head.path) and before_head:
             role, told["fc_norm"] = "fc_norm", True
         elif re.search(r"pre_?(layr|layer)?_?norm|(norm|ln)_pre", norm.path.lower()):
             role = "norm_pre"
@@ -425,10 +435,10 @@ def _follows(norm: str, convolution: str) -> bool:
     return path == norm_path and not last.isdecimal() and not norm_last.isdecimal() and last[-1:] == norm_last[-1:]
 
 
-def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module:
-    """Add the head, of one layer or two, and return its first layer."""
+def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module | None:
+    """Add the head, of one layer or two, and return its first layer; None where there is none."""
     if not heads:
-        raise _Unclear("it has no classification head: train one, or give the file that has it, too")
+        return None
     found = [
         chain
         for chain in (itertools.permutations(heads) if len(heads) <= 2 else ())

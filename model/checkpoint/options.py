@@ -88,11 +88,13 @@ class CheckpointOptions:
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
-        """Return the operator's labels, else `default`.
+        """Return the operator's labels, else `default`; none where there are no classes.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read or is of another length.
         """
+        if not classes:
+            return ()
         if self.labels is not None:
             return read_labels(self.labels, classes)
         if default is None:

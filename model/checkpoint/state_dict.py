@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.home_made import recognise
+from model.checkpoint.home_made import Recognised, recognise
 from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
@@ -88,33 +88,22 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
         tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
-    told: dict[str, Any] = {}
-    habits: dict[str, Any] = {"qkv_order": "3hd"}
-    library, notes = "timm", files.notes
-    if len({match[0].partition(".")[0] for n in tensors if (match := _TIMMS.fullmatch(n))}) < 3:
-        before = {id(tensor): n for n, tensor in tensors.items()}
-        tensors, told, habits, library = recognise(tensors, where)
-        pairs = [f"{before[id(t)]} is {n}" for n, t in tensors.items() if before.get(id(t), n) != n]
-        notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
+    (tensors, told, habits, library), notes = _recognised(tensors, given.get("num_classes") == 0, where)
     if fused_by_map:
         habits.pop("qkv_order", None)
     if has_pooler:
         habits["head_act"] = "tanh"
     _check_dimensions(tensors, where)
+    has_head = "head.weight" in tensors
+    told |= {"num_classes": len(tensors["head.weight"])} if has_head else {}
     label, assumed = "", tuple[str, ...]()
-    if library == "torchvision" and not name:
-        width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
-        depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
-        sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
-        label, heads = MODELS.get(sizes, ("", None))
-        habits |= {} if heads is None else {"num_heads": heads}
-        preset = published_preset(files.file.name, label)
-        options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    if library == "torchvision" and has_head and not name:
+        label, options, assumed = _released(files, options, tensors, habits)
         name = OWN if label else ""
+    elif library == "timm" and name not in ("", OWN):
+        habits["patch_order"] = "channels_first"  # as timm reads linear patches of models from before it had none
     if named not in (None, label):
         raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
-    if library == "timm" and name not in ("", OWN):
-        habits["patch_order"] = "channels_first"  # as timm reads linear patches of models from before it had none
     _check_agreement(told, given, name, where)
     stated = habits | told | given
     preprocess = options.preprocess_or(None, where) if options.preprocess else None
@@ -125,13 +114,15 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
     if has_pooler and "pooler" not in given:
         asked["pooler"] = False
+    if not has_head and "num_classes" not in given:
+        asked["num_classes"] = 0
     if not name:
         name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
         raise _question(files, options, name, given, asked, tensors)
-    if asked or preprocess is None or (options.labels is None and files.labels is None):
+    if asked or preprocess is None or (has_head and options.labels is None and files.labels is None):
         raise _question(files, options, name, given, asked, tensors)
     assert config is not None
-    labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
+    labels = None if files.labels is None or not has_head else indexed_labels(files.labels, config.num_classes, where)
     shaped = _in_order(_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
     if name == OWN:
         shaped = _completed(shaped, config)
@@ -144,16 +135,51 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=options.labels_or(labels, config.num_classes, where),
         tensors=native_tensors(native_names(shaped, config), config, where),
-        notes=notes,
+        notes=(*files.notes, *notes),
         assumed=(*_assumed(config, told | given, habits, library, name), *assumed),
     )
+
+
+def _released(
+    files: SingleFile, options: CheckpointOptions, tensors: Mapping[str, Tensor], habits: dict[str, Any]
+) -> tuple[str, CheckpointOptions, tuple[str, ...]]:
+    """Return torchvision's name of a model, the options with what is published of it, and what was assumed so.
+
+    Its number of heads is added to the habits.
+    """
+    width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
+    depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
+    sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
+    label, heads = MODELS.get(sizes, ("", None))
+    habits |= {} if heads is None else {"num_heads": heads}
+    preset = published_preset(files.file.name, label)
+    options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    return label, options, assumed
+
+
+def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple[Recognised, tuple[str, ...]]:
+    """Return tensors under the model's names, which are timm's, and notes of what was inferred for that.
+
+    Args:
+        headless: whether the network is stated to have no head.
+    """
+    timms = {match[0].partition(".")[0] for name in tensors if (match := _TIMMS.fullmatch(name))}
+    if len(timms) == 3 - headless:
+        return Recognised(tensors, {}, {"qkv_order": "3hd"}, "timm"), ()
+    before = {id(tensor): name for name, tensor in tensors.items()}
+    names = recognise(tensors, where)
+    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), "several")) != name]
+    if names.tensors.keys() == tensors.keys():
+        return names._replace(library="timm"), ()
+    whose = f", as {names.library} has them" if names.library else ""
+    return names, (f"names inferred{whose}: {', '.join(pairs[:3])}, …",)
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
     for pattern, dimensions in _DIMENSIONS.items():
         found = [name for name in tensors if re.fullmatch(pattern, name)]
-        if not found and pattern in _NEEDED:
+        if not found and pattern in _NEEDED[1:]:
             raise CheckpointError(f"{where}: missing key {pattern.replace(chr(92), '')!r}")
         for name in found:
             shape = tuple(tensors[name].shape)
@@ -176,7 +202,7 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if key in _INFERRED:
+        if key in _INFERRED and pair != "num_classes=0":
             raise CheckpointError(
                 f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given: leave it out"
             )
@@ -239,7 +265,7 @@ def _timms(
         fields = TimmArguments.model_validate(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
     depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
-    width = stored.shape("pre_logits.fc.weight" if "pre_logits.fc.weight" in tensors else "head.weight")[1]
+    width = stored.shape("blocks.0.attn.qkv.weight")[1]
     if depth != probe.depth:
         raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
     if width != probe.width:
@@ -384,7 +410,7 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
-    head = stored.shape("head.weight")
+    head = stored.shape("head.weight") if "head.weight" in stored else (0,)
     hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
     return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
 
@@ -421,7 +447,7 @@ def _in_order(tensors: dict[str, Tensor], config: ViTConfig, order: str) -> dict
     sizes = {"3": 3, "h": config.heads, "d": config.inner_width // config.heads}
     for name, tensor in tensors.items():
         if order != "3hd" and ".attn.qkv." in name and len(tensor) == math.prod(sizes.values()):
-            rows = tensor.unflatten(0, [sizes[letter] for letter in order])
+            rows = tensor.reshape(*(sizes[letter] for letter in order), *tensor.shape[1:])
             tensors[name] = rows.movedim([order.index(letter) for letter in "3hd"], [0, 1, 2]).flatten(0, 2)
     return tensors
 
@@ -500,7 +526,7 @@ def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[s
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     patch = shapes["patch_embed.proj.weight"]
-    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool"}
+    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool", "num_classes"}
     parts = {
         "ls1.gamma",
         "q_norm",
@@ -522,7 +548,7 @@ def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[s
             own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
             hidden = shapes["blocks.0.mlp.fc1.weight"][0]
             if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], depth, hidden):
-                return f"vit_{size}_patch{patch[3]}_224", {}
+                return f"vit_{size}_patch{patch[3]}_224", {key: asked[key] for key in asked if key == "num_classes"}
     return OWN, asked
 
 
@@ -540,10 +566,11 @@ def _question(
     missing = [*asked] or ([] if options.architecture else ["architecture"])
     if options.preprocess is None:
         missing.append("preprocessing")
-    if options.labels is None and files.labels is None:
+    needs_labels = "head.weight" in tensors and options.labels is None and files.labels is None
+    if needs_labels:
         missing.append("labels")
     command += ["--preprocess", options.preprocess or _preprocess(tensors)]
-    command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
+    command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
         command += [flag, value] if value else []
     hints = []

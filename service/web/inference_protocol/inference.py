@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import (
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+    embedding_width,
+    methods_of,
+    parse_embedding,
+    require_classes,
+)
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -56,6 +64,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
+_OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
@@ -63,6 +72,11 @@ _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
     "cls": lambda info: MapRequest.row(info.config.depth - 1),
     "relevance": lambda info: MapRequest("relevance"),
 }
+
+
+def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
+    """Return the outputs that a model has, by name: those of its classes only where it has any."""
+    return {name: output for name, output in OUTPUTS.items() if info.config.num_classes or name not in _OF_CLASSES}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -128,22 +142,24 @@ class Selection:
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
-        classes = info.config.num_classes
+        classes, available = info.config.num_classes, outputs_of(info)
+        outputs = header.outputs or [RequestedOutput(name) for name in (_BY_DEFAULT if classes else ("embedding",))]
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
-            if output.name not in OUTPUTS:
-                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
+            if output.name not in available:
+                require_classes(info.config)
+                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
-        method = header.parameters.get("attention", "relevance")
-        if not isinstance(method, str) or method not in _MAPS:
-            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, info.config.logits))
+        methods = [method for method in methods_of(info.config) if method in _MAPS]
+        method = header.parameters.get("attention", methods[0])
+        if not isinstance(method, str) or method not in methods:
+            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods)}")
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -228,7 +244,7 @@ async def _compute(
 
     results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
-    for result in results:
+    for result in results if pipeline.model().config.num_classes else ():
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
     return results
 
