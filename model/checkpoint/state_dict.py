@@ -577,6 +577,11 @@ def _question(
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    if "num_classes" in asked:
+        hints.append(
+            "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its folder "
+            "is read with it"
+        )
     if "qkv_order" in asked:
         hints.append("qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one")
     if options.preprocess is None:
