@@ -167,11 +167,15 @@ def outcome(number: int, folder: Path, preprocess: str) -> tuple[str, str]:
         held = _packed(dict(zip(names, pair, strict=True)))
         weights = at.choice([None, "raw" if pair[0] is state else "ema"])
         # One that is not chosen is never the one that was meant.
-        model = model if weights else HomeMade(size=8, patch=4, width=16, classes=4).eval()
+        model = model if weights else HomeMade(size=8, patch=4, width=16, heads=2, classes=4).eval()
     elif at.random() < 0.1:
         is_ema, weights = at.random() < 0.5, at.choice(["ema", "raw", "teacher"])
         held = _packed({names[is_ema]: state})
-        model = model if weights == ("ema" if is_ema else "raw") else HomeMade(size=8, patch=4, width=16, classes=4)
+        model = (
+            model
+            if weights == ("ema" if is_ema else "raw")
+            else HomeMade(size=8, patch=4, width=16, heads=2, classes=4)
+        )
     torch.save(held, file)
     options: dict[str, Any] = {"architecture": said, "preprocess": preprocess, "labels": "numbers", "weights": weights}
     try:
