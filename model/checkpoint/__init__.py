@@ -136,7 +136,8 @@ def _open(source: str, weights: str | None) -> Files:
 def _base(adapter: Files, base: str | None, weights: str | None) -> Files:
     """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
     named = adapter_base(adapter, base)
-    if base is not None or not (isinstance(adapter, Repository) or "/models--" in adapter.place):
+    of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
+    if base is not None or not of_hub:
         return _open(named, weights)
     if not is_hub_id(named):
         raise CheckpointError(
