@@ -201,7 +201,7 @@ def test_an_adapter_of_the_hub_names_no_path_of_this_machine(tmp_path: Path, mon
 
     monkeypatch.setattr("model.checkpoint.Repository", Nowhere)
     with pytest.raises(CheckpointError, match="nothing: has no config"):
-        load_checkpoint(str(adapter))
+        load_checkpoint(str(adapter.relative_to(tmp_path)))
 
 
 def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
