@@ -234,8 +234,8 @@ class _EngineConnection(FrameProtocol):
             raise EngineUnavailable(_CONNECTION_LOST)
         if not self._free:  # all in use, or cancelled a moment ago and not given back yet
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
+        self._slots[self._free[-1]][...] = request.pixels  # taken only after the copy, which may be refused
         slot = self._free.pop()
-        self._slots[slot][...] = request.pixels
         id_ = next(self._ids)
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         self._pending[id_] = _Pending(slot, future)
