@@ -16,14 +16,15 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
+from model.checkpoint import huggingface, jax_npz, native, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
-from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
+from model.checkpoint.state_dicts import state_dict
+from model.checkpoint.state_dicts.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.config import Size
 from model.errors import CheckpointError
 

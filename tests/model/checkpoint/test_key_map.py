@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint.key_map import draft, mapped
+from model.checkpoint.state_dicts.key_map import draft, mapped
 from model.errors import CheckpointError
 from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import assert_same_logits
