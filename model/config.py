@@ -79,6 +79,21 @@ class ConvolutionalStem(Frozen):
         return self
 
 
+class RotaryPositions(Frozen):
+    """Queries and keys are turned by angles that are places times frequencies; see `model.network.layers.rotary`."""
+
+    learned: bool = False
+    """Each head of each block has frequencies of its own, mixed of both axes; else they fall geometrically."""
+    temperature: Annotated[float, Field(gt=1, le=1e9)] = 10_000.0
+    """What the frequencies fall to a fraction of, where they are not learned."""
+    centred: bool = False
+    """Places are -2 pi to 2 pi along each axis whatever the grid is (DINOv3); else they count patches."""
+    offset: Annotated[float, Field(ge=-16, le=16)] = 0.0
+    """Place of the first patch that is counted."""
+    reference_grid: Size | None = None
+    """(rows, columns) that counted places are scaled to, those of pre-training (EVA-02)."""
+
+
 class ViTConfig(Frozen):
     """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
 
@@ -115,6 +130,7 @@ class ViTConfig(Frozen):
     """The position embedding has entries for the prefix tokens too (timm: not `no_embed_class`)."""
     relative_position_bias: bool = False
     """Each block adds a learned bias for each head and offset to its attention scores (BEiT)."""
+    rotary: RotaryPositions | None = None
 
     class_token: bool = True
     distillation_token: bool = False
@@ -124,8 +140,9 @@ class ViTConfig(Frozen):
 
     norm_before_blocks: bool = False
     """A LayerNorm stands between the embedding and the first block (CLIP)."""
-    norm_order: Literal["pre", "post"] = "pre"
-    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017)."""
+    norm_order: Literal["pre", "post", "res_post"] = "pre"
+    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
+    on each branch's way out (Liu et al. 2022, Swin V2)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
     """Dimension of queries, keys and values over all heads; None is `width`."""
@@ -134,8 +151,12 @@ class ViTConfig(Frozen):
     """The attention's output projection and the MLP have biases."""
     qk_norm: bool = False
     """Each head has a LayerNorm over queries and keys (Dehghani et al. 2023)."""
+    attention_norm: bool = False
+    """A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models, BEiT-3)."""
     mlp: Literal["plain", "swiglu"] = "plain"
     """swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first."""
+    mlp_norm: bool = False
+    """A LayerNorm stands between the activation, or the gated values, and the second projection (EVA-02, BEiT-3)."""
     activation: Activation = "gelu"
     layer_scale: bool = False
     """Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT)."""
@@ -144,6 +165,10 @@ class ViTConfig(Frozen):
     """mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head)."""
     pool_prefix: bool = False
     """Mean, max and attention pooling include the prefix tokens."""
+    pool_heads: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Of attention pooling; None is `heads`."""
+    pool_mlp_width: Annotated[int, Field(ge=1, le=131072)] | None = None
+    """Hidden dimension of the attention pooling's MLP; None is `mlp_width`."""
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
@@ -170,6 +195,10 @@ class ViTConfig(Frozen):
             raise ValueError("there is one stem, not two")
         if self.inner_width % self.heads:
             raise ValueError(f"width {self.inner_width} is not a multiple of heads {self.heads}")
+        if self.pool == "attention" and self.width % (self.pool_heads or self.heads):
+            raise ValueError(f"width {self.width} is not a multiple of pool_heads {self.pool_heads or self.heads}")
+        if self.rotary is not None and self.inner_width // self.heads % 4:
+            raise ValueError(f"rotary needs heads of a multiple of 4, not {self.inner_width // self.heads}")
         if self.patch_norms and self.patch_embedding != "linear":
             raise ValueError("patch_norms needs patch_embedding 'linear'")
         if self.position_embedding == "sincos2d" and self.width % 4:
@@ -193,8 +222,8 @@ class ViTConfig(Frozen):
             raise ValueError(f"pool {self.pool!r} needs class_token")
         if self.distillation_token and (not self.class_token or self.registers):
             raise ValueError("distillation_token needs class_token and no registers")
-        if self.relative_position_bias and (not self.class_token or self.prefix_tokens != 1):
-            raise ValueError("relative_position_bias needs class_token as the only prefix token")
+        if self.relative_position_bias and self.prefix_tokens > self.class_token:
+            raise ValueError("relative_position_bias allows no prefix token but class_token")
         return self
 
     @model_validator(mode="after")
@@ -207,8 +236,8 @@ class ViTConfig(Frozen):
             raise ValueError("distillation_head needs a head of one layer")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
-        if self.pool == "attention" and self.mlp != "plain":
-            raise ValueError("pool 'attention' needs mlp 'plain'")
+        if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):
+            raise ValueError("pool 'attention' needs mlp 'plain' without mlp_norm")
         return self
 
     @property
@@ -246,11 +275,12 @@ class ViTConfig(Frozen):
         """Return the query whose attention a map of the last layer shows.
 
         It is the CLS token's where the head reads that, else the mean over all patch queries; with
-        attention pooling it is the pooling query's (earlier layers then show the mean over patch queries).
+        attention pooling it is the pooling query's (earlier layers then show the mean over patch queries), unless
+        that has another number of heads.
         """
         if self.pool in ("cls", "cls_mean"):
             return "cls"
-        return "pool_query" if self.pool == "attention" else "patch_mean"
+        return "pool_query" if self.pool == "attention" and self.pool_heads in (None, self.heads) else "patch_mean"
 
 
 class PreprocessConfig(Frozen):

@@ -146,7 +146,7 @@ def methods_of(config: ViTConfig) -> tuple[Method, ...]:
     """
     if not config.num_classes:
         return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
-    if config.norm_order == "post":
+    if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
 

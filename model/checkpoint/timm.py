@@ -13,7 +13,8 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
 from model.checkpoint.refusals import required, validating
 from model.checkpoint.resizing import resized_config, resized_positions
-from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names
+from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, native_names, parse_arguments
+from model.checkpoint.timm_eva import EvaArguments
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
@@ -22,7 +23,10 @@ FORMAT: Final = "timm"
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
 _WRAPPED: Final = "timm_model."
 """What transformers' wrapper puts before the names."""
-_UNUSED_ARGS: Final = frozenset({"weight_init", "fix_init", "strict_img_size"})
+_UNUSED_ARGS: Final = frozenset(
+    {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
+    | {f"rope_{kind}_coords" for kind in ("shift", "jitter", "rescale")}
+)
 """Arguments that change training or checks, never an answer."""
 
 
@@ -46,11 +50,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     with validating(where):
         vit = arguments.vit_config()
     size = _input_size(where, pretrained)[1:]
-    if size != vit.image_size and not arguments.dynamic_img_size:
+    if size != vit.image_size and (not arguments.dynamic_img_size or vit.relative_position_bias):
         raise CheckpointError(f"{where}: pretrained_cfg.input_size {size} disagrees with img_size {vit.image_size}")
     preprocess = options.preprocess_or(None if options.preprocess else _preprocess(where, pretrained), where)
     labels, assumed = _labels(where, config, pretrained, vit.num_classes, options)
     stored = {name.removeprefix(_WRAPPED): tensor for name, tensor in files.tensors().items()}
+    if isinstance(arguments, EvaArguments):
+        stored = arguments.renamed(stored)
     tensors = native_tensors(native_names(stored, vit), vit, files.place)
     if size != vit.image_size:
         # What timm's `dynamic_img_size` does at each forward pass is done once.
@@ -71,7 +77,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
-def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments:
+def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments | EvaArguments:
     """Return the architecture's own arguments, overridden by what the config says."""
     arguments = architecture_arguments(config["architecture"], where)
     given = config.get("model_args") or {}
@@ -88,7 +94,7 @@ def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -
             raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
         arguments[key] = value
     with validating(where):
-        return TimmArguments.model_validate(arguments)
+        return parse_arguments(arguments)
 
 
 def _preprocess(where: str, pretrained: dict[str, Any]) -> PreprocessConfig:

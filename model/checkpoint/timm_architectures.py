@@ -1,9 +1,10 @@
 """timm's architectures: the meaning of each name and argument of its models in this project's terms.
 
-Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py.
-`timm_architectures.json` holds what each architecture's entry point passes to the model class, so that
-a name alone says the whole architecture; models built of other parts (rotary positions, parallel
-blocks, other norms) are refused by name.
+Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py, beit.py,
+vision_transformer_relpos.py. `timm_architectures.json` holds what each architecture's entry point passes to the model
+class, in the words of `VisionTransformer`, so that a name alone says the whole architecture; models built of other
+parts (parallel blocks, differential attention) are refused by name. The class of those with rotary positions is in
+`model.checkpoint.timm_eva`.
 """
 
 from __future__ import annotations
@@ -15,20 +16,17 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Final, Literal
 
+import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
-from model.checkpoint.tensors import fuse_pairs
-from model.config import Activation, Pool, ResNetStem, Size, ViTConfig
+from model.checkpoint.tensors import fuse_pairs, renamed
+from model.checkpoint.timm_eva import POOL, EvaArguments, join, pair
+from model.config import Activation, ResNetStem, Size, ViTConfig
 from model.errors import CheckpointError
 
-_POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
-
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
-
-
-def _pair(value: Any) -> Any:
-    return (value, value) if type(value) is int else value
 
 
 class TimmArguments(BaseModel):
@@ -36,7 +34,7 @@ class TimmArguments(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    img_size: Annotated[Size, BeforeValidator(_pair)]
+    img_size: Annotated[Size, BeforeValidator(pair)]
     num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -47,6 +45,8 @@ class TimmArguments(BaseModel):
     mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
     qkv_bias: bool = True
     qk_norm: bool = False
+    scale_attn_norm: bool = False
+    scale_mlp_norm: bool = False
     proj_bias: bool = True
     init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
     class_token: bool = True
@@ -65,8 +65,10 @@ class TimmArguments(BaseModel):
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
     distilled: bool = False
+    rel_pos: bool = False
+    """Each block has relative position biases, from a table or an MLP, its own or one of all blocks."""
     # Nor these: what networks of other code have.
-    norm_order: Literal["pre", "post"] = "pre"
+    norm_order: Literal["pre", "post", "res_post"] = "pre"
     patch_bias: bool | None = None
     patch_order: Literal["channels_first", "channels_last"] = "channels_first"
     """How a linear layer over patches counts the numbers of one."""
@@ -96,7 +98,7 @@ class TimmArguments(BaseModel):
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
         """
-        pool = _POOL[self.global_pool]
+        pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
         patch = self.patch_edge
         rows, columns = self.img_size
@@ -115,6 +117,7 @@ class TimmArguments(BaseModel):
             patch_bias=not self.pre_norm if self.patch_bias is None else self.patch_bias,
             position_embedding=_POSITIONS.get(self.pos_embed, "none"),
             position_prefix=not self.no_embed_class,
+            relative_position_bias=self.rel_pos,
             class_token=self.class_token,
             distillation_token=self.distilled,
             registers=self.reg_tokens,
@@ -124,6 +127,8 @@ class TimmArguments(BaseModel):
             qkv_bias=self.qkv_bias,
             projection_bias=self.proj_bias,
             qk_norm=self.qk_norm,
+            attention_norm=self.scale_attn_norm,
+            mlp_norm=self.scale_mlp_norm,
             mlp="plain" if self.mlp_layer is None else "swiglu",
             activation=self.act_layer or ("gelu" if self.mlp_layer is None else "silu"),
             layer_scale=bool(self.init_values),
@@ -135,6 +140,12 @@ class TimmArguments(BaseModel):
             head_activation=self.head_act or "tanh",
             distillation_head=self.distilled,
         )
+
+
+def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArguments:
+    """Return the arguments as those of the class that the architecture is of; raises pydantic.ValidationError."""
+    kind = EvaArguments if arguments.get("family") == "eva" else TimmArguments
+    return kind.model_validate(arguments)
 
 
 @cache
@@ -162,11 +173,58 @@ def architecture_arguments(name: str, where: str) -> dict[str, Any]:
 
 def native_names(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """Return tensors without the few names and layouts in which timm's models differ from this project's one model."""
-    renamed = dict(tensors)
+    names = _with_tables(tensors, config) if config.relative_position_bias else dict(tensors)
     if config.stem is not None and not config.stem.layers:
         # A root without stages is timm's whole backbone.
-        for name in [n for n in renamed if n.startswith(("patch_embed.backbone.conv.", "patch_embed.backbone.norm."))]:
-            renamed[name.replace("backbone.", "backbone.stem.", 1)] = renamed.pop(name)
+        for name in [n for n in names if n.startswith(("patch_embed.backbone.conv.", "patch_embed.backbone.norm."))]:
+            names[name.replace("backbone.", "backbone.stem.", 1)] = names.pop(name)
     if config.mlp == "swiglu":
-        fuse_pairs(renamed, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
-    return renamed
+        fuse_pairs(names, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
+    return names
+
+
+_OF_BEIT: Final = ((r"\.gamma_([12])$", r".ls\1.gamma"), (r"\.rel_pos\.relative_", ".relative_"))
+_TABLE: Final = "relative_position_bias_table"
+
+
+def _with_tables(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Return tensors with each block's table of biases, whatever they are computed of, and BEiT's names as ViT's.
+
+    What is not of the expected shape stays under its name, which is then refused.
+    """
+    result = renamed({name: t for name, t in tensors.items() if not name.endswith("relative_position_index")}, _OF_BEIT)
+    blocks = [f"blocks.{index}.attn" for index in range(config.depth)]
+    for block in blocks:
+        if f"{block}.q_bias" in result:
+            result[f"{block}.k_bias"] = torch.zeros_like(result[f"{block}.q_bias"])
+        join(result, [f"{block}.{part}_bias" for part in "qkv"], f"{block}.qkv.bias", (config.width,))
+    for source, targets in (("shared_rel_pos", blocks), *((f"{block}.rel_pos", [block]) for block in blocks)):
+        layers = {name: result[name] for name in (f"{source}.mlp.{part}" for part in _MLP) if name in result}
+        table = _table_of_mlp(list(layers.values()), config) if len(layers) == len(_MLP) else None
+        if table is not None:
+            result = {name: t for name, t in result.items() if name not in layers}
+            result |= {f"{target}.{_TABLE}": table for target in targets}
+    return result
+
+
+_MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+
+
+def _table_of_mlp(layers: list[Tensor], config: ViTConfig) -> Tensor | None:
+    """Return the table that an MLP makes of logarithmic offsets (Liu et al. 2022, Swin V2), as timm's kind "cr".
+
+    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape is another, or a
+    tensor is not dense floating point.
+    """
+    width = layers[1].numel()
+    if [tuple(t.shape) for t in layers] != [(width, 2), (width,), (config.heads, width), (config.heads,)]:
+        return None
+    if not all(t.is_floating_point() and t.layout == torch.strided for t in layers):
+        return None
+    rows, columns = (torch.arange(1 - n, n, device=layers[0].device, dtype=torch.float32) for n in config.grid)
+    offsets = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).reshape(-1, 2)
+    logarithmic = torch.sign(offsets) * torch.log(1.0 + offsets.abs())
+    first, first_bias, second, second_bias = (t.float() for t in layers)
+    table = F.linear(F.relu(F.linear(logarithmic, first, first_bias)), second, second_bias)
+    table = table + sum(0 * t.sum() for t in layers)  # what is not finite does not vanish in the ReLU
+    return F.pad(table, (0, 0, 0, 3 * config.class_token))

@@ -59,7 +59,7 @@ def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
     """
     attention: Attention = block.attn
     q, k, v = attention.project(block.attention_input(x))
-    scores = (attention.q_norm(q[:, :, :queries]) * attention.head_dim**-0.5) @ attention.k_norm(k).transpose(-2, -1)
+    scores = (q[:, :, :queries] * attention.head_dim**-0.5) @ k.transpose(-2, -1)
     bias = attention.bias()
     if bias is not None:
         scores = scores + bias[:, :, :queries]
@@ -68,7 +68,7 @@ def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
 
 def finish(block: Block, x: Tensor, weighed: Weighed) -> Tensor:
     """Return the block's output for the tokens that `weighed` has rows of: [B, Q, D]."""
-    return block.finish(block.attended(x, block.attn.proj(mix(weighed))))
+    return block.finish(block.attended(x, block.attn.proj(block.attn.norm(mix(weighed)))))
 
 
 def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:

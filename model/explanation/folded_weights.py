@@ -73,7 +73,7 @@ def _projection(block: Block) -> Tensor:
     weight = block.attn.proj.weight
     if isinstance(block.ls1, LayerScale):
         weight = (weight.float() * block.ls1.gamma.float().unsqueeze(1)).to(weight.dtype)
-    return _transposed(weight)
+    return _transposed(through_norm_unscaled(block.attn.norm, weight.float()).to(weight.dtype))
 
 
 def _transposed(weight: Tensor) -> Tensor:

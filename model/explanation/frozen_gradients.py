@@ -44,10 +44,13 @@ def through_mlp(mlp: Mlp | SwiGLU, hidden: Tensor, gradient: Tensor) -> Tensor:
     """
     gradient = through_linear(mlp.fc2, gradient)
     if isinstance(mlp, SwiGLU):
-        gate, _ = hidden.chunk(2, dim=-1)
-        return through_linear(mlp.fc1, gradient * mlp.activation(gate).float(), slice(gate.shape[-1], None))
+        gate, value = hidden.chunk(2, dim=-1)
+        let_through = mlp.activation(gate)
+        gradient = through_norm(mlp.norm, let_through * value, gradient)
+        return through_linear(mlp.fc1, gradient * let_through.float(), slice(gate.shape[-1], None))
     hidden = hidden.float() + _NOT_ZERO
-    return through_linear(mlp.fc1, gradient * (mlp.activation(hidden) / hidden))
+    activated = mlp.activation(hidden)
+    return through_linear(mlp.fc1, through_norm(mlp.norm, activated, gradient) * (activated / hidden))
 
 
 def through_activation(layer: PreLogits, x: Tensor, gradient: Tensor) -> Tensor:

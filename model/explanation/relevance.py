@@ -123,7 +123,8 @@ def _start_at_block(
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)
     rows = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
-    to_heads = _by_head(nn.functional.linear(gradient.to(weights.last.dtype), weights.last), attention.head_dim)
+    to_heads = nn.functional.linear(gradient.to(weights.last.dtype), weights.last)
+    to_heads = _through_norm_of_heads(attention, to_heads, rows, kept.v)
     given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
     own = _dot(gradient, kept.x[:, :read].float())
     of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
@@ -186,21 +187,35 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
         attentions, kept: of these blocks.
     """
     width = attentions[0].inner_width
-    of_queries = start.rows.flatten() * 3  # of each token's row in the fused projection, it is the first third
     projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
     moved: Tensor | None = None
     for place, (attention, of_block) in enumerate(zip(attentions, kept, strict=True)):
-        assert of_block.fused is not None
         bias = attention.bias()
         if bias is not None:
             bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
-        q = of_block.fused.reshape(-1, width).index_select(0, of_queries).reshape(*start.rows.shape, width)
-        q = attention.q_norm(_by_head(q, attention.head_dim))
-        to_heads = _by_head(projected[:, :, place * width : (place + 1) * width], attention.head_dim)
-        given = _softmax(attention, q, of_block.k, bias) * (to_heads @ of_block.v.transpose(-2, -1))
+        q = _at(of_block.q.transpose(1, 2), start.rows).transpose(1, 2)
+        weights = _softmax(attention, q, of_block.k, bias)
+        to_heads = projected[:, :, place * width : (place + 1) * width]
+        to_heads = _through_norm_of_heads(attention, to_heads, weights, of_block.v)
+        given = weights * (to_heads @ of_block.v.transpose(-2, -1))
         moved = given if moved is None else moved + given
     assert moved is not None
     return moved.sum(dim=1, dtype=torch.float32)
+
+
+def _through_norm_of_heads(attention: Attention, gradient: Tensor, weights: Tensor, v: Tensor) -> Tensor:
+    """Return the gradient with respect to each head's values, [B, heads, Q, head_dim], from a folded projection's.
+
+    What the projection leaves to do, if a norm is before it, is to divide by each token's deviation.
+
+    Args:
+        gradient: [B, Q, heads head_dim].
+        weights: attention of these tokens, [B, heads, Q, N].
+    """
+    if isinstance(attention.norm, nn.LayerNorm):
+        mixed = (weights @ v).transpose(1, 2).flatten(2)
+        gradient = gradient * inverse_deviation(attention.norm, mixed).to(gradient.dtype)
+    return _by_head(gradient, attention.head_dim)
 
 
 def _by_head(x: Tensor, head_dim: int) -> Tensor:

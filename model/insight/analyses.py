@@ -131,8 +131,7 @@ def _centres(grid: tuple[int, int], patch_size: int) -> Tensor:
 def _summed_distance(attention: Attention, x: Tensor, prefix: int, places: Tensor, max_scores: int) -> Tensor:
     """Map [B, N, D], normalised as in the block, to float64 [heads]: mean over patch queries, sum over images."""
     q, k, _ = attention.project(x)
-    q, k = attention.q_norm(q)[:, :, prefix:], attention.k_norm(k)[:, :, prefix:]
-    q = q * attention.head_dim**-0.5
+    q, k = q[:, :, prefix:] * attention.head_dim**-0.5, k[:, :, prefix:]
     places, bias = places.to(x.device), attention.bias()
     patches = len(places)
     rows = max(1, max_scores // (attention.heads * patches))

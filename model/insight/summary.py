@@ -29,7 +29,7 @@ def cost(config: ViTConfig) -> Cost:
     activations and softmax are not counted. They are those of the published model: what
     `VisionTransformer.spare_last_block` leaves out is not subtracted.
     """
-    model = meta_model(config)
+    model = meta_model(config).to("meta")  # tables are on the CPU
     model.spare_last_block = False
     # The counter does not know every fused kernel of attention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -106,6 +106,8 @@ def _positions(config: ViTConfig) -> str:
         kinds.append(fixed + ("" if config.position_prefix else ", patches only"))
     if config.relative_position_bias:
         kinds.append("relative biases")
+    if config.rotary is not None:
+        kinds.append("rotary, learned" if config.rotary.learned else "rotary")
     return " + ".join(kinds) or "none"
 
 
@@ -115,8 +117,11 @@ def _blocks(config: ViTConfig) -> str:
     for name, present in (
         (f"attention {config.inner_width} wide", config.inner_width != config.width),
         ("post-norm", config.norm_order == "post"),
+        ("residual post-norm", config.norm_order == "res_post"),
         ("LayerScale", config.layer_scale),
         ("QK-norm", config.qk_norm),
+        ("norm of the heads", config.attention_norm),
+        ("norm in the MLP", config.mlp_norm),
         ("norm before the blocks", config.norm_before_blocks),
         ("no QKV bias", not config.qkv_bias),
     ):

@@ -75,15 +75,15 @@ class AttentionPool(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads = config.heads
-        self.head_dim = width // config.heads
+        self.heads = config.pool_heads or config.heads
+        self.head_dim = width // self.heads
         self.skipped = 0 if config.pool_prefix else config.prefix_tokens
         self.latent = nn.Parameter(torch.zeros(1, 1, width))
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.model_copy(update={"mlp_width": config.pool_mlp_width or config.mlp_width}))
 
     def forward(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to ([B, D], [B, heads, N] float32 or None).
@@ -195,7 +195,7 @@ class VisionTransformer(nn.Module):
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
         """
-        last = self.config.depth - 1
+        last, of_query = self.config.depth - 1, self.config.attention_source == "pool_query"
         x = self.embed(pixels)
         if self.training and self.patch_dropout:
             x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
@@ -205,14 +205,14 @@ class VisionTransformer(nn.Module):
         spared = self.spare_last_block and self.config.pool == "cls" and not all_tokens
         read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
-            with_row = index in attention_layers and not (index == last and self.attn_pool is not None)
+            with_row = index in attention_layers and not (index == last and of_query)
             x, row, of_block = block(x, with_row, read if index == last else None, index > last - keep)
             if row is not None:
                 rows[index] = row
             if of_block is not None:
                 kept.append(of_block)
         normed = self.norm(x)
-        pooled, row = self._pool(normed, last in attention_layers)
+        pooled, row = self._pool(normed, of_query and last in attention_layers)
         if row is not None:
             rows[last] = row
         attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None

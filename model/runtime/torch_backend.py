@@ -19,6 +19,7 @@ from model.errors import DeviceError, NotFinite
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
+from model.network.layers.rotary import Rotary
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
 from model.runtime.backend import first_line
@@ -103,6 +104,9 @@ class TorchBackend(ABC):
         self._options = options
         self._device = options.device
         choose_kernels(options.model, options.device, options.dtype)
+        for module in options.model.modules():
+            if isinstance(module, Rotary):
+                module.fix()
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
             self._folded = fold(self._plain)

@@ -96,8 +96,8 @@ class Trainer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if recipe.patch_dropout.rate and config.relative_position_bias:
-            raise TrainingError("patch_dropout: not with relative_position_bias, which needs every patch")
+        if recipe.patch_dropout.rate and (config.relative_position_bias or config.rotary):
+            raise TrainingError("patch_dropout: not with relative or rotary positions, which need every patch")
         self.recipe, self.config, self.data, self.folder, self.device = recipe, config, data, folder, device
         self._clock = clock
         if recipe.threads:

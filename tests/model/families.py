@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from model.checkpoint.huggingface import FAMILIES
-from model.checkpoint.timm_architectures import TimmArguments, architectures
-from model.config import ViTConfig
+from model.checkpoint.timm_architectures import architectures, parse_arguments
+from model.config import RotaryPositions, ViTConfig
 
 _SMALL: Final[dict[str, Any]] = {
     "hidden_size": 32,
@@ -40,6 +40,11 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     ],
     "SiglipForImageClassification": [{}],
     "CLIPForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "MetaClip2ForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "ViTMSNForImageClassification": [{}],
+    "IJepaForImageClassification": [{}],
+    "Data2VecVisionForImageClassification": [_BEIT],
+    "Siglip2ForImageClassification": [{"num_patches": 4}],
 }
 """What the `config.json` of each class of transformers says beside the sizes."""
 
@@ -53,6 +58,7 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
         "projection_bias": False,
     },
     "post-norm": {"norm_order": "post", "layer_scale": True},
+    "residual post-norm": {"norm_order": "res_post", "layer_scale": True},
     "inner width": {"attention_width": 16, "pool": "mean"},
     "two-layer head": {"head_width": 24, "activation": "tanh"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
@@ -83,11 +89,12 @@ def _timm(arguments: dict[str, Any]) -> ViTConfig:
     stages = {} if stem is None else {"stem_layers": [1] * len(stem)}
     patch = 8 if stem is None else 1
     sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": patch, "num_classes": 5}
-    made = TimmArguments.model_validate(arguments | sizes | stages | {"img_size": 16})
+    made = parse_arguments(arguments | sizes | stages | {"img_size": 16})
     edge = 2 * made.patch_edge
     return made.model_copy(update={"img_size": (edge, edge)}).vit_config()
 
 
 def _kind(config: ViTConfig) -> ViTConfig:
     """Return the configuration without what is a number alone, and changes no operator."""
-    return config.model_copy(update={"norm_eps": 1e-6, "registers": min(config.registers, 1)})
+    rotary = config.rotary and RotaryPositions(learned=config.rotary.learned)
+    return config.model_copy(update={"norm_eps": 1e-6, "registers": min(config.registers, 1), "rotary": rotary})

@@ -28,14 +28,21 @@ FORMAT: Final = "huggingface"
 
 FAMILIES: Final[tuple[Family, ...]] = (
     vit.FAMILY,
+    vit.MSN,
+    vit.IJEPA,
     deit.FAMILY,
     deit.WITH_TEACHER,
     dinov2.FAMILY,
     dinov2.WITH_REGISTERS,
     beit.FAMILY,
+    beit.DATA2VEC,
     siglip.FAMILY,
+    siglip.NAFLEX,
     clip.FAMILY,
+    clip.METACLIP_2,
 )
+
+_EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
 _BACKBONES: Final = {
@@ -63,8 +70,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     with validating(where):
         # Everything that needs no weights is checked before they are fetched.
         size = family.vit_config(config, 1).image_size
-    carried = None if options.preprocess else carried_preprocess(files, family)
-    preprocess = options.preprocess_or(carried, files.place, _missing(files), None if family.resizes else size)
+    carried = None if options.preprocess or family.each_its_size else carried_preprocess(files, family)
+    missing = _EACH_ITS_SIZE if family.each_its_size else _missing(files)
+    preprocess = options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
 
     unused = re.compile(rf"{family.unused}|.*pooler\.dense\..*" if is_backbone else family.unused).fullmatch
     tensors = with_body(files.tensors(), family) if is_backbone else files.tensors()

@@ -1,4 +1,4 @@
-"""BeitForImageClassification (transformers/models/beit/modeling_beit.py).
+"""BeitForImageClassification (transformers/models/beit/modeling_beit.py), and data2vec-vision, the same network.
 
 Positions are relative biases, a block each or shared by all, or learned, or both; the class resizes
 them to the input at each forward pass, here it is done once, while reading.
@@ -18,8 +18,6 @@ from model.config import Size, ViTConfig
 from model.errors import CheckpointError
 from model.network.layers.position import relative_table_size
 
-_LAYER: Final = "beit.encoder.layer.{}"
-_ATTENTION: Final = f"{_LAYER}.attention.attention"
 _TABLE: Final = "relative_position_bias.relative_position_bias_table"
 
 
@@ -49,19 +47,20 @@ class _Config(MlpConfig):
 class _Beit(Family):
     def convert(self, stored: TensorSource, config: ViTConfig, size: Size) -> tuple[ViTConfig, dict[str, Tensor]]:
         resized = resized_config(config, size, stored.where)
-        tables = _tables(stored, config) if config.relative_position_bias else {}
+        model = self.model_type.replace("-", "_")
+        tables = _tables(stored, config, f"{model}.encoder") if config.relative_position_bias else {}
         tensors = take_model(stored, config, self.names, tables)
         return resized, resized_positions(tensors, config, resized, antialias=False)
 
 
-def _tables(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
+def _tables(stored: TensorSource, config: ViTConfig, encoder: str) -> dict[str, Tensor]:
     """Return each block's relative position biases, by the model's names; a shared table counts in each block."""
     shape = relative_table_size(config.grid), config.heads
-    name = f"beit.encoder.{_TABLE}"
+    name = f"{encoder}.{_TABLE}"
     shared = stored.take(name, *shape) if name in stored else None
     tables = {}
     for index in range(config.depth):
-        name = f"{_ATTENTION.format(index)}.{_TABLE}"
+        name = f"{encoder}.layer.{index}.attention.attention.{_TABLE}"
         if name not in stored and shared is None:
             raise CheckpointError(f"{stored.where}: missing key {name!r}")
         # The class adds both to the scores.
@@ -71,25 +70,33 @@ def _tables(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:
     return tables
 
 
-FAMILY: Final = _Beit(
-    class_name="BeitForImageClassification",
-    model_type="beit",
-    image_processor="BeitImageProcessor",
-    names=encoder_names("beit")
-    | {
-        "blocks.{}.attn.qkv.bias": (f"{_ATTENTION}.query.bias", None, f"{_ATTENTION}.value.bias"),
-        "blocks.{}.ls1.gamma": f"{_LAYER}.lambda_1",
-        "blocks.{}.ls2.gamma": f"{_LAYER}.lambda_2",
-        "fc_norm": "beit.pooler.layernorm",
-    },
-    # Indices that follow from the grid, and the token of masked image modelling.
-    unused=r".*relative_position_index|beit\.embeddings\.mask_token",
-    config=_Config,
-    architecture={"qkv_bias": True},
-    renames=(
-        *encoder_renames("beit"),
-        (r"beit\.shared_position_bias\.", "beit.encoder.relative_position_bias."),
-        (r"(beit\.encoder\.layer\.\d+\.)(relative_position_bias\.)", r"\1attention.attention.\2"),
-    ),
-    resizes=True,
-)
+def _family(class_name: str, model_type: str) -> Family:
+    model = model_type.replace("-", "_")
+    layer = f"{model}.encoder.layer.{{}}"
+    attention = f"{layer}.attention.attention"
+    return _Beit(
+        class_name=class_name,
+        model_type=model_type,
+        image_processor="BeitImageProcessor",
+        names=encoder_names(model)
+        | {
+            "blocks.{}.attn.qkv.bias": (f"{attention}.query.bias", None, f"{attention}.value.bias"),
+            "blocks.{}.ls1.gamma": f"{layer}.lambda_1",
+            "blocks.{}.ls2.gamma": f"{layer}.lambda_2",
+            "fc_norm": f"{model}.pooler.layernorm",
+        },
+        # Indices that follow from the grid, and the token of masked image modelling.
+        unused=rf".*relative_position_index|{model}\.embeddings\.mask_token",
+        config=_Config,
+        architecture={"qkv_bias": True},
+        renames=(
+            *encoder_renames(model),
+            (rf"{model}\.shared_position_bias\.", f"{model}.encoder.relative_position_bias."),
+            (rf"({model}\.encoder\.layer\.\d+\.)(relative_position_bias\.)", r"\1attention.attention.\2"),
+        ),
+        resizes=True,
+    )
+
+
+FAMILY: Final = _family("BeitForImageClassification", "beit")
+DATA2VEC: Final = _family("Data2VecVisionForImageClassification", "data2vec-vision")

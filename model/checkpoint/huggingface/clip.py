@@ -1,10 +1,11 @@
 """CLIPForImageClassification: CLIP's vision tower and a linear head (transformers/models/clip/modeling_clip.py).
 
-The head reads the mean of the patches before the last norm, which is therefore unused.
+The head reads the mean of the patches before the last norm, which is therefore unused. MetaCLIP 2 is the same network.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from torch import Tensor
@@ -62,3 +63,5 @@ FAMILY: Final = VisionTower(
         "layer_norm_eps": 1e-5,
     },
 )
+
+METACLIP_2: Final = replace(FAMILY, class_name="MetaClip2ForImageClassification", model_type="metaclip_2")

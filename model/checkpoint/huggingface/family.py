@@ -107,6 +107,7 @@ class Family:
         renames: patterns of the names that transformers 5 has in memory, and the hub's names.
         resizes: the class itself takes any input size, and `convert` resizes its positions.
         antialias: as its `interpolate_pos_encoding`.
+        each_its_size: its image processor gives each picture a size of its own, so that the operator has to say one.
     """
 
     class_name: str
@@ -120,6 +121,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     resizes: bool = False
     antialias: bool = False
+    each_its_size: bool = False
 
     @property
     def classifier(self) -> str:

@@ -1,7 +1,12 @@
-"""ViTForImageClassification (transformers/models/vit/modeling_vit.py)."""
+"""ViTForImageClassification (transformers/models/vit/modeling_vit.py) and the classes that differ in little.
+
+ViT-MSN (Assran et al. 2022) is the same network. I-JEPA (Assran et al. 2023) has no CLS token, and its head reads the
+mean of the patches.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from model.checkpoint.huggingface.family import Family, encoder_names, encoder_renames
@@ -14,4 +19,22 @@ FAMILY: Final = Family(
     # For masked image modelling, and the pooler of the bare model, which older files kept.
     unused=r"vit\.(embeddings\.mask_token|pooler\.dense\.(weight|bias))",
     renames=encoder_renames("vit"),
+)
+
+MSN: Final = replace(
+    FAMILY,
+    class_name="ViTMSNForImageClassification",
+    model_type="vit_msn",
+    # transformers 5 writes the names of its blocks without the model's.
+    renames=((r"^encoder\.", "vit.encoder."), *FAMILY.renames),
+)
+
+IJEPA: Final = replace(
+    FAMILY,
+    class_name="IJepaForImageClassification",
+    model_type="ijepa",
+    names=encoder_names("ijepa"),
+    unused=r"ijepa\.(embeddings\.mask_token|pooler\.dense\.(weight|bias))",
+    architecture={"class_token": False, "pool": "mean"},
+    renames=encoder_renames("ijepa"),
 )

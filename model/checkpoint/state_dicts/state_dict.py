@@ -32,7 +32,14 @@ from model.checkpoint.state_dicts.layout import (
 )
 from model.checkpoint.state_dicts.torchvision import MODELS, published_preset
 from model.checkpoint.tensors import TensorSource, renamed
-from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
+from model.checkpoint.timm_architectures import (
+    TimmArguments,
+    architecture_arguments,
+    architectures,
+    native_names,
+    parse_arguments,
+)
+from model.checkpoint.timm_eva import EvaArguments
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 
@@ -67,7 +74,7 @@ _UNSAID: Final = ("num_heads", "norm_order", "act_layer", "norm_eps", "global_po
 _PRESENT: Final = {
     "class_token": ("cls_token",),
     "patch_bias": ("patch_embed.proj.bias",),
-    "qkv_bias": ("blocks.0.attn.qkv.bias",),
+    "qkv_bias": ("blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
     "proj_bias": ("blocks.0.attn.proj.bias",),
     "final_norm": ("norm.weight", "fc_norm.weight"),
 }
@@ -90,6 +97,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors = with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    tensors = _of_eva(name, given, tensors, where)
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
         tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
@@ -180,6 +188,16 @@ def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple
     return names, (f"names inferred{whose}: {', '.join(pairs[:3])}, …",)
 
 
+def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return the tensors, those of timm's `Eva` class as its other classes have them."""
+    if architectures().get(name, {}).get("family") != "eva":
+        return tensors
+    with validating(where):
+        return EvaArguments.model_validate(architectures()[name] | given | {"img_size": 1, "num_classes": 1}).renamed(
+            tensors
+        )
+
+
 def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
     for pattern, dimensions in _DIMENSIONS.items():
@@ -240,10 +258,11 @@ def _timms(
     """Return what is to be asked of a network under timm's name, and its configuration once nothing is."""
     own = architecture_arguments(name, where)
     stored = TensorSource(tensors, where)
-    arguments = own | stated | _head(stored)
+    known = EvaArguments.model_fields if own.get("family") == "eva" else TimmArguments.model_fields
+    arguments = own | {key: stated[key] for key in stated if key in given or key in known} | _head(stored)
     with validating(where):
         # An image of one patch always fits, and tells everything that does not depend on the size.
-        fields = TimmArguments.model_validate(arguments | {"img_size": 1})
+        fields = parse_arguments(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
     depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
     width = stored.shape("blocks.0.attn.qkv.weight")[1]
@@ -255,7 +274,7 @@ def _timms(
     asked: dict[str, Any] = {}
     if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in stated:
         asked["num_heads"] = "N"
-    if given.keys() & _SIZES and "norm_order" not in stated:
+    if given.keys() & _SIZES and "norm_order" not in stated and isinstance(fields, TimmArguments):
         asked["norm_order"] = "pre"
     if "qkv_order" not in stated:
         asked["qkv_order"] = "3hd"
@@ -270,7 +289,7 @@ def _timms(
     )
     with validating(where):
         size = _image_size((rows, columns), probe.patch_size, preprocess)
-        return {}, TimmArguments.model_validate(arguments | {"img_size": size, "in_chans": channels}).vit_config()
+        return {}, parse_arguments(arguments | {"img_size": size, "in_chans": channels}).vit_config()
 
 
 def _own(
@@ -322,8 +341,11 @@ def _own(
         "mlp_width": deep[1],
         "attention_width": None if wide[0] == 3 * width else wide[0] // 3,
         "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "attention_norm": "blocks.0.attn.norm.weight" in tensors,
+        "mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
+        "relative_position_bias": any(re.search(r"\.relative_position_bias_table$|rel_pos\.mlp\.", n) for n in tensors),
         "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
-        "layer_scale": "blocks.0.ls1.gamma" in tensors,
+        "layer_scale": "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors,
         "norm_before_blocks": "norm_pre.weight" in tensors,
         "patch_norms": "patch_embed.norm_in.weight" in tensors,
         "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",
@@ -391,9 +413,10 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
-    head = stored.shape("head.weight") if "head.weight" in stored else (0,)
-    hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
-    return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
+    fields: dict[str, Any] = {"num_classes": stored.shape("head.weight")[0] if "head.weight" in stored else 0}
+    if "pre_logits.fc.weight" in stored:
+        fields["head_hidden"] = stored.shape("pre_logits.fc.weight")[0]
+    return fields
 
 
 def _flat(inputs: int, where: str) -> tuple[int, int]:
@@ -526,6 +549,8 @@ def _question(
         )
     if "qkv_order" in asked:
         hints.append("qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one")
+    if "pos_embed" in asked:
+        hints.append("rotary positions leave no tensor: a network that has them needs timm's name")
     if options.preprocess is None:
         hints.append("MEAN and STD are those of its training, for pixels of 0...1")
     hint = f" ({'; '.join(hints)})" if hints else ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.network.layers.float8 import linear_rows
 from model.network.layers.position import relative_position_index, relative_table_size
+from model.network.layers.rotary import Rotary
 
 SCORES_BYTES: Final = 8 << 20
 """Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache."""
@@ -27,16 +28,14 @@ class Heads(NamedTuple):
     """What the heads attended with.
 
     Attributes:
-        q: after its norm, [B, heads, Q, head_dim].
-        k: after its norm, [B, heads, N, head_dim].
+        q: after its norm and rotation, [B, heads, Q, head_dim].
+        k: after its norm and rotation, [B, heads, N, head_dim].
         v: [B, heads, N, head_dim].
-        fused: the fused projection, [B, N, 3 heads head_dim], where all tokens are queries.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    fused: Tensor | None
 
 
 class Attention(nn.Module):
@@ -63,14 +62,20 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
             self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+        self.rotary = None if config.rotary is None else Rotary(config)
+        self.norm: nn.Module = nn.Identity()
+        if config.attention_norm:
+            self.norm = nn.LayerNorm(config.inner_width, eps=config.norm_eps)
         self.proj = nn.Linear(config.inner_width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.mean_row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = mean_row_by_image
         self.register_buffer("fixed_bias", None, persistent=False)
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
-            self.relative_position_bias_table = nn.Parameter(torch.zeros(relative_table_size(self.grid), self.heads))
-            self.register_buffer("relative_position_index", relative_position_index(self.grid), persistent=False)
+            entries = relative_table_size(self.grid, config.class_token)
+            self.relative_position_bias_table = nn.Parameter(torch.zeros(entries, self.heads))
+            index = relative_position_index(self.grid, config.class_token)
+            self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
@@ -88,9 +93,7 @@ class Attention(nn.Module):
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
         """
         batch = x.shape[0]
-        fused = self.qkv(x) if queries is None else None
-        q, k, v = self._project_queries(x, queries) if fused is None else self._split(fused)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         if keep:
             k, v = (part.clone(memory_format=torch.contiguous_format) for part in (k, v))
         bias = self.bias()
@@ -99,26 +102,28 @@ class Attention(nn.Module):
             x = self.attend(q, k, v)
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
-        x = self.proj(x.transpose(1, 2).reshape(batch, -1, self.inner_width))
-        return x, row, Heads(q, k, v, fused)
+        x = self.proj(self.norm(x.transpose(1, 2).reshape(batch, -1, self.inner_width)))
+        return x, row, Heads(q, k, v)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of [B, N, D] before their norms, each [B, heads, N, head_dim]."""
-        return self._split(self.qkv(x))
-
-    def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of [B, N, D] as the heads attend with them, each [B, heads, N, head_dim]."""
+        fused = self.qkv(x)
         qkv = fused.reshape(*fused.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        return q, k, v
+        return *self._placed(q, k), v
 
-    def _project_queries(self, x: Tensor, queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k) if self.rotary is None else (self.rotary(q), self.rotary(k))
+
+    def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, _ = x.shape
         q = linear_rows(self.qkv, x[:, :queries], slice(self.inner_width))
         kv = linear_rows(self.qkv, x, slice(self.inner_width, None))
         q = q.reshape(batch, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        return q, k, v
+        return *self._placed(q, k), v
 
     def bias(self) -> Tensor | None:
         """Return the bias on the scores, [1, heads, N, N], or None."""

@@ -35,18 +35,19 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.fused = False
         self.fc1 = nn.Linear(config.width, config.mlp_width, bias=bias)
+        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
         if self.fused and not x.requires_grad:
-            y: Tensor = self.fc2(self.fused_hidden(x))
+            y: Tensor = self.fc2(self.norm(self.fused_hidden(x)))
             return y
         return self.finish(self.fc1(x))
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Map what the first layer gave, [..., mlp_width], to the output [..., D]."""
-        y: Tensor = self.fc2(self.activation(hidden))
+        y: Tensor = self.fc2(self.norm(self.activation(hidden)))
         return y
 
     def fused_hidden(self, x: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         self.fc1 = nn.Linear(config.width, 2 * config.mlp_width, bias=bias)
+        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class SwiGLU(nn.Module):
     def finish(self, hidden: Tensor) -> Tensor:
         """Map what the first layer gave, [..., 2 mlp_width], to the output [..., D]."""
         gate, value = hidden.chunk(2, dim=-1)
-        y: Tensor = self.fc2(self.activation(gate) * value)
+        y: Tensor = self.fc2(self.norm(self.activation(gate) * value))
         return y
 
 
@@ -132,15 +134,18 @@ class Kept(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    fused: Tensor | None
 
 
 class Block(nn.Module):
-    """Encoder block: x + attention(norm(x)), then x + mlp(norm(x)); in post-norm, norm(x + attention(x)) and so on."""
+    """Encoder block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    In post-norm it is norm(x + attention(x)) and so on, in residual post-norm x + norm(attention(x)).
+    """
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
         self.norm_first = config.norm_order == "pre"
+        self.norm_branch = config.norm_order == "res_post"
         self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.attn = Attention(config)
         self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
@@ -170,8 +175,8 @@ class Block(nn.Module):
 
     def attended(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the tokens after the attention, [B, Q, D], of the block's input and the attention's output."""
-        x = x[:, : y.shape[1]] + self.drop_path(self.ls1(y))
-        z: Tensor = x if self.norm_first else self.norm1(x)
+        x = x[:, : y.shape[1]] + self.drop_path(self.ls1(self.norm1(y) if self.norm_branch else y))
+        z: Tensor = x if self.norm_first or self.norm_branch else self.norm1(x)
         return z
 
     def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -180,5 +185,5 @@ class Block(nn.Module):
             y = self.mlp(self.norm2(attended) if self.norm_first else attended)
         else:
             y = self.mlp.finish(hidden)
-        x: Tensor = attended + self.drop_path(self.ls2(y))
-        return x if self.norm_first else self.norm2(x)
+        x: Tensor = attended + self.drop_path(self.ls2(self.norm2(y) if self.norm_branch else y))
+        return x if self.norm_first or self.norm_branch else self.norm2(x)

@@ -66,44 +66,50 @@ def resize_position_embedding(
 
 
 @lru_cache(maxsize=2)
-def relative_position_index(grid: tuple[int, int]) -> Tensor:
+def relative_position_index(grid: tuple[int, int], class_token: bool = True) -> Tensor:
     """Return which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
 
     Args:
-        grid: (rows, columns) of patches; a CLS token stands before them.
+        grid: (rows, columns) of patches.
+        class_token: whether a CLS token stands before them.
 
     Returns:
         [N, N] int64 on the CPU, query by key, into a table of (2*rows-1)*(2*columns-1) offsets and,
-        after them, three entries: CLS to patch, patch to CLS, CLS to CLS.
+        after them, with a CLS token, three entries: CLS to patch, patch to CLS, CLS to CLS.
         The tensor is shared between callers and must not be written to.
     """
     rows, columns = grid
-    offsets = (2 * rows - 1) * (2 * columns - 1)
+    offsets = relative_table_size(grid, class_token=False)
     row = torch.arange(rows, device="cpu").repeat_interleave(columns)
     column = torch.arange(columns, device="cpu").repeat(rows)
     down = row[:, None] - row[None, :] + rows - 1
     right = column[:, None] - column[None, :] + columns - 1
+    between = down * (2 * columns - 1) + right
+    if not class_token:
+        return between
     index = torch.empty(rows * columns + 1, rows * columns + 1, dtype=torch.int64, device="cpu")
-    index[1:, 1:] = down * (2 * columns - 1) + right
+    index[1:, 1:] = between
     index[0, :] = offsets
     index[:, 0] = offsets + 1
     index[0, 0] = offsets + 2
     return index
 
 
-def relative_table_size(grid: tuple[int, int]) -> int:
+def relative_table_size(grid: tuple[int, int], class_token: bool = True) -> int:
     """Return the number of entries of a relative position bias table; see `relative_position_index`."""
-    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
+    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * class_token
 
 
 def resize_relative_table(table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
     """Interpolate a relative position bias table to another grid, bilinearly as transformers' BEiT does.
 
-    [`relative_table_size(old_grid)`, heads] becomes [`relative_table_size(new_grid)`, heads] float32.
+    [`relative_table_size(old_grid)`, heads] becomes [`relative_table_size(new_grid)`, heads] float32; entries of a CLS
+    token, if there are any, stay as they are.
     """
     if old_grid == new_grid:
         return table
-    offsets, rest = table[:-3], table[-3:]
+    entries = relative_table_size(old_grid, class_token=False)
+    offsets, rest = table[:entries], table[entries:]
     picture = offsets.reshape(1, 2 * old_grid[0] - 1, 2 * old_grid[1] - 1, -1).permute(0, 3, 1, 2).float()
     picture = F.interpolate(picture, size=(2 * new_grid[0] - 1, 2 * new_grid[1] - 1), mode="bilinear")
     return torch.cat((picture.permute(0, 2, 3, 1).reshape(-1, table.shape[1]), rest.float()))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.checkpoint.huggingface import FAMILIES
 from model.errors import CheckpointError
-from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
+from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise, relative_error
 from tests.timm_reference import transformers
 
 SMALL: dict[str, Any] = {
@@ -57,7 +57,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "siglip": ("SiglipForImageClassification", SMALL),
     "clip": ("CLIPForImageClassification", SMALL),
+    "metaclip-2": ("MetaClip2ForImageClassification", SMALL),
+    "vit-msn": ("ViTMSNForImageClassification", SMALL),
+    "ijepa": ("IJepaForImageClassification", SMALL),
+    "data2vec": ("Data2VecVisionForImageClassification", SMALL | {"use_relative_position_bias": True}),
+    "data2vec-shared-cls": (
+        "Data2VecVisionForImageClassification",
+        SMALL | {"use_shared_relative_position_bias": True, "use_mean_pooling": False},
+    ),
 }
+
+_OTHERS = """Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit MobileNetV1
+MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 SwiftFormer Swin
+Swinv2 TextNet"""
+NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.split()} | {
+    "LevitForImageClassificationWithTeacher",
+    *(f"PerceiverForImageClassification{kind}" for kind in ("Learned", "Fourier", "ConvProcessing")),
+}
+"""Convolutions, windows, pyramids and decoders."""
 
 
 def make(case: str, folder: Path, **more: Any) -> Any:
@@ -69,7 +86,9 @@ def make(case: str, folder: Path, **more: Any) -> Any:
     labels = {"num_labels": 5} | {k: v for k, v in options.items() if k == "num_labels"}
     rest = {k: v for k, v in options.items() if k != "num_labels"}
     config = (
-        config_class(vision_config=rest, **labels) if name[:4] in ("CLIP", "Sigl") else config_class(**rest, **labels)
+        config_class(vision_config=rest, **labels)
+        if name[:4] in ("CLIP", "Sigl", "Meta")
+        else config_class(**rest, **labels)
     )
     config._attn_implementation = "eager"
     model = getattr(library, name)._from_config(config, attn_implementation="eager").eval()
@@ -124,13 +143,13 @@ def test_attention_rows_are_those_of_eager_attention_in_every_layer_and_head(cas
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["vit", "deit-teacher", "dinov2-swiglu", "dinov2-registers", "beit"])
+@pytest.mark.parametrize("case", ["vit", "deit-teacher", "dinov2-swiglu", "dinov2-registers", "beit", "vit-msn"])
 def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path, save_original_format=False)
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
 
 
-@pytest.mark.parametrize("case", ["deit-teacher", "dinov2-registers", "beit", "clip"])
+@pytest.mark.parametrize("case", ["deit-teacher", "dinov2-registers", "beit", "clip", "ijepa"])
 def test_a_missing_tensor_is_called_by_the_files_own_name(case: str, tmp_path: Path) -> None:
     make(case, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -144,6 +163,42 @@ def test_a_missing_tensor_is_called_by_the_files_own_name(case: str, tmp_path: P
         else:
             with pytest.raises(CheckpointError, match=f"missing key '{re.escape(name)}'"):
                 load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
+def test_siglip_2_of_any_aspect_is_read_for_the_one_size_that_it_is_served_at(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    library = transformers()
+    vision = {k: v for k, v in SMALL.items() if k != "image_size"} | {"num_patches": 16}
+    config = library.Siglip2Config(vision_config=vision, num_labels=5)
+    model = library.Siglip2ForImageClassification._from_config(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"gives each picture a size by its aspect.*set VIT_PREPROCESS"):
+        load_checkpoint(str(tmp_path))
+
+    def reference(pixels: torch.Tensor) -> Any:
+        grid = (size[0] // 8, size[1] // 8)
+        patches = (
+            pixels.reshape(len(pixels), 3, grid[0], 8, grid[1], 8).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        )
+        shapes = torch.tensor([grid] * len(pixels))
+        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
+        return model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).logits
+
+    checkpoint = load_checkpoint(str(tmp_path), preprocess=preprocess_file(tmp_path, *size))
+    assert_same_logits(checkpoint, reference, f"siglip 2 at {size}")
+
+
+def test_every_plain_vision_transformer_that_transformers_classifies_with_is_read() -> None:
+    transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    names = {name for value in CLASSES.values() for name in ((value,) if isinstance(value, str) else value)}
+    assert names - NO_PLAIN_TRANSFORMERS == {family.class_name for family in FAMILIES} | {
+        "TimmWrapperForImageClassification"
+    }
 
 
 def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.checkpoint import load_checkpoint
 from model.checkpoint.state_dicts.state_dict import parse_architecture
+from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm
@@ -54,6 +55,12 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     ),
     "half": ("vit_tiny_patch16_224", {}, lambda s: s),
     "hybrid": ("vit_tiny_r_s16_p8_224", {"img_size": 64}, lambda s: s),
+    # As Microsoft's files have it, with indices that follow from the grid.
+    "beit": (
+        "beit_base_patch16_224",
+        {},
+        lambda s: {"model": s | {"blocks.0.attn.relative_position_index": torch.zeros(10, 10, dtype=torch.int64)}},
+    ),
 }
 
 
@@ -88,6 +95,53 @@ def test_plain_state_dicts(case: str, suffix: str, tmp_path: Path) -> None:
     )
     assert checkpoint.config.num_classes == 6
     assert_same_logits(checkpoint, model, f"state dict {case}")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("eva02_base_patch14_448", 42),
+        ("vit_small_patch16_rope_mixed_224", 48),
+        ("vit_small_patch16_dinov3", 48),
+        ("vit_pe_core_tiny_patch16_384", 48),
+    ],
+)
+def test_state_dicts_with_rotary_positions(name: str, size: int, tmp_path: Path) -> None:
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+    model = timm().create_model(name, img_size=size, num_classes=6, **small).eval()
+    randomise(model)
+    torch.save({"state_dict": {f"module.{n}": t for n, t in model.state_dict().items()}}, tmp_path / "weights.pth")
+    architecture = ",".join([name, *(f"{key}={value}" for key, value in small.items())])
+    checkpoint = load_checkpoint(
+        str(tmp_path / "weights.pth"),
+        architecture=architecture,
+        preprocess=preprocess_file(tmp_path, size, size),
+        labels="numbers",
+    )
+    assert_same_logits(checkpoint, model, f"state dict {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("beit_base_patch16_224", "norm_order=pre,norm_eps=1e-6,pos_embed=none,pool_include_prefix=false"),
+        ("beit3_base_patch16_224", "norm_order=pre,norm_eps=1e-5,pool_include_prefix=false"),
+        (
+            "vit_relpos_base_patch16_rpn_224",
+            "norm_order=res_post,norm_eps=1e-6,pos_embed=none,qkv_bias=false,class_token=false,fc_norm=false",
+        ),
+    ],
+)
+def test_relative_positions_and_inner_norms_are_seen_in_the_tensors(name: str, said: str, tmp_path: Path) -> None:
+    model = timm().create_model(name, img_size=48, num_classes=6, depth=2, embed_dim=48, num_heads=3).eval()
+    randomise(model)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    architecture = f"vit,num_heads=3,act_layer=gelu,global_pool=avg,{said}"
+    preprocess = preprocess_file(tmp_path, 48, 48)
+    checkpoint = load_checkpoint(
+        str(tmp_path / "weights.pth"), architecture=architecture, preprocess=preprocess, labels="numbers"
+    )
+    assert_same_logits(checkpoint, model, f"{name} by its tensors")
 
 
 SMALL_VIT = {
@@ -236,7 +290,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
     ("architecture", "message"),
     [
         (None, "--architecture vit_tiny_patch16_224 --preprocess"),
-        ("vit_nothing", "'vit_nothing' is none of the 161 architectures of timm"),
+        ("vit_nothing", f"'vit_nothing' is none of the {len(architectures())} architectures of timm"),
         ("vit_small_patch16_224", "is 192 wide, vit_small_patch16_224 is 384"),
         ("vit_tiny_patch16_224,depth=11", "has 12 blocks, vit_tiny_patch16_224 has 11"),
         ("vit_tiny_patch16_224,patch_size=8", "has patches of 8x8"),

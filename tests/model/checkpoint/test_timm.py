@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.timm_architectures import TimmArguments, architectures, native_names
+from model.checkpoint.checkpoint import native_tensors
+from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
+from model.checkpoint.timm_eva import EvaArguments
+from model.errors import CheckpointError
 from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.checkpoint.parity import assert_same_logits, pictures, randomise
+from tests.timm_coverage import TOLERANCE, compare, read, released, sample
 from tests.timm_reference import timm
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,10 +57,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "map-prefix": ("test_vit3", {"img_size": 32}),
     "siglip-map": ("vit_so400m_patch14_siglip_384", {"img_size": 46, "embed_dim": 64, "num_classes": 5}),
     "siglip-gap": ("vit_base_patch16_siglip_gap_224", {"img_size": 32, "embed_dim": 48, "num_classes": 5}),
+    "beit": ("beit_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 4}),
+    "beit-token": (
+        "beitv2_base_patch16_224",
+        {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3, "global_pool": "token"},
+    ),
+    "relpos": ("vit_relpos_small_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-shared": ("vit_srelpos_small_patch16_224", {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3}),
+    "relpos-cls": ("vit_relpos_medium_patch16_cls_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-cls-mean": ("vit_relpos_base_patch16_clsgap_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "relpos-res-post-norm": ("vit_relpos_base_patch32_plus_rpn_256", {"img_size": 96, "embed_dim": 48, "num_heads": 3}),
+    "beit3": ("beit3_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "res-post-norm": ("vit_base_patch16_rpn_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "eva": ("eva_giant_patch14_224", {"img_size": 28, "embed_dim": 48, "num_heads": 4}),
+    "eva02": ("eva02_tiny_patch14_336", {"img_size": (42, 28), "embed_dim": 48}),
+    "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
+    "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
+    "eva02-resized": ("eva02_tiny_patch14_336", {"img_size": 64, "patch_size": 16, "embed_dim": 48}),
+    "eva02-res-post-norm": (
+        "eva02_enormous_patch14_clip_224",
+        {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 9},
+    ),
+    "rope-resized": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
+    "rope-gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"img_size": (48, 32), "embed_dim": 80}),
+    "rope-gap-no-bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"img_size": 48, "embed_dim": 64}),
+    "rope": ("vit_small_patch16_rope_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-ape": ("vit_small_patch16_rope_ape_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 80), "embed_dim": 48}),
+    "rope-mixed-ape": ("vit_base_patch16_rope_mixed_ape_224", {"img_size": 48, "embed_dim": 96}),
+    "dinov3": ("vit_small_patch16_dinov3", {"img_size": (48, 32), "embed_dim": 48, "num_classes": 9}),
+    "dinov3-swiglu-cls": (
+        "vit_small_plus_patch16_dinov3_qkvb",
+        {"img_size": (48, 32), "embed_dim": 72, "mlp_ratio": 3.1, "num_classes": 9, "global_pool": "token"},
+    ),
+    "pe-core": ("vit_pe_core_small_patch16_384", {"img_size": (48, 80), "embed_dim": 48, "num_classes": 9}),
+    "pe-core-no-cls": ("vit_pe_core_gigantic_patch14_448", {"img_size": 42, "embed_dim": 64, "num_classes": 9}),
+    "pe-lang": ("vit_pe_lang_large_patch14_448", {"img_size": 28, "embed_dim": 64, "num_classes": 9}),
     "hybrid-root": ("vit_tiny_r_s16_p8_224", {"img_size": 64}),
     "hybrid-r26": ("vit_small_r26_s32_224", {"img_size": 64, "embed_dim": 48}),
     "hybrid-r50": ("vit_base_r50_s16_224", {"img_size": 48, "embed_dim": 48, "num_classes": 5}),
 }
+
+
+ROTARY = ["eva02-apart", "eva02-clip", "rope", "rope-mixed-ape", "rope-gap", "dinov3", "dinov3-swiglu-cls", "pe-core"]
+RESIZED = ["vit", "registers-gap", "deit-distilled", "hybrid-r26", "eva02-resized", "rope-resized", *ROTARY[3::2]]
 
 
 def make(case: str, folder: Path) -> Any:
@@ -76,15 +122,23 @@ def test_logits_are_those_of_timm(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(architectures()))
-def test_every_architecture_has_timms_parameters(name: str) -> None:
+def test_every_architecture_has_timms_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block is compared: all of them are alike, and to make them takes most of the time."""
     library = timm()
     with torch.device("meta"), torch.no_grad():
-        theirs = library.create_model(name, num_classes=3, weight_init="skip")
-    arguments = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
-    config = TimmArguments.model_validate(arguments).vit_config()
+        theirs = library.create_model(name, num_classes=3, depth=1)
+    given = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3}
+    entry = library.models.model_entrypoint(name)
+    built = Mock()
+    monkeypatch.setattr(sys.modules[entry.__module__], "build_model_with_cfg", built)
+    entry()
+    assert parse_arguments(given).vit_config().depth == built.call_args.kwargs.get("depth", 12)
+    parsed = parse_arguments(given | {"depth": 1})
+    config = parsed.vit_config()
     with torch.device("meta"):
         ours = VisionTransformer(config)
-    expected = {n: tuple(t.shape) for n, t in native_names(theirs.state_dict(), config).items()}
+    stored = parsed.renamed(theirs.state_dict()) if isinstance(parsed, EvaArguments) else theirs.state_dict()
+    expected = {n: tuple(t.shape) for n, t in native_names(stored, config).items()}
     assert {n: tuple(t.shape) for n, t in ours.state_dict().items()} == expected
     assert config.heads == theirs.blocks[0].attn.num_heads
     assert config.norm_eps == theirs.blocks[0].norm1.eps
@@ -94,6 +148,26 @@ def test_every_architecture_has_timms_parameters(name: str) -> None:
     values = torch.linspace(-3, 3, 50)
     assert isinstance(mlp, Mlp | SwiGLU)
     torch.testing.assert_close(mlp.activation(values), activation(values), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["eva02-apart", "rope-mixed", "pe-core"])
+def test_what_was_lost_or_is_of_another_shape_is_refused_in_every_tensor(case: str, tmp_path: Path) -> None:
+    stored = make(case, tmp_path).state_dict()
+    name, options = CASES[case]
+    arguments = parse_arguments(architectures()[name] | {"num_classes": 1000, "depth": 2} | options)
+    assert isinstance(arguments, EvaArguments)
+    config = arguments.vit_config()
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        native_tensors(native_names(arguments.renamed(tensors), config), config, "folder")
+
+    read(stored)
+    for name, tensor in stored.items():
+        for changed in ({}, {name: tensor[:-1]}):
+            with pytest.raises(CheckpointError):
+                read({key: value for key, value in stored.items() if key != name} | changed)
+    with pytest.raises(CheckpointError, match="unexpected key"):
+        read(stored | {"blocks.1.attn.k_proj.bias": stored["blocks.1.norm1.bias"]})
 
 
 def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:
@@ -107,7 +181,10 @@ def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path)
     assert_same_logits(checkpoint, model, "timm dynamic")
 
 
-@pytest.mark.parametrize("case", ["vit", "registers-gap", "deit-distilled", "hybrid-r26"])
+@pytest.mark.parametrize(
+    "case",
+    RESIZED,
+)
 def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     size = (96, 64)
@@ -149,7 +226,13 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
     assert (rows[:, 0, :, :prefix] > 0).all()
 
 
-@pytest.mark.parametrize("case", ["vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("vit", "deit-distilled", "dinov2-registers", "vit-qk-norm", "registers-gap", *ROTARY),
+        *("beit", "beit-token", "beit3", "relpos", "relpos-shared", "relpos-cls", "relpos-res-post-norm"),
+    ],
+)
 def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
@@ -157,14 +240,9 @@ def test_attention_rows_are_those_of_timms_own_softmax(case: str, tmp_path: Path
     pixels = pictures(checkpoint, 2)
     whole: list[torch.Tensor] = []
 
-    def watch(attention: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        x = arguments[0]
-        qkv = attention.qkv(x).reshape(*x.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = attention.q_norm(qkv[0]), attention.k_norm(qkv[1])
-        whole.append(((q * attention.scale) @ k.transpose(-2, -1)).softmax(-1))
-
     for block in model.blocks:
-        block.attn.register_forward_pre_hook(watch)
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, weights: whole.append(weights[0]))
     with torch.inference_mode():
         model(pixels)
         rows = checkpoint.build()(pixels, (0, 1)).attention
@@ -187,3 +265,32 @@ def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_p
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.labels[207] == "golden retriever"
     assert any("imagenet-1k" in note for note in checkpoint.assumed)
+
+
+def test_most_of_timms_released_vision_transformers_are_read_and_a_sample_is_exact() -> None:
+    timm()
+    names = released()
+    assert len(read(names)) >= 191
+    for name in sample(3, 0, 200):
+        found = compare(name)
+        assert found.logits < TOLERANCE, name
+        assert found.levels <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.to(torch.int64), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t[0], r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: t.to_sparse(), r"missing key 'blocks\.0\.attn\.relative_position_bias_table'"),
+        (lambda t: torch.full_like(t, -torch.inf), r"relative_position_bias_table holds values that are not finite"),
+    ],
+)
+def test_an_mlp_of_relative_positions_that_is_damaged_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
+    model = make("relpos-shared", tmp_path)
+    state = model.state_dict()
+    state["shared_rel_pos.mlp.fc1.bias"] = damage(state["shared_rel_pos.mlp.fc1.bias"])
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path)).build()

@@ -5,6 +5,7 @@ Nothing of `model.explanation` is used here, and of the network only its paramet
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
             mixed, weights = _attend(block.attn, x)
             x = block.norm1(x + block.ls1(mixed))
             x = block.norm2(x + block.ls2(block.mlp(x)))
+        elif model.config.norm_order == "res_post":
+            mixed, weights = _attend(block.attn, x)
+            x = x + block.ls1(block.norm1(mixed))
+            x = x + block.ls2(block.norm2(block.mlp(x)))
         else:
             mixed, weights = _attend(block.attn, block.norm1(x))
             x = x + block.ls1(mixed)
@@ -47,18 +52,44 @@ def attention_weights(layer: Attention, x: Tensor) -> Tensor:
     """Return the attention [B, heads, N, N] of tokens [B, N, D] after the block's first norm."""
     width, heads = layer.qkv.out_features // 3, layer.heads
     q, k, _ = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
-    scores = torch.einsum("bhqd,bhkd->bhqk", layer.q_norm(q), layer.k_norm(k)) / (width // heads) ** 0.5
+    q, k = (turned(layer, part) for part in (layer.q_norm(q), layer.k_norm(k)))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / (width // heads) ** 0.5
     if layer.relative_position_bias_table is not None:
         for head in range(heads):
             scores[:, head] += layer.relative_position_bias_table[:, head][layer.relative_position_index]
     return torch.softmax(scores, dim=-1)
 
 
+def turned(layer: Attention, x: Tensor) -> Tensor:
+    """Return queries or keys [B, heads, N, head_dim] turned as complex numbers, one patch after the other."""
+    rotary = layer.rotary
+    if rotary is None:
+        return x
+    positions, half = rotary.positions, x.shape[3] // 2
+    values = torch.complex(x[..., :half], x[..., half:])
+    parts = [values[:, :, index] for index in range(rotary.prefix_tokens)]
+    for index in range(rotary.grid[0] * rotary.grid[1]):
+        places = []
+        for axis, place in enumerate(divmod(index, rotary.grid[1])):
+            size = rotary.grid[axis]
+            scale = 1.0 if positions.reference_grid is None else positions.reference_grid[axis] / size
+            counted = (place + positions.offset) * scale
+            places.append(2 * math.pi * ((2 * place + 1) / size - 1) if positions.centred else counted)
+        if rotary.frequencies is None:
+            falling = torch.tensor([positions.temperature ** (-pair / (half // 2)) for pair in range(half // 2)])
+            angle = torch.cat([places[0] * falling, places[1] * falling])
+        else:
+            angle = places[0] * rotary.frequencies[0] + places[1] * rotary.frequencies[1]
+        parts.append(values[:, :, rotary.prefix_tokens + index] * torch.polar(torch.ones_like(angle), angle))
+    result = torch.stack(parts, dim=2)
+    return torch.cat([result.real, result.imag], dim=3)
+
+
 def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
     v = layer.qkv(x)[..., layer.qkv.out_features // 3 * 2 :].unflatten(2, (layer.heads, -1)).transpose(1, 2)
     weights = attention_weights(layer, x)
     weights.retain_grad()
-    return layer.proj(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)), weights
+    return layer.proj(layer.norm(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2))), weights
 
 
 def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +101,7 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if config.pool == "attention":
         pool = model.attn_pool
         assert pool is not None
-        heads, width = config.heads, config.width
+        heads, width = config.pool_heads or config.heads, config.width
         q = pool.q(pool.latent).unflatten(2, (heads, width // heads))[0, 0]
         k, v = (part.unflatten(2, (heads, width // heads)) for part in pool.kv(seen).split(width, dim=2))
         weights = (torch.einsum("hd,bkhd->bhk", q, k) / (width // heads) ** 0.5).softmax(dim=-1).unsqueeze(2)

@@ -66,7 +66,12 @@ def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor)
     width, heads = layer.qkv.out_features // 3, layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]
     values = layer.qkv(block.norm1(x))[0, :, 2 * width :].unflatten(1, (heads, width // heads))
-    given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2) @ layer.proj.weight.T
+    given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2)
+    if isinstance(layer.norm, nn.LayerNorm):
+        mixed = given.sum(1, keepdim=True)
+        scale = (mixed.var(-1, unbiased=False, keepdim=True) + layer.norm.eps).sqrt()
+        given = (given - given.mean(-1, keepdim=True)) / scale * layer.norm.weight
+    given = given @ layer.proj.weight.T
     return torch.sum(block.ls1(given) * gradient[takers].unsqueeze(1), -1).detach()
 
 
@@ -81,8 +86,8 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
     hidden = mlp.fc1(x)
     if isinstance(mlp, SwiGLU):
         gate, hidden = hidden.chunk(2, dim=-1)
-        return torch.as_tensor(mlp.fc2(mlp.activation(gate).detach() * hidden))
-    return torch.as_tensor(mlp.fc2((mlp.activation(hidden) / hidden).detach() * hidden))
+        return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, mlp.activation(gate).detach() * hidden)))
+    return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, (mlp.activation(hidden) / hidden).detach() * hidden)))
 
 
 def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
@@ -90,7 +95,7 @@ def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) ->
     normed = _frozen_norm(block.norm1, x)
     values = block.attn.qkv(normed)[..., block.attn.qkv.out_features // 3 * 2 :].unflatten(2, (block.attn.heads, -1))
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2)
-    x = residual + block.ls1(block.attn.proj(mixed))
+    x = residual + block.ls1(block.attn.proj(_frozen_norm(block.attn.norm, mixed)))
     left: Tensor = x + block.ls2(_frozen_mlp(block.mlp, _frozen_norm(block.norm2, x)))
     return left
 
@@ -101,7 +106,7 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
     seen = x if config.pool_prefix else x[:, config.prefix_tokens :]
     if model.attn_pool is not None:
         pool, width = model.attn_pool, config.width
-        split = (config.heads, width // config.heads)
+        split = (pool.heads, width // pool.heads)
         q = pool.q(pool.latent).unflatten(2, split)[0, 0]
         k, v = (part.unflatten(2, split) for part in pool.kv(seen).split(width, dim=2))
         weights = (torch.einsum("hd,bkhd->bhk", q, k) / split[1] ** 0.5).softmax(dim=-1).detach()

@@ -36,10 +36,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "two_layers_of_cls_mean": {"head_width": 10, "head_activation": "gelu", "pool": "cls_mean"},
     "patch_norms": {"patch_embedding": "linear", "patch_norms": True},
     "post_norm": {"norm_order": "post", "layer_scale": True},
+    "res_post_norm": {"norm_order": "res_post", "layer_scale": True},
+    "relative_without_cls": {"relative_position_bias": True, "class_token": False, "pool": "mean"},
     "mean_with_prefix": {"pool": "mean", "pool_prefix": True, "registers": 2},
     "max": {"pool": "max"},
     "mean_max": {"pool": "mean_max"},
+    "rotary": {"rotary": {"reference_grid": (3, 2), "offset": 1.0}, "registers": 2, "position_embedding": "none"},
+    "rotary_centred_mean": {"rotary": {"centred": True, "temperature": 100.0}, "pool": "mean", "qk_norm": True},
+    "rotary_learned": {"rotary": {"learned": True}, "layer_scale": True},
+    "inner_norms": {"mlp": "swiglu", "activation": "silu", "mlp_norm": True, "attention_norm": True},
+    "inner_norms_plain": {"mlp_norm": True, "attention_norm": True},
+    "inner_norms_mean": {"mlp": "swiglu", "mlp_norm": True, "attention_norm": True, "pool": "mean"},
     "attention": {"pool": "attention", "class_token": False},
+    "attention_of_other_heads": {"pool": "attention", "pool_prefix": True, "pool_heads": 4, "pool_mlp_width": 16},
     "attention_without_prefix": {"pool": "attention", "registers": 2},
 }
 
@@ -159,13 +168,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (family, method, {})
     for family, options in FAMILIES.items()
     for method in PLAIN
-    if method != "relevance" or options.get("norm_order") != "post"
+    if method != "relevance" or "norm_order" not in options
 ]
 # Of many patches relevance follows several and not one, and of many blocks the last ones.
 CASES += [
     (family, "relevance", {"image_size": (56, 48), "depth": 6})
-    for family in FAMILIES
-    if family not in ("square", "post_norm")
+    for family, options in FAMILIES.items()
+    if family != "square" and "norm_order" not in options
 ]
 # Of very many it follows 16, and of many classes a class has ten rivals.
 CASES += [("plain", "relevance", {"image_size": (96, 112), "num_classes": 30})]

@@ -127,6 +127,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "no-bias": {"qkv_bias": False, "projection_bias": False},
     "sincos": {"position_embedding": "sincos2d"},
     "relative": {"position_embedding": "none", "relative_position_bias": True},
+    "rotary": {"rotary": {"temperature": 50.0, "centred": True}, "registers": 2},
+    "rotary-learned": {"rotary": {"learned": True}, "attention_norm": True, "pool": "attention", "pool_heads": 4},
     "hybrid": {"stem": {"layers": []}},
     "hybrid-2": {"stem": {"layers": [1, 1]}},
 }

@@ -210,7 +210,7 @@ def forgetful_compiler() -> Iterator[None]:
 
 
 KINDS: dict[str, dict[str, object]] = {
-    "two heads": {"distillation_token": True, "distillation_head": True},
+    "two heads, rotary": {"distillation_token": True, "distillation_head": True, "rotary": {"learned": True}},
     "mean, gated, relative bias": {"pool": "mean", "mlp": "swiglu", "layer_scale": True}
     | {"position_embedding": "none", "relative_position_bias": True},
 }

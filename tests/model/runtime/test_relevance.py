@@ -141,7 +141,9 @@ def test_of_a_named_class_it_is_an_explanation() -> None:
 @needs_openvino
 @pytest.mark.timeout(120)  # graphs are compiled
 class TestOpenVino:
-    @pytest.mark.parametrize("family", ["registers", "distilled", "swiglu", "beit", "cls_mean", "max", "attention"])
+    @pytest.mark.parametrize(
+        "family", ["registers", "distilled", "inner_norms", "beit", "cls_mean", "max", "attention", "rotary_learned"]
+    )
     @pytest.mark.usefixtures("no_explanations")
     def test_its_graph_gives_it(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if family != "registers":  # which has a graph for each of some batch sizes; others have one for any

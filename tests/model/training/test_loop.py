@@ -87,7 +87,7 @@ def test_patches_cannot_be_dropped_where_positions_are_relative(
     recipe = recipe.override({"patch_dropout.rate": 0.5})
     assert recipe.architecture is not None
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES).model_copy(update={"relative_position_bias": True})
-    with pytest.raises(TrainingError, match="patch_dropout: not with relative_position_bias"):
+    with pytest.raises(TrainingError, match="patch_dropout: not with relative or rotary positions"):
         Trainer(recipe, config, data, tmp_path, CPU)
 
 

@@ -256,6 +256,8 @@ REAL_KINDS: dict[str, dict[str, object]] = {
     "mean": {"pool": "mean", "class_token": False, "position_prefix": False},
     "attention pool": {"pool": "attention", "class_token": False, "position_prefix": False},
     "gated, registers": {"mlp": "swiglu", "registers": 4},
+    "rotary": {"rotary": {"temperature": 100.0, "centred": True}, "position_embedding": "none", "registers": 4},
+    "rotary, learned": {"rotary": {"learned": True}, "mlp": "swiglu", "mlp_norm": True, "attention_norm": True},
 }
 
 

@@ -29,7 +29,8 @@ KINDS = families()
 
 def kinds_of_blocks() -> dict[tuple[object, ...], str]:
     """Return a kind of model by each kind of block, and of what the last block's output is read by."""
-    fields = ("mlp", "activation", "qkv_bias", "projection_bias", "qk_norm", "relative_position_bias", "pool")
+    fields = ["mlp", "activation", "qkv_bias", "projection_bias", "qk_norm", "relative_position_bias", "pool"]
+    fields += ["mlp_norm", "attention_norm", "rotary", "pool_heads"]
     return {tuple(getattr(config, field) for field in fields): name for name, config in KINDS.items()}
 
 

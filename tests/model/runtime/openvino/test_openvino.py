@@ -229,6 +229,11 @@ KINDS: list[dict[str, Any]] = [
     {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
     {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
     {"relative_position_bias": True, "activation": "quick_gelu"},
+    {"rotary": {"reference_grid": (3, 3), "offset": 1.0}, "mlp": "swiglu", "mlp_norm": True, "attention_norm": True},
+    {"rotary": {"learned": True}, "pool": "attention", "pool_heads": 4, "pool_mlp_width": 24},
+    {"relative_position_bias": True, "class_token": False, "position_prefix": False, "pool": "mean"}
+    | {"norm_order": "res_post"},
+    {"mlp_norm": True, "attention_norm": True, "pool": "mean", "norm_after_pool": True},
     {"depth": 1},
 ]
 

@@ -1,0 +1,201 @@
+"""timm's `Eva` class: EVA, EVA-02, DINOv3, LingBot-Vision, RoPE-ViT and Perception Encoder (timm/models/eva.py).
+
+Its rotations are laid out in several ways. Here there is one, rows before columns and the halves of a head together:
+the features of queries and keys are put into that order while a file is read, which changes no score.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, Self
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from model.checkpoint.tensors import fuse_pairs
+from model.config import Pool, RotaryPositions, Size, ViTConfig
+
+POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
+
+
+def pair(value: Any) -> Any:
+    """Return a number twice, and anything else as it is."""
+    return (value, value) if type(value) is int else value
+
+
+class EvaArguments(BaseModel):
+    """Arguments of timm's `Eva`, with that class's own defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    family: Literal["eva"]
+    """Not timm's own name."""
+    img_size: Annotated[Size, BeforeValidator(pair)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
+    in_chans: Annotated[int, Field(ge=1, le=4)] = 3
+    patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "avg"
+    embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768
+    depth: Annotated[int, Field(ge=1, le=256)] = 12
+    num_heads: Annotated[int, Field(ge=1, le=256)] = 12
+    mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
+    qkv_bias: bool = True
+    qkv_fused: bool = True
+    attn_type: Literal["eva", "rope"] = "eva"
+    """`eva` has no bias on keys."""
+    scale_attn_inner: bool = False
+    swiglu_mlp: bool = False
+    swiglu_align_to: Annotated[int, Field(ge=0, le=1024)] = 0
+    scale_mlp: bool = False
+    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    class_token: bool = True
+    num_reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    no_embed_class: bool = False
+    use_abs_pos_emb: bool = True
+    use_rot_pos_emb: bool = False
+    rope_type: Literal["cat", "mixed", "dinov3"] = "cat"
+    rope_grid_offset: float = 0.0
+    rope_grid_indexing: Literal["ij", "xy"] = "ij"
+    rope_temperature: float = 10_000.0
+    rope_rotate_half: bool = False
+    ref_feat_shape: Annotated[Size, BeforeValidator(pair)] | None = None
+    use_post_norm: bool = False
+    """A norm stands on each branch's way out, and no factors after it."""
+    use_pre_transformer_norm: bool = False
+    use_post_transformer_norm: bool | None = None
+    use_fc_norm: bool | None = None
+    attn_pool_num_heads: Annotated[int, Field(ge=1, le=256)] | None = None
+    attn_pool_mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] | None = None
+    dynamic_img_size: bool = False
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Not timm's own name."""
+
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        if not self.qkv_fused and self.attn_type == "rope":
+            raise ValueError("qkv_fused=False with attn_type='rope' is not read by this version")
+        if self.rope_type == "dinov3" and self.rope_grid_offset:
+            raise ValueError("rope_grid_offset with rope_type='dinov3' is not read by this version")
+        if self._norm_after and self._norm_before:
+            raise ValueError("use_post_transformer_norm with use_fc_norm is not read by this version")
+        return self
+
+    @property
+    def _norm_after(self) -> bool:
+        return self.global_pool == "avg" if self.use_fc_norm is None else self.use_fc_norm
+
+    @property
+    def _norm_before(self) -> bool:
+        return not self._norm_after if self.use_post_transformer_norm is None else self.use_post_transformer_norm
+
+    @property
+    def patch_edge(self) -> int:
+        """Input pixels along a patch's edge."""
+        return self.patch_size
+
+    def vit_config(self) -> ViTConfig:
+        """Return the same architecture in this project's terms.
+
+        Raises:
+            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
+        """
+        rows, columns = self.img_size
+        hidden = int(self.embed_dim * self.mlp_ratio)
+        if self.swiglu_mlp and self.swiglu_align_to:
+            hidden += -hidden % self.swiglu_align_to
+        is_pooling = self.global_pool == "map"
+        return ViTConfig(
+            image_size=self.img_size,
+            patch_size=self.patch_size,
+            width=self.embed_dim,
+            depth=self.depth,
+            heads=self.num_heads,
+            mlp_width=hidden,
+            num_classes=self.num_classes,
+            in_channels=self.in_chans,
+            drop_remainder=bool(rows % self.patch_size or columns % self.patch_size),
+            patch_bias=not self.use_pre_transformer_norm,
+            position_embedding="learned" if self.use_abs_pos_emb else "none",
+            position_prefix=not self.no_embed_class,
+            rotary=self._rotary() if self.use_rot_pos_emb else None,
+            class_token=self.class_token,
+            registers=self.num_reg_tokens,
+            norm_before_blocks=self.use_pre_transformer_norm,
+            norm_order="res_post" if self.use_post_norm else "pre",
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            attention_norm=self.scale_attn_inner,
+            mlp="swiglu" if self.swiglu_mlp else "plain",
+            mlp_norm=self.scale_mlp,
+            activation="silu" if self.swiglu_mlp else "gelu",
+            layer_scale=self.init_values is not None and not self.use_post_norm,
+            pool=POOL[self.global_pool],
+            pool_prefix=is_pooling,
+            pool_heads=self.attn_pool_num_heads if is_pooling else None,
+            pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio)) if is_pooling else None,
+            final_norm=self._norm_after or self._norm_before,
+            norm_after_pool=self._norm_after,
+        )
+
+    def _rotary(self) -> RotaryPositions:
+        if self.rope_type == "mixed":
+            return RotaryPositions(learned=True)
+        if self.rope_type == "dinov3":
+            return RotaryPositions(temperature=self.rope_temperature, centred=True)
+        return RotaryPositions(
+            temperature=self.rope_temperature, offset=self.rope_grid_offset, reference_grid=self.ref_feat_shape
+        )
+
+    def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under the names and in the layout of timm's other classes, and frequencies a block.
+
+        Tensors that are missing or of another shape than their names say are left as they are, for the checks after.
+        """
+        width, is_mixed = self.embed_dim, self.use_rot_pos_emb and self.rope_type == "mixed"
+        result = {
+            re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name): tensor
+            for name, tensor in tensors.items()
+            if name == "rope.freqs" or not name.startswith("rope.")  # what is not learned is computed, as by timm
+        }
+        if self.swiglu_mlp:
+            fuse_pairs(result, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
+        bias = ("q_bias", "v_bias") if self.qkv_fused else ("q_proj.bias", "v_proj.bias")
+        for block in range(self.depth):
+            at = f"blocks.{block}.attn."
+            if not self.qkv_fused:
+                join(result, [f"{at}{part}_proj.weight" for part in "qkv"], f"{at}qkv.weight", (width, width))
+            if self.attn_type == "eva" and self.qkv_bias:
+                if f"{at}{bias[0]}" in result:
+                    result[f"{at}k_bias"] = torch.zeros_like(result[f"{at}{bias[0]}"])
+                join(result, [at + bias[0], f"{at}k_bias", at + bias[1]], f"{at}qkv.bias", (width,))
+            for name in (f"{at}qkv.weight", f"{at}qkv.bias") if self.use_rot_pos_emb else ():
+                if name in result and result[name].shape[:1] == (3 * width,):
+                    result[name] = self._in_order(result[name])
+        if is_mixed and "rope.freqs" in result:
+            frequencies = result["rope.freqs"]
+            if tuple(frequencies.shape) == (2, self.depth, self.num_heads, width // self.num_heads // 2):
+                del result["rope.freqs"]
+                if self.rope_grid_indexing == "xy":
+                    frequencies = frequencies.flip(0)
+                each = {f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(frequencies.unbind(1))}
+                result |= each
+        return result
+
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        """Return a fused projection, or its bias, with the features of queries and keys in this project's order."""
+        size = self.embed_dim // self.num_heads
+        pairs = torch.arange(size // 2)
+        if self.rope_grid_indexing == "xy" and self.rope_type != "mixed":
+            pairs = pairs.roll(size // 4)
+        first, second = (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
+        order = torch.cat((first, second)).to(tensor.device)
+        parts = tensor.reshape(3, self.num_heads, size, -1)
+        return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
+
+
+def join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:
+    """Join tensors along their first axis, in place, if all are there and of this shape."""
+    if all(name in tensors and tuple(tensors[name].shape) == shape for name in names):
+        tensors[joined] = torch.cat([tensors.pop(name) for name in names])
