@@ -119,10 +119,16 @@ class NetworkConfig(Frozen):
 
     image_size: Size
     """(rows, columns) of the input in pixels."""
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
+    """0 is a network without a classification head: it gives embeddings, and a ViT maps of its attention."""
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     width: Annotated[int, Field(ge=1, le=16384)]
     """Dimension of a Transformer's tokens, or of what another network's head reads."""
+
+    @property
+    def logits(self) -> int:
+        """Return how many logits the network computes: one without a head, which no answer shows."""
+        return max(self.num_classes, 1)
 
     @property
     def runtime(self) -> str:
@@ -304,6 +310,8 @@ class ViTConfig(NetworkConfig):
     def _head_agrees(self) -> Self:
         if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
             raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.head_width is not None and not self.num_classes:
+            raise ValueError("head_width needs num_classes")
         if self.distillation_head and self.head_width is not None:
             raise ValueError("distillation_head needs a head of one layer")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):

@@ -124,6 +124,8 @@ def parse_maps(
         raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
     implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
+    if name in CLASS_SPECIFIC:
+        require_classes(config)
     if name not in methods:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
     strangers = [
@@ -140,10 +142,25 @@ def parse_maps(
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
 
 
+def require_classes(config: NetworkConfig) -> None:
+    """Raise InputError where a model has no classification head, and what it has instead."""
+    if not config.num_classes:
+        raise InputError(
+            "model",
+            "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) and attention "
+            f"maps ({', '.join(methods_of(config))}), and no labels",
+        )
+
+
 def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
-    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone.
+
+    Without classes there are maps of the attention alone; a library's network has none.
+    """
     if not isinstance(config, ViTConfig):
         return ()
+    if not config.num_classes:
+        return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
     if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS

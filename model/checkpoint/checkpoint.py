@@ -16,7 +16,7 @@ from model.checkpoint.tensors import as_float32
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
-from model.network.vit import VisionTransformer, meta_model
+from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
 
 MAX_TEXT: Final = 1000
 """Characters of a label and of a name: every answer repeats them."""
@@ -159,12 +159,15 @@ class Checkpoint:
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
+        heads = placeholder_heads(self.config) if isinstance(self.config, ViTConfig) else {}
         # All names were checked; what is left of a library's are the integers that it makes itself.
-        module.load_state_dict(dict(self.tensors), strict=isinstance(self.config, ViTConfig), assign=True)
+        module.load_state_dict({**self.tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True)
         module.eval().requires_grad_(False)
 
 
 def _shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
+    if isinstance(config, ViTConfig):
+        return checkpoint_shapes(config)
     return {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.refusals import first_and_count
 from model.config import ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import meta_model
+from model.network.vit import checkpoint_shapes
 
 Names = Mapping[str, str | tuple[str | None, ...]]
 """A file's name of each of the model's modules, without `.weight` and `.bias`, or of a single parameter.
@@ -92,10 +92,9 @@ def take_model(
         CheckpointError: as `TensorSource.take`.
     """
     tensors = dict(taken or {})
-    for name, parameter in meta_model(config).state_dict().items():
+    for name, (rows, *rest) in checkpoint_shapes(config).items():
         if name not in tensors:
             parts = _parts(name, names)
-            rows, *rest = parameter.shape
             shape = rows // len(parts), *rest
             read = [torch.zeros(shape) if part is None else stored.take(part, *shape) for part in parts]
             tensors[name] = torch.cat(read) if len(read) > 1 else read[0]

@@ -115,8 +115,6 @@ def _given(where: str, config: dict[str, Any], demanded: tuple[str, ...]) -> dic
         if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
             raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
         arguments[key] = value
-    if arguments["num_classes"] == 0:
-        raise CheckpointError(f"{where}: num_classes is 0: a backbone without a classification head")
     return arguments
 
 
@@ -126,6 +124,8 @@ def _library_config(where: str, config: dict[str, Any], pretrained: dict[str, An
     arguments = {key: value for key, value in _given(where, config, pooled).items() if value is not None}
     channels, rows, columns = _input_size(where, pretrained)
     name, classes = config["architecture"], arguments.pop("num_classes")
+    if classes == 0:
+        raise CheckpointError(f"{where}: num_classes is 0: timm's {name} is read with a classification head only")
     fixed = pretrained.get("fixed_input_size", library.published(name).get("fixed_input_size"))
     if arguments.pop("in_chans", channels) != channels:
         raise CheckpointError(f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size")
@@ -162,7 +162,7 @@ def _labels(
 
     timm's own ImageNet-1k checkpoints carry none; their tag says what they were trained on.
     """
-    if options.labels is not None:
+    if options.labels is not None or not classes:
         return options.labels_or(None, classes, where), ()
     names = config.get("label_names") or pretrained.get("label_names")
     tag = pretrained.get("tag")

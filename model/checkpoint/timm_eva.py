@@ -33,7 +33,7 @@ class EvaArguments(BaseModel):
     family: Literal["eva"]
     """Not timm's own name."""
     img_size: Annotated[Size, BeforeValidator(pair)]
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
     global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "avg"

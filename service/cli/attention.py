@@ -48,7 +48,7 @@ class FileMaps:
     """The maps of one file.
 
     Attributes:
-        label, score: of the best class.
+        label, score: of the best class; the score is None where the model has no classes.
         method: of the maps, with its parameters and the classes that are named.
         facts: what more is known of them.
         drawing: the maps beside each other, behind the picture if that is asked for.
@@ -57,7 +57,7 @@ class FileMaps:
     """
 
     label: str
-    score: float
+    score: float | None
     method: str
     facts: str
     drawing: Image.Image | None
@@ -147,11 +147,13 @@ def run(arguments: argparse.Namespace) -> int:
         target = name_of(file)
         if target is not None:
             _write(answer, target, numbers)
+        best = "no classes" if answer.score is None else f"{answer.label} ({answer.score:.1%})"
         if answer.small is not None:
             sheet = sheet or ContactSheet(len(files), answer.small.size)
-            sheet.add(answer.small, file.name, f"{answer.method}: {answer.score:.0%} {answer.label}")
+            score = "" if answer.score is None else f": {answer.score:.0%} {answer.label}"
+            sheet.add(answer.small, file.name, f"{answer.method}{score}")
         facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or file}: {answer.label} ({answer.score:.1%}), {answer.method}{facts}", file=sys.stdout)
+        tqdm.write(f"{target or file}: {best}, {answer.method}{facts}", file=sys.stdout)
 
     code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
@@ -181,10 +183,10 @@ def _through_server(
         return in_a_row(map(_opened, panels), len(panels))
 
     def ask(file: Path) -> FileMaps:
-        best = client.classify(file, top_k=1).predictions[0]
+        best = client.classify(file, top_k=1).predictions[0] if has_classes else None
         return FileMaps(
-            best.label,
-            best.score,
+            "" if best is None else best.label,
+            None if best is None else best.score,
             method,
             "",
             drawing(file, **look) if wanted.drawing else None,
@@ -194,8 +196,8 @@ def _through_server(
 
     with client_of(arguments) as client:
         # It also gives one error for all files where there is no service.
-        default = client.model().attention_methods[0]
-        method = _method_named(arguments, default)
+        model = client.model()
+        has_classes, method = bool(model.classes), _method_named(arguments, model.attention_methods[0])
         yield from stream_answers(files, client, ask, concurrency=4)
 
 
@@ -235,9 +237,12 @@ def _in_process(
         name = file.name if arguments.side_by_side else None
         options = {"picture": picture, "region": region, "overlay": overlay, "name": name} | look
         values = np.stack([each.values for each in maps])
+        label, score = "", None
+        if info.labels:
+            label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
         return FileMaps(
-            info.labels[int(outputs[0].indices[0])],
-            float(outputs[0].scores[0]),
+            label,
+            score,
             *_facts(maps, info.labels if arguments.classes else None),
             draw_maps(maps, info.labels if captions else None, **options) if wanted.drawing else None,
             draw_maps(maps, None, **options) if wanted.small else None,

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
 from model.errors import ImageError
-from model.outputs import Outputs, RequestedOutputs, embedding_width, methods_of, parse_embedding, parse_maps
+from model.outputs import (
+    Outputs,
+    RequestedOutputs,
+    embedding_width,
+    methods_of,
+    parse_embedding,
+    parse_maps,
+    require_classes,
+)
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -70,6 +78,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
+_OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
@@ -77,10 +86,13 @@ _MAPS: Final = ("cls", "relevance")
 """Methods of the output `attention`; the default is relevance where the model has it."""
 
 
-def outputs_of(info: ModelInfo) -> dict[str, Output]:
-    """Return the outputs of a model: without attention and evidence where it has no maps."""
-    has_maps = bool(methods_of(info.config))
-    return {name: output for name, output in OUTPUTS.items() if has_maps or name not in ("attention", "evidence")}
+def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
+    """Return the outputs that a model has, by name: of classes and of maps only where it has any."""
+    methods = methods_of(info.config)
+    lacking = set() if info.config.num_classes else {*_OF_CLASSES}
+    lacking |= set() if methods else {"attention"}
+    lacking |= set() if "relevance" in methods else {"evidence"}
+    return {name: output for name, output in OUTPUTS.items() if name not in lacking}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -146,23 +158,24 @@ class Selection:
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
-        classes = info.config.num_classes
+        classes, available = info.config.num_classes, outputs_of(info)
+        outputs = header.outputs or [RequestedOutput(name) for name in (_BY_DEFAULT if classes else ("embedding",))]
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
-            if output.name not in OUTPUTS:
-                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
+            if output.name not in available:
+                require_classes(info.config)
+                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
-        default = "relevance" if "relevance" in methods_of(info.config) else "cls"
-        method = header.parameters.get("attention", default)
-        if not isinstance(method, str) or method not in _MAPS:
-            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, info.config.logits))
+        methods = [method for method in methods_of(info.config) if method in _MAPS]
+        method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
+        if not isinstance(method, str) or method not in (methods or _MAPS):
+            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
         has_map = not names.isdisjoint({"attention", "evidence"})
@@ -250,7 +263,7 @@ async def _compute(
 
     results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
-    for result in results:
+    for result in results if pipeline.model().config.num_classes else ():
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
     return results
 

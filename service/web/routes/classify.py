@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.outputs import EmbeddingRequest, RequestedOutputs, parse_maps
+from model.outputs import EmbeddingRequest, RequestedOutputs, parse_maps, require_classes
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -83,6 +83,7 @@ class _Classifier:
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
         self._info: ModelInfo = pipeline.model()
+        require_classes(self._info.config)
         classes = self._info.config.num_classes
         if query.top_k is not None and query.top_k > classes:
             raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")

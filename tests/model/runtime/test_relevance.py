@@ -204,7 +204,8 @@ class TestOpenVino:
 
     def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(network, "_FIXED_BYTES", 1)
-        predictor, traced = made("plain", "openvino"), []
+        predictor = made("plain", "openvino")
+        traced: list[torch.nn.Parameter] = []
 
         def spy(module: torch.nn.Module, example: torch.Tensor) -> None:
             traced.extend(module.get_submodule("model").parameters())
