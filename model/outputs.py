@@ -241,7 +241,9 @@ def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object 
 
 
 def embedding_width(config: ViTConfig, pool: Pooling = "head") -> int:
-    """Return how many values an embedding has: those of a token, or of two where the head reads two."""
+    """Return how many values an embedding has: those of a token, of two where the head reads two, or a projection's."""
+    if pool == "head" and config.projection_width is not None:
+        return config.projection_width
     return 2 * config.width if pool == "head" and config.pool == "cls_mean" else config.width
 
 

@@ -68,6 +68,7 @@ def load_checkpoint(
     weights: str | None = None,
     keys: str | None = None,
     base: str | None = None,
+    templates: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -77,7 +78,7 @@ def load_checkpoint(
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
-        image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
+        image_size, preprocess, labels, architecture, weights, keys, templates: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
@@ -86,10 +87,12 @@ def load_checkpoint(
     if files.config is None and files.path(ADAPTER_CONFIG) is not None:
         adapter, files = files, _open(adapter_base(files, base), weights)
         adapt(files, adapter)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys, templates)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
+            if templates is not None and checkpoint.zero_shot is None:
+                raise CheckpointError(f"{files.place}: has no text tower: VIT_TEMPLATES does not apply")
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))

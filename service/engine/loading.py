@@ -31,6 +31,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         weights=settings.weights,
         keys=settings.keys,
         base=settings.base,
+        templates=settings.templates,
     )
 
 

@@ -40,6 +40,8 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     ],
     "SiglipForImageClassification": [{}],
     "CLIPForImageClassification": [{"hidden_act": "quick_gelu"}],
+    "CLIPModel": [{"hidden_act": "quick_gelu"}],
+    "SiglipModel": [{}],
 }
 """What the `config.json` of each class of transformers says beside the sizes."""
 

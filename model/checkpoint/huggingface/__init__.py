@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
-from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
+from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit, zero_shot
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.options import CheckpointOptions, indexed_labels
@@ -35,6 +35,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     beit.FAMILY,
     siglip.FAMILY,
     clip.FAMILY,
+    zero_shot.CLIP,
+    zero_shot.SIGLIP,
 )
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
@@ -60,14 +62,15 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     carried = None if options.preprocess else carried_preprocess(files, family)
     preprocess = options.preprocess_or(carried, files.place, _missing(files), None if family.resizes else size)
 
+    texts = zero_shot.read_texts(family, files, options) if isinstance(family, zero_shot.Whole) else None
     unused = re.compile(family.unused).fullmatch
-    stored = TensorSource(family.hub_names(files.tensors()), files.place, unused)
+    stored = TensorSource(family.hub_names(texts.tensors if texts else files.tensors()), files.place, unused)
     shape = stored.shape(family.classifier)
     if not shape or shape[0] < 1:
         raise CheckpointError(f"{files.place}: {family.classifier} has shape {list(shape)}: no classes")
     with validating(where):
         vit_config = family.vit_config(config, shape[0])
-    labels = _labels(config, vit_config.num_classes, where, options)
+    labels = texts.labels if texts else _labels(config, vit_config.num_classes, where, options)
     vit_config, tensors = family.convert(stored, vit_config, options.image_size or preprocess.size)
     stored.finish()
     if options.image_size is not None and family.resizes:
@@ -81,7 +84,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, vit_config, files.place),
-        multi_label=multi_label,
+        multi_label=texts.independent if texts else multi_label,
+        zero_shot=texts and texts.zero_shot,
+        embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.tensors import Names, TensorSource, renamed, take_model
 from model.config import Activation, Size, ViTConfig
 
-_ACTIVATIONS: Final[dict[str, Activation]] = {
+ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -36,9 +36,9 @@ def _square(value: Any) -> Any:
 
 
 def _activation(value: Any) -> Any:
-    if not isinstance(value, str) or value not in _ACTIVATIONS:
-        raise ValueError(f"activation {value!r:.100} is not one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise ValueError(f"activation {value!r:.100} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
 
 
 Count = Annotated[int, Field(ge=1, le=131072)]
