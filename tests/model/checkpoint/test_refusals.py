@@ -153,7 +153,7 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
             "has no classification head: fine-tune it as Dinov2WithRegistersForImageClassification",
         ),
         (
-            *("huggingface", "config.json", "architectures", ["CLIPModel"]),
+            *("huggingface", "config.json", "architectures", ["CLIPVisionModel"]),
             "has no classification head: fine-tune it as CLIPForImageClassification",
         ),
         (
