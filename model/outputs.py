@@ -272,12 +272,15 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
+        labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
+            scores from the embedding, so that none of them reaches an engine.
     """
 
     top_k: int
     map: MapRequest | None = None
     logits: bool = False
     embedding: EmbeddingRequest | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def needs_pass(self) -> bool:

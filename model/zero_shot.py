@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import InputError
-from model.outputs import Outputs
+from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
 """That of transformers' pipeline `zero-shot-image-classification`."""
@@ -37,11 +37,13 @@ class ZeroShot:
 
     Attributes:
         scale, bias: of the logits.
+        independent: whether scores are sigmoids, instead of one softmax.
         templates: texts in which `{}` stands for the label; the features of several are averaged.
     """
 
     scale: float
     bias: float
+    independent: bool
     templates: tuple[str, ...]
 
     def prompts(self, labels: Sequence[str]) -> list[str]:
@@ -50,33 +52,58 @@ class ZeroShot:
 
     def label_features(self, texts: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return a feature of norm 1 for each label, [labels, D], from those of `prompts`, [labels templates, D]."""
-        return _normalized(_normalized(texts).reshape(-1, len(self.templates), texts.shape[1]).mean(axis=1))
+        return normalized(normalized(texts).reshape(-1, len(self.templates), texts.shape[1]).mean(axis=1))
 
-    def compare(
-        self, outputs: Outputs, features: NDArray[np.float32], *, top_k: int, independent: bool, logits: bool
-    ) -> Outputs:
-        """Return an image's outputs with the scores of other labels than the model's own.
+    def compare(self, outputs: Outputs, features: NDArray[np.float32], requested: RequestedOutputs) -> Outputs:
+        """Return what is requested of an image: its outputs with the scores of labels that are not the model's own.
 
         Args:
-            outputs: of an image, with its embedding.
+            outputs: of the request that `of_image` returns.
             features: `label_features` of the labels.
-            independent: whether scores are sigmoids, instead of one softmax.
-            logits: whether to return all logits.
         """
         assert outputs.embedding is not None
-        values = (features @ _normalized(outputs.embedding) * np.float32(self.scale) + np.float32(self.bias)).astype(
-            "f4"
-        )
+        values = np.float32(self.scale) * (features @ normalized(outputs.embedding)) + np.float32(self.bias)
         with np.errstate(over="ignore"):
-            exponentials = np.exp(-values if independent else values - values.max())
-        scores = 1 / (1 + exponentials) if independent else exponentials / exponentials.sum()
-        best = np.argsort(-scores, kind="stable")[:top_k]
-        return replace(outputs, scores=scores[best], indices=best, logits=values if logits else None)
+            exponentials = np.exp(-values if self.independent else values - values.max())
+        scores = 1 / (1 + exponentials) if self.independent else exponentials / exponentials.sum()
+        best = np.argsort(-scores, kind="stable")[: requested.top_k]
+        return replace(
+            outputs,
+            scores=scores[best],
+            indices=best,
+            logits=values if requested.logits else None,
+            embedding=None if requested.embedding is None else outputs.embedding,
+        )
 
 
-def _normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    normalized: NDArray[np.float32] = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-    return normalized
+def of_image(requested: RequestedOutputs) -> RequestedOutputs:
+    """Return what the engine computes of an image that is compared with labels."""
+    embedding = requested.embedding or EmbeddingRequest()
+    return replace(requested, top_k=1, logits=False, embedding=embedding, labels=())
+
+
+def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return vectors [..., D] divided by their L2 norms."""
+    divided: NDArray[np.float32] = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    return divided
+
+
+def labels_of_request(text: object, zero_shot: ZeroShot | None, map_request: MapRequest | None) -> tuple[str, ...]:
+    """Return the labels that a caller gives.
+
+    Raises:
+        InputError: as `parse_labels`; or the model has no text tower, or the map is of a class.
+    """
+    if zero_shot is None:
+        raise InputError("labels", "labels: the model has classes of its own, and no text tower to compare others with")
+    if map_request is not None and map_request.method != "cls":
+        raise InputError(
+            "attention",
+            "attention: relevance is of labels that are set at the start (VIT_LABELS), as the network's head is theirs",
+        )
+    if not isinstance(text, str):
+        raise InputError("labels", "labels: expected a text of names, or of a JSON array")
+    return parse_labels(text, most=max(1, MAX_TEXTS // len(zero_shot.templates)))
 
 
 def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> tuple[str, ...]:

@@ -116,6 +116,14 @@ class Embedding(BaseModel):
     embedding: Annotated[list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")]
 
 
+class TextEmbeddings(BaseModel):
+    """The answer of POST /embed to texts, in their order."""
+
+    model: str
+    texts: list[str]
+    embeddings: Annotated[list[list[float] | str], Field(description="float32; `base64`: their bytes, little-endian")]
+
+
 class BatchEmbedding(BaseModel):
     """The answer of POST /embed/batch, in the order of the files."""
 
@@ -182,6 +190,9 @@ class ModelDescription(BaseModel):
         str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
     ]
     attention_methods: list[str]
+    templates: Annotated[
+        list[str] | None, Field(description="texts in which `{}` is a label; null: `labels` does not apply")
+    ] = None
     assumed: Annotated[
         list[str],
         Field(description="what the checkpoint does not say and was chosen, each with the setting that says it"),

@@ -91,8 +91,15 @@ def take_model(
     Raises:
         CheckpointError: as `TensorSource.take`.
     """
+    return take_all(stored, meta_model(config).state_dict(), names, taken)
+
+
+def take_all(
+    stored: TensorSource, parameters: Mapping[str, Tensor], names: Names, taken: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Take every tensor of a network, whose names and shapes are those of `parameters`; see `take_model`."""
     tensors = dict(taken or {})
-    for name, parameter in meta_model(config).state_dict().items():
+    for name, parameter in parameters.items():
         if name not in tensors:
             parts = _parts(name, names)
             rows, *rest = parameter.shape

@@ -88,6 +88,7 @@ class _WorkerConnection(FrameProtocol):
         self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._entries: dict[int, Waiting] = {}
+        self._texts: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection of another user before anything is read from it: the address has no permissions."""
@@ -103,6 +104,8 @@ class _WorkerConnection(FrameProtocol):
         for entry in self._entries.values():
             self._server.engine.cancel(entry)
         self._entries.clear()
+        for task in self._texts.values():
+            task.cancel()
 
     def frame_received(self, frame: protocol.Frame) -> None:
         """Handle a request; the first frame must say which worker it is from."""
@@ -111,6 +114,7 @@ class _WorkerConnection(FrameProtocol):
             if not authentic or frame.worker >= self._server.workers:
                 raise protocol.FrameError("no worker of this service")
             self._worker = frame.worker
+            self._reader.limit = protocol.TEXTS_LIMIT
             self._server.connections.add(self)
             self.publish_status()
         elif isinstance(frame, protocol.Submit) and self._worker is not None:
@@ -119,6 +123,10 @@ class _WorkerConnection(FrameProtocol):
             if frame.id in self._entries:  # else its answer is on the way already
                 self._server.engine.cancel(self._entries[frame.id])
                 self._answer(frame.id, protocol.Cancelled("cancelled"))
+            elif frame.id in self._texts:
+                self._texts[frame.id].cancel()
+        elif isinstance(frame, protocol.EmbedTexts) and self._worker is not None:
+            self._texts[frame.id] = asyncio.create_task(self._embed(frame))
         else:
             raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
@@ -132,7 +140,7 @@ class _WorkerConnection(FrameProtocol):
 
     async def finish(self) -> None:
         """Send the answers that are still owed, and close."""
-        while self._entries:  # their outcomes are callbacks of this event loop
+        while self._entries or self._texts:  # their outcomes are callbacks of this event loop
             await asyncio.sleep(0)
         self.close()
 
@@ -147,6 +155,19 @@ class _WorkerConnection(FrameProtocol):
             self._answer(frame.id, error)
         else:
             self._entries[frame.id] = entry
+
+    async def _embed(self, frame: protocol.EmbedTexts) -> None:
+        """Answer texts with their features, or with an error; a cancelled one with an error, too."""
+        try:
+            features = await self._server.engine.embed_texts(frame.texts, timeout=frame.timeout)
+        except asyncio.CancelledError:
+            self._answer(frame.id, protocol.Cancelled("cancelled"))
+        except Exception as error:  # noqa: BLE001  see `_submit`
+            self._answer(frame.id, error)
+        else:
+            self.send(protocol.TextsEmbedded(frame.id, features))
+        finally:
+            self._texts.pop(frame.id, None)
 
     def _answer(self, id_: int, outcome: InferenceResult | Exception) -> None:
         """Send one request's outcome: every Submit gets exactly one, even if it was not taken."""

@@ -84,7 +84,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, vit_config, files.place),
-        multi_label=texts.independent if texts else multi_label,
+        multi_label=texts.zero_shot.independent if texts else multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
         revision=files.revision,

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.tensors import Names, TensorSource, renamed, take_model
 from model.config import Activation, Size, ViTConfig
 
-ACTIVATIONS: Final[dict[str, Activation]] = {
+_ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -36,12 +36,13 @@ def _square(value: Any) -> Any:
 
 
 def _activation(value: Any) -> Any:
-    if not isinstance(value, str) or value not in ACTIVATIONS:
-        raise ValueError(f"activation {value!r:.100} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[value]
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise ValueError(f"activation {value!r:.100} is not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
 
 
 Count = Annotated[int, Field(ge=1, le=131072)]
+HiddenActivation = Annotated[Activation, BeforeValidator(_activation)]
 
 
 class VisionConfig(BaseModel):
@@ -57,7 +58,7 @@ class VisionConfig(BaseModel):
     hidden_size: Count
     num_hidden_layers: Count
     num_attention_heads: Count
-    hidden_act: Annotated[Activation, BeforeValidator(_activation)]
+    hidden_act: HiddenActivation
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)]
     image_size: Annotated[Size, BeforeValidator(_pair)]
     patch_size: Annotated[int, BeforeValidator(_square), Field(ge=1, le=1024)]

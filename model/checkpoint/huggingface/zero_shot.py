@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface import clip, siglip
-from model.checkpoint.huggingface.text_tower import PREFIXES, TextTower
+from model.checkpoint.huggingface.text_tower import PREFIXES, TextEmbedder
 from model.checkpoint.local_files import read_text_file
 from model.checkpoint.options import CheckpointOptions, read_labels
 from model.checkpoint.tensors import as_float32
@@ -87,21 +87,19 @@ class Texts(NamedTuple):
 
     Attributes:
         tensors: of the image's tower, with a head that is the labels' features.
-        independent: whether scores are sigmoids, instead of one softmax.
     """
 
     tensors: dict[str, Tensor]
     labels: tuple[str, ...]
     zero_shot: ZeroShot
-    tower: TextTower
-    independent: bool
+    tower: TextEmbedder
 
 
 def read_texts(family: Whole, files: Files, options: CheckpointOptions) -> Texts:
     """Read the text tower of a whole checkpoint, and make a head of the operator's labels.
 
     Raises:
-        CheckpointError: as `TextTower`, or the labels, templates or scales are not what they should be.
+        CheckpointError: as `TextEmbedder`, or the labels, templates or scales are not what they should be.
     """
     assert files.config is not None
     templates = _templates(options.templates)
@@ -110,14 +108,14 @@ def read_texts(family: Whole, files: Files, options: CheckpointOptions) -> Texts
     of_texts = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PREFIXES)}
     of_texts.pop("text_model.embeddings.position_ids", None)
     width = family.vit_config(files.config, 1).projection_width or family.vit_config(files.config, 1).width
-    tower = TextTower(files.config, of_texts, width, files)
+    tower = TextEmbedder(files.config, of_texts, width, files)
     independent = family is SIGLIP
     scales = [_scalar(tensors, name, files.place) for name in _SCALES[: 1 + independent]]
-    zero_shot = ZeroShot(math.exp(scales[0]), scales[1] if independent else 0.0, templates)
+    zero_shot = ZeroShot(math.exp(scales[0]), scales[1] if independent else 0.0, independent, templates)
     features = torch.from_numpy(zero_shot.label_features(tower(zero_shot.prompts(labels))))
     tensors["classifier.weight"] = features * zero_shot.scale
     tensors["classifier.bias"] = torch.full((len(labels),), zero_shot.bias)
-    return Texts(tensors, labels, zero_shot, tower, independent)
+    return Texts(tensors, labels, zero_shot, tower)
 
 
 def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from model.errors import ImageError
 from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.zero_shot import labels_of_request
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -129,7 +130,6 @@ class Selection:
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
         outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
-        classes = info.config.num_classes
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
@@ -138,12 +138,18 @@ class Selection:
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
-        counts = [_count(header.parameters, "top_k", classes)]
-        counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
         method = header.parameters.get("attention", "relevance")
         if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        map_request = _MAPS[method](info) if "attention" in names else None
+        text = header.parameters.get("labels")
+        labels = () if text is None else labels_of_request(text, info.zero_shot, map_request)
+        if labels and header.parameters.get("pool", "head") != "head":
+            raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
+        classes = len(labels or info.labels)
+        counts = [_count(header.parameters, "top_k", classes)]
+        counts += [_count(output.parameters, "classification", classes) for output in outputs]
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -151,9 +157,10 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=_MAPS[method](info) if "attention" in names else None,
+                map=map_request,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
+                labels=labels,
             ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
@@ -201,7 +208,7 @@ async def infer(
     results = await _compute(pipeline, inputs, selection.requested, deadline)
 
     def answer() -> T:
-        return encode(make_outputs(results, selection, info.labels))
+        return encode(make_outputs(results, selection, selection.requested.labels or info.labels))
 
     size = len(inputs) * selection.size(info)
     return await pipeline.pools.documents.run_large(answer, deadline, size=size)

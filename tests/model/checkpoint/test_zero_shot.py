@@ -48,7 +48,7 @@ def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str,
 def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
     with torch.inference_mode():
         logits = checkpoint.build()(pixels).logits[0]
-    return logits.sigmoid() if checkpoint.multi_label else logits.softmax(dim=0)
+    return torch.as_tensor(logits.sigmoid() if checkpoint.multi_label else logits.softmax(dim=0))
 
 
 @pytest.mark.parametrize("name", MODELS)
