@@ -16,6 +16,7 @@ from service.cluster.shared_memory import ImageSlots
 from service.engine.local import LocalEngine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
 from service.engine.streams import Waiting
+from service.engine.texts import Floats
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class _WorkerConnection(FrameProtocol):
         self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._entries: dict[int, Waiting] = {}
-        self._texts: dict[int, asyncio.Task[None]] = {}
+        self._texts: dict[int, asyncio.Task[Floats]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection of another user before anything is read from it: the address has no permissions."""
@@ -126,7 +127,9 @@ class _WorkerConnection(FrameProtocol):
             elif frame.id in self._texts:
                 self._texts[frame.id].cancel()
         elif isinstance(frame, protocol.EmbedTexts) and self._worker is not None:
-            self._texts[frame.id] = asyncio.create_task(self._embed(frame))
+            task = asyncio.create_task(self._server.engine.embed_texts(frame.texts, timeout=frame.timeout))
+            self._texts[frame.id] = task
+            task.add_done_callback(partial(self._embedded, frame.id))
         else:
             raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
@@ -156,20 +159,16 @@ class _WorkerConnection(FrameProtocol):
         else:
             self._entries[frame.id] = entry
 
-    async def _embed(self, frame: protocol.EmbedTexts) -> None:
-        """Answer texts with their features, or with an error; a cancelled one with an error, too."""
-        try:
-            features = await self._server.engine.embed_texts(frame.texts, timeout=frame.timeout)
-        except asyncio.CancelledError:
-            self._answer(frame.id, protocol.Cancelled("cancelled"))
-        except Exception as error:  # noqa: BLE001  see `_submit`
-            self._answer(frame.id, error)
+    def _embedded(self, id_: int, task: asyncio.Task[Floats]) -> None:
+        """Answer texts with their features, or with an error."""
+        del self._texts[id_]
+        error = protocol.Cancelled("cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self.send(protocol.TextsEmbedded(id_, task.result()))
         else:
-            self.send(protocol.TextsEmbedded(frame.id, features))
-        finally:
-            self._texts.pop(frame.id, None)
+            self._answer(id_, error)
 
-    def _answer(self, id_: int, outcome: InferenceResult | Exception) -> None:
+    def _answer(self, id_: int, outcome: InferenceResult | BaseException) -> None:
         """Send one request's outcome: every Submit gets exactly one, even if it was not taken."""
         self._entries.pop(id_, None)
         if isinstance(outcome, InferenceResult):

@@ -42,6 +42,10 @@ class _Request:
     features: dict[str, Floats]
     done: asyncio.Future[None]
 
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
 
 class TextFeatures:
     """Computes features of texts, for callers on one event loop.
@@ -88,6 +92,8 @@ class TextFeatures:
                 raise DeadlineExceeded("the text tower did not compute the texts in time") from None
             finally:
                 request.done.cancel()  # of a caller that left: what it still needs is not computed
+                if request in self._requests:
+                    self._requests.remove(request)
         return np.stack([features[text] for text in texts])
 
     def close(self) -> None:
@@ -95,9 +101,7 @@ class TextFeatures:
         if self._worker is not None:
             self._worker.cancel()
         for request in self._requests:
-            if not request.done.done():
-                request.done.set_exception(EngineUnavailable("the engine is closed"))
-        self._requests.clear()
+            request.fail(EngineUnavailable("the engine is closed"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _work(self) -> None:
@@ -114,24 +118,15 @@ class TextFeatures:
                 try:
                     rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower, chunk)
                 except (RuntimeError, ValueError, MemoryError) as error:
-                    self._end(request, InferenceFailed(f"the text tower failed: {type(error).__name__}"))
+                    request.fail(InferenceFailed(f"the text tower failed: {type(error).__name__}"))
                     continue
                 computed = dict(zip(chunk, (row.copy() for row in rows), strict=True))
                 request.features |= computed
                 request.missing = request.missing[len(chunk) :]
                 self._keep(computed)
-            if not request.missing:
-                self._end(request)
+            if not request.missing and not request.done.done():
+                request.done.set_result(None)
         self._worker = None
-
-    def _end(self, request: _Request, error: Exception | None = None) -> None:
-        self._requests.remove(request)
-        if request.done.done():
-            return
-        if error is None:
-            request.done.set_result(None)
-        else:
-            request.done.set_exception(error)
 
     def _keep(self, computed: dict[str, Floats]) -> None:
         self._kept |= computed

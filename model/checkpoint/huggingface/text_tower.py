@@ -31,7 +31,7 @@ PREFIXES: Final = ("text_model.", "text_projection.")
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 _TOKENIZER_FILES: Final = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
-_INSTALL: Final = "pip install -e '.[zero-shot]' in the clone"
+_INSTALL: Final = "pip install -e '.[text]' in the clone"
 _BATCH: Final = 32
 _SIGLIP_TOKENS: Final = 64
 """What transformers' pipeline pads a text of SigLIP to, as in training."""
