@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -29,6 +30,9 @@ MAX_TEXTS: Final = 1000
 """Texts of one request: labels times templates."""
 
 MAX_TEMPLATES: Final = 200
+
+_CONTROL: Final = {"Cc", "Cs"}
+"""Categories of characters that no text holds: controls, and halves of a surrogate pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,11 @@ def labels_of_request(text: object, zero_shot: ZeroShot | None, map_request: Map
     return parse_labels(text, most=max(1, MAX_TEXTS // len(zero_shot.templates)))
 
 
+def is_list(text: str) -> bool:
+    """Return whether a setting holds labels, as `parse_labels` reads them, and not the name of a file or preset."""
+    return "," in text or text.startswith("[")
+
+
 def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> tuple[str, ...]:
     """Return the labels in a comma-separated list, with quotes as in CSV, or in a JSON array.
 
@@ -125,11 +134,13 @@ def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, 
     if not 1 <= len(texts) <= most:
         raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
     for number, each in enumerate(texts, start=1):
-        if not each or len(each) > MAX_CHARACTERS or not each.isprintable():
-            raise InputError(name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters")
+        if not 1 <= len(each) <= MAX_CHARACTERS or _CONTROL & set(map(unicodedata.category, each)):
+            raise InputError(
+                name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
+            )
     return tuple(texts)
 
 
 def _separated(text: str) -> list[str]:
-    rows = list(csv.reader([text], skipinitialspace=True, strict=True))
+    rows = list(csv.reader([text.strip()], skipinitialspace=True, strict=True))
     return rows[0] if rows else []

@@ -9,6 +9,7 @@ thread has a lower priority, and one core.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.priority import lower_priority
+
+logger = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 
@@ -72,11 +75,11 @@ class TextFeatures:
             InferenceFailed: the tower failed on them.
             EngineUnavailable: the engine is closed.
         """
-        wanted = dict.fromkeys(texts)
-        features = {text: self._kept[text] for text in wanted if text in self._kept}
+        distinct = dict.fromkeys(texts)
+        features = {text: self._kept[text] for text in distinct if text in self._kept}
         for text in features:
             self._kept.move_to_end(text)
-        missing = [text for text in wanted if text not in features]
+        missing = [text for text in distinct if text not in features]
         if missing:
             waiting = sum(len(request.missing) for request in self._requests)
             if waiting + len(missing) > MAX_WAITING:
@@ -106,27 +109,33 @@ class TextFeatures:
 
     async def _work(self) -> None:
         """Compute a chunk of each request in turn, until none is left."""
-        while self._requests:
-            request = self._requests.popleft()
-            if request.done.done():
-                continue
-            request.features |= {text: self._kept[text] for text in request.missing if text in self._kept}
-            request.missing = [text for text in request.missing if text not in request.features]
-            chunk = request.missing[:_CHUNK]
-            self._requests.append(request)
-            if chunk:
-                try:
-                    rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower, chunk)
-                except (RuntimeError, ValueError, MemoryError) as error:
-                    request.fail(InferenceFailed(f"the text tower failed: {type(error).__name__}"))
-                    continue
-                computed = dict(zip(chunk, (row.copy() for row in rows), strict=True))
-                request.features |= computed
-                request.missing = request.missing[len(chunk) :]
-                self._keep(computed)
-            if not request.missing and not request.done.done():
-                request.done.set_result(None)
-        self._worker = None
+        try:
+            while self._requests:
+                request = self._requests.popleft()
+                if not request.done.done():
+                    self._requests.append(request)
+                    await self._advance(request)
+        finally:
+            self._worker = None
+
+    async def _advance(self, request: _Request) -> None:
+        """Compute the next texts of a request that are not kept."""
+        request.features |= {text: self._kept[text] for text in request.missing if text in self._kept}
+        request.missing = [text for text in request.missing if text not in request.features]
+        chunk = request.missing[:_CHUNK]
+        if chunk:
+            try:
+                rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower, chunk)
+            except Exception as error:
+                logger.error("the text tower failed", exc_info=error)
+                request.fail(InferenceFailed("the text tower failed on these texts"))
+                return
+            computed = dict(zip(chunk, (row.copy() for row in rows), strict=True))
+            request.features |= computed
+            request.missing = request.missing[len(chunk) :]
+            self._keep(computed)
+        if not request.missing and not request.done.done():
+            request.done.set_result(None)
 
     def _keep(self, computed: dict[str, Floats]) -> None:
         self._kept |= computed

@@ -22,7 +22,7 @@ from model.checkpoint.options import CheckpointOptions, read_labels
 from model.checkpoint.tensors import as_float32
 from model.config import ViTConfig
 from model.errors import CheckpointError, InputError
-from model.zero_shot import DEFAULT_TEMPLATE, MAX_TEMPLATES, ZeroShot, checked_texts, parse_labels
+from model.zero_shot import DEFAULT_TEMPLATE, MAX_TEMPLATES, ZeroShot, checked_texts, is_list, parse_labels
 
 _MAX_LABELS: Final = 100_000
 _POOL: Final = "vision_model.head"
@@ -130,7 +130,7 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 def _labels(labels: str | None) -> tuple[str, ...]:
     if labels is None:
         raise CheckpointError("VIT_LABELS")
-    if "," not in labels and not labels.startswith("["):
+    if not is_list(labels):
         return read_labels(labels, None)
     try:
         return parse_labels(labels, "VIT_LABELS", most=_MAX_LABELS)

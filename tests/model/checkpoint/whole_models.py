@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -65,6 +66,7 @@ def clip(folder: Path, *, legacy_eos: bool = False, projection: int = 24) -> Any
 def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
     """Save a SigLIP with a fast unigram tokenizer that lowers letters, as SigLIP 2 of one resolution."""
     library = transformers()
+    names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
     learned = Tokenizer(models.Unigram())
     learned.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", "▁")])
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -73,10 +75,28 @@ def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
     )
     learned.train_from_iterator(_CORPUS, trainer)
     learned.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
-    names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
     tokenizer = library.PreTrainedTokenizerFast(
         tokenizer_object=learned, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=names
     )
+    return _saved_siglip(library, tokenizer, folder)
+
+
+def first_siglip(folder: Path) -> Any:
+    """Save a SigLIP with its own tokenizer, of sentencepiece, which drops capitals and punctuation."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    library = transformers()
+    learned = folder / "learned"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(_CORPUS), model_prefix=str(learned), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    tokenizer = library.SiglipTokenizer(f"{learned}.model")
+    for path in folder.glob("learned*"):
+        path.rename(folder / "spiece.model") if path.suffix == ".model" else path.unlink()
+    tokenizer.vocab_file = str(folder / "spiece.model")
+    return _saved_siglip(library, tokenizer, folder)
+
+
+def _saved_siglip(library: Any, tokenizer: Any, folder: Path) -> Any:
     text = _TOWER | {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
     config = library.SiglipConfig(text_config=text, vision_config=_VISION)
     return _saved(library.SiglipModel, config, tokenizer, folder)
