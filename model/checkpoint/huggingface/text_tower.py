@@ -40,6 +40,10 @@ _WRONG_END: Final = 2
 """`eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773)."""
 
 
+_NO_ENDS: Final = {"bos_token_id": None, "eos_token_id": None}
+"""Else the library warns of its own defaults, which no tokenizer reads."""
+
+
 class _TextFields(BaseModel):
     """The fields of CLIPTextConfig and SiglipTextConfig that change a feature, with CLIP's defaults.
 
@@ -174,7 +178,7 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         for name, path in paths.items():
             (Path(folder) / name).symlink_to(path)
         (Path(folder) / _TOKENIZER_CONFIG).write_text(json.dumps(config))
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps({"model_type": model_type}))
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps({"model_type": model_type, "text_config": _NO_ENDS}))
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # What the library raises on a broken file is of any type, plain exceptions of its Rust part among them.

@@ -171,7 +171,11 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def without(*names: str) -> Callable[[Path], None]:
-    return lambda folder: [(folder / name).unlink() for name in names] and None
+    def remove(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return remove
 
 
 def text_config(**fields: object) -> Callable[[Path], None]:
@@ -237,8 +241,8 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: st
         ({"labels": "nowhere.txt"}, "VIT_LABELS 'nowhere.txt': neither a file nor"),
         ({"labels": "cat,,dog"}, "VIT_LABELS: '', number 2"),
         (
-            {"labels": "a,b", "templates": "no braces"},
-            "VIT_TEMPLATES 'no braces': neither a template with {} nor a file",
+            {"labels": "a,b", "templates": "bare"},
+            "VIT_TEMPLATES 'bare': neither a template with {} nor a file",
         ),
         ({"labels": "a,b", "templates": "{} and {}"}, "VIT_TEMPLATES: '{} and {}': expected {} once"),
     ],
