@@ -65,7 +65,7 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) --quiet -e '.[test]'
 # References that the tests compare with. Without their dependencies, which would replace a CPU build of torch;
 # the ones that are used came with the line above.
-	$(PIP) --quiet --no-deps timm torchvision
+	$(PIP) --quiet --no-deps timm torchvision vit-pytorch einops peft accelerate psutil
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.run

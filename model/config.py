@@ -96,7 +96,8 @@ class ViTConfig(Frozen):
     heads: Annotated[int, Field(ge=1, le=256)]
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
     """Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating."""
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
+    """0 is a network without a classification head: it gives embeddings and maps of its attention."""
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     drop_remainder: bool = False
     """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
@@ -204,6 +205,8 @@ class ViTConfig(Frozen):
     def _head_agrees(self) -> Self:
         if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
             raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.head_width is not None and not self.num_classes:
+            raise ValueError("head_width needs num_classes")
         if self.distillation_head and self.head_width is not None:
             raise ValueError("distillation_head needs a head of one layer")
         if (self.projection_width or self.normalized_head) and (self.distillation_head or self.head_width is not None):
@@ -233,6 +236,11 @@ class ViTConfig(Frozen):
     def position_tokens(self) -> int:
         """Return the number of entries of the position embedding."""
         return self.tokens if self.position_prefix else math.prod(self.grid)
+
+    @property
+    def logits(self) -> int:
+        """Return how many logits the network computes: one without a head, which no answer shows."""
+        return max(self.num_classes, 1)
 
     @property
     def inner_width(self) -> int:

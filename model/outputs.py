@@ -127,8 +127,23 @@ def parse_maps(
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
 
 
+def require_classes(config: ViTConfig) -> None:
+    """Raise InputError where a model has no classification head, and what it has instead."""
+    if not config.num_classes:
+        raise InputError(
+            "model",
+            "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) and attention "
+            f"maps ({', '.join(methods_of(config))}), and no labels",
+        )
+
+
 def methods_of(config: ViTConfig) -> tuple[Method, ...]:
-    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone.
+
+    Without classes there are maps of the attention alone.
+    """
+    if not config.num_classes:
+        return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
     if config.norm_order == "post":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS

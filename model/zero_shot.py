@@ -17,8 +17,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import ViTConfig
 from model.errors import InputError
-from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs, require_classes
 
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
 """That of transformers' pipeline `zero-shot-image-classification`."""
@@ -92,12 +93,20 @@ def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return divided
 
 
-def labels_of_request(text: object, zero_shot: ZeroShot | None, map_request: MapRequest | None) -> tuple[str, ...]:
-    """Return the labels that a caller gives.
+def labels_of_request(
+    text: object, zero_shot: ZeroShot | None, config: ViTConfig, map_request: MapRequest | None = None
+) -> tuple[str, ...]:
+    """Return the labels that a caller gives in place of the model's classes; none for None.
 
     Raises:
-        InputError: as `parse_labels`; or the model has no text tower, or the map is of a class.
+        InputError: as `parse_labels`; the model has no classes and no labels are given, or it has no text tower; or the
+            map is of a class.
     """
+    if text is None:
+        if zero_shot is not None and not config.num_classes:
+            raise InputError("labels", "labels: the model has none: send labels=cat,dog, or start it with VIT_LABELS")
+        require_classes(config)
+        return ()
     if zero_shot is None:
         raise InputError("labels", "labels: the model has classes of its own, and no text tower to compare others with")
     if map_request is not None and map_request.method != "cls":

@@ -84,8 +84,15 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     files = _open(source, weights)
-    if files.config is None and files.path(ADAPTER_CONFIG) is not None:
-        adapter, files = files, _open(adapter_base(files, base), weights)
+    has_config = files.config is not None
+    if files.path(ADAPTER_CONFIG) is not None:
+        if has_config and base is None:
+            raise CheckpointError(
+                f"{files.place}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and no file says "
+                f"whether they are merged: --base {adapter_base(files, None)} (VIT_BASE) reads the adapter; without "
+                f"{ADAPTER_CONFIG} the model is read"
+            )
+        adapter, files = files, _base(files, base, weights)
         adapt(files, adapter)
     options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys, templates)
     for reader in READERS:
@@ -127,6 +134,19 @@ def _open(source: str, weights: str | None) -> Files:
     if similar and is_hub_id(source):
         hint += f" (the hub's repository of this name is {source}@main)"
     raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _base(adapter: Files, base: str | None, weights: str | None) -> Files:
+    """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
+    named = adapter_base(adapter, base)
+    if base is not None or not (isinstance(adapter, Repository) or "/models--" in adapter.place):
+        return _open(named, weights)
+    if not is_hub_id(named):
+        raise CheckpointError(
+            f"{adapter.place}: comes from the hub and names {named!r:.200} as its base, which is no hub id: "
+            "set VIT_BASE to the checkpoint that it adapts"
+        )
+    return Repository(named)
 
 
 def _snapshot(folder: Path) -> Path:

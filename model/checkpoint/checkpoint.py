@@ -16,7 +16,7 @@ from model.checkpoint.resizing import resized_config, resized_positions, resized
 from model.checkpoint.tensors import as_float32
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import VisionTransformer, meta_model
+from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
 from model.zero_shot import ZeroShot
 
 MAX_TEXT: Final = 1000
@@ -121,11 +121,11 @@ class Checkpoint:
             CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
         """
         model = meta_model(self.config)  # no memory and no random weights that could be left in place
-        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+        check_tensors(self.source, self.tensors, checkpoint_shapes(self.config))
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
-        model.load_state_dict(dict(self.tensors), strict=True, assign=True)
+        model.load_state_dict({**self.tensors, **placeholder_heads(self.config)}, strict=True, assign=True)
         return model.eval().requires_grad_(False)
 
 
@@ -135,8 +135,7 @@ def native_tensors(tensors: Mapping[str, Tensor], config: ViTConfig, where: str)
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    shapes = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
-    check_tensors(where, tensors, shapes)
+    check_tensors(where, tensors, checkpoint_shapes(config))
     return {name: as_float32(tensor, name, where) for name, tensor in tensors.items()}
 
 

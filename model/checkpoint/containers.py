@@ -43,14 +43,17 @@ def chosen_state_dict(value: Any, weights: str | None, where: str) -> tuple[dict
     candidates = {path: found for path, found in _state_dicts(value) if _has_weights(found)}
     if not candidates:
         raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
+    parts = _one_of(candidates, weights, where)
     tensors: dict[str, Tensor] = {}
     aside = [key for key in value if not any(f"{path}.".startswith((".", f"{key}.")) for path in candidates)]
-    for path, found in _one_of(candidates, weights, where).items():
+    for path, found in parts.items():
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor) or _ASIDE.fullmatch(name):
                 aside.append(name)
             else:
                 tensors[f"{path}.{name}" if path else name] = _checked(tensor, name, where)
+    if weights is not None and len(parts) == len(candidates):
+        _check_role(tensors, weights, where)
     shown = ", ".join(map(str, aside[:5])) + (f" and {len(aside) - 5} more" if len(aside) > 5 else "")
     return without_prefixes(tensors, _WRAPPERS), ((f"left aside, as no part of the network: {shown}",) if aside else ())
 
@@ -109,6 +112,18 @@ def _one_of(parts: Mapping[str, Mapping[str, Any]], weights: str | None, where: 
         f"{where}: holds {len(paths)} copies of a network, {' and '.join(paths)}: choose one with "
         f"{' or '.join(f'--weights {choice}' for choice in choices)} (VIT_WEIGHTS)"
     )
+
+
+def _check_role(tensors: Mapping[str, Tensor], weights: str, where: str) -> None:
+    """Refuse the only copy of a network that a file has where another one is asked for."""
+    stripped = without_prefixes(tensors)
+    prefix = next(iter(tensors)).removesuffix(next(iter(stripped))).rstrip(".")
+    if not _copies(stripped) and weights != _role(prefix) and f".{weights}." not in f".{prefix}.":
+        called = f", {prefix}" if prefix else ""
+        raise CheckpointError(
+            f"{where}: holds one copy of a network{called}, and none that is called {weights!r:.100}: it is read "
+            "without --weights (VIT_WEIGHTS)"
+        )
 
 
 def _role(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,7 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 _MAX_SHARDS: Final = 1000
+_HEAD: Final = re.compile(r"(\w+_)?(heads?|classifier|fc)(\.\w+)*\.(weight|bias)")
 
 
 class Files(ABC):
@@ -174,6 +176,12 @@ class SingleFile(Files):
             if self._head is not None:
                 head, notes = self._read(self._head)
                 self.notes += notes
+                own = [name for name in tensors if _HEAD.fullmatch(name)]
+                if own:
+                    raise CheckpointError(
+                        f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
+                        "another: name this file instead of its folder to read its own head, else save it without that"
+                    )
                 tensors = {**tensors, **{f"head.{name}": tensor for name, tensor in head.items()}}
             self._tensors = tensors
         return self._tensors

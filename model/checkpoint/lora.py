@@ -28,14 +28,25 @@ Renaming = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """From the names that a library has in memory, which adapters are saved under, to those of its files."""
 
 _LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.(weight|bias)")
-_READ: Final = frozenset({"lora_alpha", "r", "use_rslora", "alpha_pattern", "fan_in_fan_out", "peft_type"})
+_READ: Final = frozenset({"lora_alpha", "r", "use_rslora", "alpha_pattern", "peft_type"})
 _NO_MATTER: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "bias"}
     | {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout"}
-    | {"rank_pattern", "lora_bias", "megatron_core", "ensure_weight_tying", "loftq_config", "eva_config"}
+    | {
+        "rank_pattern",
+        "lora_bias",
+        "fan_in_fan_out",
+        "megatron_core",
+        "ensure_weight_tying",
+        "loftq_config",
+        "eva_config",
+    }
     | {"runtime_config", "init_lora_weights", "qalora_group_size"}
 )
-"""Fields that the tensors themselves answer, or that training alone reads."""
+"""Fields that the tensors themselves answer, or that training alone reads.
+
+PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
+"""
 _MAX_STARS: Final = 2
 _MAX_NAME: Final = 300
 _MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
@@ -125,7 +136,7 @@ def _merged(
         down, up = parts["A.weight"], parts["B.weight"]
         # Compared before they are multiplied: two long vectors would make a matrix of gigabytes.
         fits = up.ndim == down.ndim and up.shape[:1].numel() * down[0].numel() == base[name].numel()
-        change = _change(down.float(), up.float(), bool(config.get("fan_in_fan_out"))) if fits else None
+        change = _change(down.float(), up.float()) if fits else None
         if change is None or change.shape != base[name].shape:
             shapes = f"{list(parts['A.weight'].shape)} and {list(parts['B.weight'].shape)}"
             raise CheckpointError(f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[name].shape)}")
@@ -136,13 +147,13 @@ def _merged(
     return base
 
 
-def _change(down: Tensor, up: Tensor, transposed: bool) -> Tensor | None:
+def _change(down: Tensor, up: Tensor) -> Tensor | None:
     """Return B A, as a weight of a linear layer or of a convolution, or None where they do not fit together."""
     if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
         return None
     if up.ndim == 4:
         return F.conv2d(down.transpose(0, 1), up).transpose(0, 1)
-    return (up @ down).T if transposed else up @ down
+    return up @ down
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int, where: str) -> float:

@@ -52,9 +52,16 @@ class CheckpointOptions:
     templates: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
-        """Raise CheckpointError where `architecture` is set beside a file that says its own."""
+        """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+        if self.weights is not None:
+            raise CheckpointError(
+                f"{where}: one copy of a network is read of it, which is not called {self.weights!r:.100}: leave "
+                "VIT_WEIGHTS out, or name the file of the copies"
+            )
+        if self.keys is not None:
+            raise CheckpointError(f"{where}: has names of its own; VIT_KEYS is for plain state dicts")
 
     def preprocess_or(
         self,
@@ -83,11 +90,13 @@ class CheckpointOptions:
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
-        """Return the operator's labels, else `default`.
+        """Return the operator's labels, else `default`; none where there are no classes.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read or is of another length.
         """
+        if not classes:
+            return ()
         if self.labels is not None:
             return read_labels(self.labels, classes)
         if default is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.home_made import recognise
+from model.checkpoint.home_made import Recognised, recognise
 from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
@@ -78,53 +78,52 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
     where = files.place
-    tensors = renamed(mapped(files.tensors(), options.keys), _RENAMES)
+    stored = files.tensors()
+    tensors = renamed(mapped(stored, options.keys), _RENAMES)
+    fused_by_map = _names_a_fused_projection(stored, tensors)
     if "register_tokens" in tensors:
         tensors = _with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
-    told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
         tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
-    library, notes = "timm", files.notes
-    if len({match[0].partition(".")[0] for n in tensors if (match := _TIMMS.fullmatch(n))}) < 3:
-        before = {id(tensor): n for n, tensor in tensors.items()}
-        tensors, told, library = recognise(tensors, where)
-        pairs = [f"{before[id(t)]} is {n}" for n, t in tensors.items() if before.get(id(t), n) != n]
-        notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
+    (tensors, told, habits, library), notes = _recognised(tensors, given.get("num_classes") == 0, where)
+    if fused_by_map:
+        habits.pop("qkv_order", None)
     if has_pooler:
-        told["head_act"] = "tanh"
+        habits["head_act"] = "tanh"
     _check_dimensions(tensors, where)
+    has_head = "head.weight" in tensors
+    told |= {"num_classes": len(tensors["head.weight"])} if has_head else {}
     label, assumed = "", tuple[str, ...]()
-    if library == "torchvision" and not name:
-        width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
-        depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
-        sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
-        label, told["num_heads"] = MODELS.get(sizes, ("", None))
-        preset = published_preset(files.file.name, label)
-        options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    if library == "torchvision" and has_head and not name:
+        label, options, assumed = _released(files, options, tensors, habits)
         name = OWN if label else ""
+    elif library == "timm" and name not in ("", OWN):
+        habits["patch_order"] = "channels_first"  # as timm reads linear patches of models from before it had none
     if named not in (None, label):
         raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
-    if told.get("num_heads", 0) is None:
-        del told["num_heads"]
+    _check_agreement(told, given, name, where)
+    stated = habits | told | given
     preprocess = options.preprocess_or(None, where) if options.preprocess else None
     asked, config = (
-        _own(tensors, told, given, preprocess, where)
+        _own(tensors, habits | told, given, preprocess, where)
         if name in ("", OWN)
-        else _timms(name, {key: told[key] for key in _UNSAID[1:4] if key in told} | given, tensors, preprocess, where)
+        else _timms(name, stated, given, tensors, preprocess, where)
     )
     if has_pooler and "pooler" not in given:
         asked["pooler"] = False
+    if not has_head and "num_classes" not in given:
+        asked["num_classes"] = 0
     if not name:
         name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
         raise _question(files, options, name, given, asked, tensors)
-    if asked or preprocess is None or (options.labels is None and files.labels is None):
+    if asked or preprocess is None or (has_head and options.labels is None and files.labels is None):
         raise _question(files, options, name, given, asked, tensors)
     assert config is not None
-    labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
-    shaped = _patches(tensors, config, {**told, **given}.get("patch_order"))
+    labels = None if files.labels is None or not has_head else indexed_labels(files.labels, config.num_classes, where)
+    shaped = _in_order(_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
     if name == OWN:
         shaped = _completed(shaped, config)
     return Checkpoint(
@@ -136,16 +135,51 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=options.labels_or(labels, config.num_classes, where),
         tensors=native_tensors(native_names(shaped, config), config, where),
-        notes=notes,
-        assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
+        notes=(*files.notes, *notes),
+        assumed=(*_assumed(config, told | given, habits, library, name), *assumed),
     )
+
+
+def _released(
+    files: SingleFile, options: CheckpointOptions, tensors: Mapping[str, Tensor], habits: dict[str, Any]
+) -> tuple[str, CheckpointOptions, tuple[str, ...]]:
+    """Return torchvision's name of a model, the options with what is published of it, and what was assumed so.
+
+    Its number of heads is added to the habits.
+    """
+    width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
+    depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
+    sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
+    label, heads = MODELS.get(sizes, ("", None))
+    habits |= {} if heads is None else {"num_heads": heads}
+    preset = published_preset(files.file.name, label)
+    options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    return label, options, assumed
+
+
+def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple[Recognised, tuple[str, ...]]:
+    """Return tensors under the model's names, which are timm's, and notes of what was inferred for that.
+
+    Args:
+        headless: whether the network is stated to have no head.
+    """
+    timms = {match[0].partition(".")[0] for name in tensors if (match := _TIMMS.fullmatch(name))}
+    if len(timms) == 3 - headless:
+        return Recognised(tensors, {}, {"qkv_order": "3hd"}, "timm"), ()
+    before = {id(tensor): name for name, tensor in tensors.items()}
+    names = recognise(tensors, where)
+    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), "several")) != name]
+    if names.tensors.keys() == tensors.keys():
+        return names._replace(library="timm"), ()
+    whose = f", as {names.library} has them" if names.library else ""
+    return names, (f"names inferred{whose}: {', '.join(pairs[:3])}, …",)
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
     for pattern, dimensions in _DIMENSIONS.items():
         found = [name for name in tensors if re.fullmatch(pattern, name)]
-        if not found and pattern in _NEEDED:
+        if not found and pattern in _NEEDED[1:]:
             raise CheckpointError(f"{where}: missing key {pattern.replace(chr(92), '')!r}")
         for name in found:
             shape = tuple(tensors[name].shape)
@@ -168,7 +202,7 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if key in _INFERRED:
+        if key in _INFERRED and pair != "num_classes=0":
             raise CheckpointError(
                 f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given: leave it out"
             )
@@ -179,6 +213,21 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, RecursionError):
             given[key] = value
     return name, given
+
+
+def _check_agreement(told: Mapping[str, Any], given: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse an architecture that says another thing than the tensors tell."""
+    own = {} if name in ("", OWN) or "embed_dim" in given else architecture_arguments(name, where)
+    for key, value in told.items():
+        said = given.get(key, own.get(key, value))
+        if said != value:
+            raise CheckpointError(f"{where}: its tensors tell {key}={value}, but VIT_ARCHITECTURE says {key}={said}")
+
+
+def _names_a_fused_projection(stored: Mapping[str, Tensor], mapped_: Mapping[str, Tensor]) -> bool:
+    """Return whether a map names a tensor of queries, keys and values as timm does, which tells no order of rows."""
+    places = {tensor.data_ptr() for name, tensor in stored.items() if name not in mapped_}
+    return any(name not in stored and ".qkv." in name and t.data_ptr() in places for name, t in mapped_.items())
 
 
 def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -200,29 +249,38 @@ def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tens
 
 
 def _timms(
-    name: str, given: dict[str, Any], tensors: Mapping[str, Tensor], preprocess: PreprocessConfig | None, where: str
+    name: str,
+    stated: dict[str, Any],
+    given: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    preprocess: PreprocessConfig | None,
+    where: str,
 ) -> tuple[dict[str, Any], ViTConfig | None]:
     """Return what is to be asked of a network under timm's name, and its configuration once nothing is."""
     own = architecture_arguments(name, where)
     stored = TensorSource(tensors, where)
-    arguments = own | given | _head(stored)
+    arguments = own | stated | _head(stored)
     with validating(where):
         # An image of one patch always fits, and tells everything that does not depend on the size.
         fields = TimmArguments.model_validate(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
     depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
-    width = stored.shape("pre_logits.fc.weight" if "pre_logits.fc.weight" in tensors else "head.weight")[1]
+    width = stored.shape("blocks.0.attn.qkv.weight")[1]
     if depth != probe.depth:
         raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
     if width != probe.width:
         raise CheckpointError(f"{where}: is {width} wide, {name} is {probe.width}")
     channels = _channels(stored, probe, name)
     asked: dict[str, Any] = {}
-    if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in given:
+    if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in stated:
         asked["num_heads"] = "N"
-    if given.keys() & _SIZES and "norm_order" not in given:
+    if given.keys() & _SIZES and "norm_order" not in stated:
         asked["norm_order"] = "pre"
-    if arguments.get("head_hidden") and "head_act" not in given:
+    if "qkv_order" not in stated:
+        asked["qkv_order"] = "3hd"
+    if len(tensors["patch_embed.proj.weight"].shape) == 2 and channels > 1 and "patch_order" not in stated:
+        asked["patch_order"] = "channels_last"
+    if arguments.get("head_hidden") and "head_act" not in stated:
         asked["head_act"] = "tanh"
     if asked or preprocess is None:
         return asked, None
@@ -307,7 +365,7 @@ def _usual(
     """Return the arguments that have to be stated of a network, with what most networks of this kind have."""
     pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
     usual = {"num_heads": "N", "norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu", "norm_eps": 1e-6}
-    usual |= {"global_pool": pool} | dict.fromkeys(
+    usual |= {"qkv_order": "3hd", "global_pool": pool} | dict.fromkeys(
         [key for key, is_present in present.items() if not is_present], False
     )
     if "pos_embed" not in tensors:
@@ -352,7 +410,7 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
-    head = stored.shape("head.weight")
+    head = stored.shape("head.weight") if "head.weight" in stored else (0,)
     hidden = stored.shape("pre_logits.fc.weight") if "pre_logits.fc.weight" in stored else None
     return {"num_classes": head[0], "head_hidden": hidden and hidden[0]}
 
@@ -382,6 +440,16 @@ def _patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None
         else:
             result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
     return result
+
+
+def _in_order(tensors: dict[str, Tensor], config: ViTConfig, order: str) -> dict[str, Tensor]:
+    """Return the tensors with the rows of fused projections as the model counts them: `3hd`."""
+    sizes = {"3": 3, "h": config.heads, "d": config.inner_width // config.heads}
+    for name, tensor in tensors.items():
+        if order != "3hd" and ".attn.qkv." in name and len(tensor) == math.prod(sizes.values()):
+            rows = tensor.reshape(*(sizes[letter] for letter in order), *tensor.shape[1:])
+            tensors[name] = rows.movedim([order.index(letter) for letter in "3hd"], [0, 1, 2]).flatten(0, 2)
+    return tensors
 
 
 def _completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
@@ -439,14 +507,17 @@ def _image_size(grid: tuple[int, int], patch: int, preprocess: PreprocessConfig)
     return preprocess.size if (rows // patch, columns // patch) == grid else (grid[0] * patch, grid[1] * patch)
 
 
-def _assumed(config: ViTConfig, given: dict[str, Any], source: str) -> tuple[str, ...]:
+def _assumed(
+    config: ViTConfig, stated: Mapping[str, Any], habits: Mapping[str, Any], library: str, name: str
+) -> tuple[str, ...]:
     """Return what no tensor says and was not stated either, with whose code has it so."""
+    names = f"as {library} has it" if library else "as its names tell"
     pools = {"cls": "token", "mean": "avg", "mean_max": "avgmax", "attention": "map"}
     values = (config.heads, config.norm_order, config.activation, config.norm_eps, pools.get(config.pool, config.pool))
     return tuple(
-        f"{key}={value}, as {source} has it (VIT_ARCHITECTURE)"
+        f"{key}={value}, {names if key in habits else f'as {name} has it'} (VIT_ARCHITECTURE)"
         for key, value in zip(_UNSAID, values, strict=True)
-        if key not in given
+        if key not in stated
     )
 
 
@@ -455,7 +526,7 @@ def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[s
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     patch = shapes["patch_embed.proj.weight"]
-    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool"}
+    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool", "num_classes"}
     parts = {
         "ls1.gamma",
         "q_norm",
@@ -477,7 +548,7 @@ def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[s
             own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
             hidden = shapes["blocks.0.mlp.fc1.weight"][0]
             if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], depth, hidden):
-                return f"vit_{size}_patch{patch[3]}_224", {}
+                return f"vit_{size}_patch{patch[3]}_224", {key: asked[key] for key in asked if key == "num_classes"}
     return OWN, asked
 
 
@@ -495,16 +566,19 @@ def _question(
     missing = [*asked] or ([] if options.architecture else ["architecture"])
     if options.preprocess is None:
         missing.append("preprocessing")
-    if options.labels is None and files.labels is None:
+    needs_labels = "head.weight" in tensors and options.labels is None and files.labels is None
+    if needs_labels:
         missing.append("labels")
     command += ["--preprocess", options.preprocess or _preprocess(tensors)]
-    command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
+    command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
         command += [flag, value] if value else []
     hints = []
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    if "qkv_order" in asked:
+        hints.append("qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one")
     if options.preprocess is None:
         hints.append("MEAN and STD are those of its training, for pixels of 0...1")
     hint = f" ({'; '.join(hints)})" if hints else ""

@@ -87,8 +87,6 @@ def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -
         if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
             raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
         arguments[key] = value
-    if arguments["num_classes"] == 0:
-        raise CheckpointError(f"{where}: num_classes is 0: a backbone without a classification head")
     with validating(where):
         return TimmArguments.model_validate(arguments)
 
@@ -121,7 +119,7 @@ def _labels(
 
     timm's own ImageNet-1k checkpoints carry none; their tag says what they were trained on.
     """
-    if options.labels is not None:
+    if options.labels is not None or not classes:
         return options.labels_or(None, classes, where), ()
     names = config.get("label_names") or pretrained.get("label_names")
     tag = pretrained.get("tag")

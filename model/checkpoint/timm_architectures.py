@@ -37,7 +37,7 @@ class TimmArguments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     img_size: Annotated[Size, BeforeValidator(_pair)]
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
     global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "token"
@@ -70,6 +70,8 @@ class TimmArguments(BaseModel):
     patch_bias: bool | None = None
     patch_order: Literal["channels_first", "channels_last"] = "channels_first"
     """How a linear layer over patches counts the numbers of one."""
+    qkv_order: Literal["3hd", "3dh", "h3d", "hd3", "d3h", "dh3"] = "3hd"
+    """How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
     conv_stem: Annotated[str, Field(max_length=200)] | None = None

@@ -49,7 +49,7 @@ def fold(model: VisionTransformer) -> FoldedWeights:
     through = blocks[:-1] if model.config.pool == "cls" else blocks
     hops = [_projection(block) for block in reversed(through[-HOPS:])]
     joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, width)
-    rivals = min(RIVALS, model.config.num_classes - 1)
+    rivals = min(RIVALS, model.config.logits - 1)
     largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
     margin = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
     margin = margin / largest.clamp_min(torch.finfo(torch.float32).tiny)

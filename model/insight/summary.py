@@ -64,7 +64,9 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
         + (", …" if len(checkpoint.labels) > 3 else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
-        f"{' of scaled cosines' if config.normalized_head else ''}, temperature {checkpoint.temperature:g}",
+        f"{' of scaled cosines' if config.normalized_head else ''}, temperature {checkpoint.temperature:g}"
+        if config.num_classes
+        else "none: no classification head; /embed serves it",
         "parameters": f"{needs.parameters:,}",
         "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "
         f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,9 @@ class AttentionPool(nn.Module):
         return pooled + self.mlp(self.norm(pooled)), row
 
 
+_HEADS: Final = ("head.", "head_dist.")
+
+
 class VisionTransformer(nn.Module):
     """A Vision Transformer for classification.
 
@@ -144,8 +147,8 @@ class VisionTransformer(nn.Module):
             self.projection = nn.Linear(pooled, config.projection_width, bias=False)
             pooled = config.projection_width
         self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
-        self.head = nn.Linear(config.head_width or pooled, config.num_classes)
-        self.head_dist = nn.Linear(width, config.num_classes) if config.distillation_head else None
+        self.head = nn.Linear(config.head_width or pooled, config.logits)
+        self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX code do."""
@@ -294,6 +297,22 @@ def meta_model(config: ViTConfig) -> VisionTransformer:
     """Return the model without storage: the names and shapes of its tensors."""
     with torch.device("meta"):
         return VisionTransformer(config)
+
+
+def checkpoint_shapes(config: ViTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the model's tensors by its name; those of a head only where there are classes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    return {name: shape for name, shape in shapes.items() if config.num_classes or not name.startswith(_HEADS)}
+
+
+def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
+    """Return tensors for the heads of a model that has no classes, by name: every runtime computes a logit."""
+    shapes = {} if config.num_classes else meta_model(config).state_dict()
+    return {
+        name: torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape)
+        for name, tensor in shapes.items()
+        if name.startswith(_HEADS)
+    }
 
 
 def count_parameters(model: nn.Module) -> int:

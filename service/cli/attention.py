@@ -40,14 +40,14 @@ class FileMaps:
     """The maps of one file.
 
     Attributes:
-        label, score: of the best class.
+        label, score: of the best class; the score is None where the model has no classes.
         facts: what the maps are of.
         drawing: the maps beside each other, behind the picture if that is asked for.
         values: float32 [rows, columns], or [maps, rows, columns] for several classes.
     """
 
     label: str
-    score: float
+    score: float | None
     facts: str
     drawing: Image.Image | None
     values: NDArray[np.float32] | None
@@ -124,9 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
             _write(answer, target, numbers)
         if arguments.sheet is not None and answer.drawing is not None:
             sheet = sheet or ContactSheet(len(files), answer.drawing.size)
-            sheet.add(answer.drawing, file.name, f"{answer.score:.0%} {answer.label}")
+            sheet.add(answer.drawing, file.name, "" if answer.score is None else f"{answer.score:.0%} {answer.label}")
         facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
+        best = "no classes" if answer.score is None else f"{answer.label} ({answer.score:.1%})"
+        tqdm.write(f"{target or file}: {best}{facts}", file=sys.stdout)
 
     code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
@@ -149,7 +150,7 @@ def _through_server(
         options["class_"] = arguments.classes
 
     def ask(file: Path) -> FileMaps:
-        best = client.classify(file, top_k=1).predictions[0]
+        best = client.classify(file, top_k=1).predictions[0] if has_classes else None
         panels = []
         if drawn and arguments.side_by_side:
             # Without the colour bar, as no map is drawn.
@@ -159,10 +160,11 @@ def _through_server(
             panels.append(client.heat_map(file, **options, **look))
         values = client.attention_array(file, **options) if numbers else None
         drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
-        return FileMaps(best.label, best.score, facts, drawing, values)
+        label, score = ("", None) if best is None else (best.label, best.score)
+        return FileMaps(label, score, facts, drawing, values)
 
     with client_of(arguments) as client:
-        client.labels()  # one error for all files where there is no service
+        has_classes = bool(client.labels())  # one error for all files where there is no service
         yield from stream_answers(files, client, ask, concurrency=4)
 
 
@@ -195,7 +197,9 @@ def _in_process(
     def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
         maps = [each.map for each in outputs if each.map is not None]
         values = np.stack([each.values for each in maps])
-        label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
+        label, score = "", None
+        if info.labels:
+            label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
         drawing = draw(values, file, seen) if drawn else None
         return FileMaps(label, score, _facts(maps, info.labels), drawing, values if len(values) > 1 else values[0])
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.outputs import Outputs, RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs, require_classes
 from model.zero_shot import is_list, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
+    require_classes(info.config)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
+from model.outputs import require_classes
 from service.cli import explanations
 from service.cli.image_files import writing
 from service.cli.server_flags import add_api_key_flag, client_of
@@ -84,6 +85,7 @@ def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
     from model.evaluation.evaluate import measure, predict_uploads  # noqa: PLC0415
 
     predictor, info, _ = predictor_from(arguments)
+    require_classes(info.config)
     truth = pictures.truth(info.labels, info.name)
     score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
     evaluation = measure(score(len(pictures), pictures.upload), truth, info.labels)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from model.insight import figures
+from model.outputs import require_classes
 from service.cli.image_files import find_images, read_input, report_left_out, writing
 from service.cli.setting_flags import settings_from
 from service.engine.loading import checkpoint_from
@@ -87,6 +88,7 @@ def measure_maps(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     checkpoint = checkpoint_from(settings)
+    require_classes(checkpoint.config)
     model = checkpoint.build().to(device)
     normalise = Normalise(checkpoint.preprocess).to(device)
     seed, steps = arguments.seed or 0, arguments.steps or _STEPS

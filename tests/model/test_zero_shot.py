@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from model.config import ViTConfig
 from model.errors import InputError
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS, ZeroShot, labels_of_request, of_image, parse_labels
 
+CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))
 
 
@@ -53,14 +55,24 @@ def test_other_texts_are_refused(text: str, message: str) -> None:
 
 def test_templates_count_as_texts_and_what_does_not_apply_is_refused() -> None:
     many = ZeroShot(1.0, 0.0, False, tuple(f"{number} {{}}" for number in range(200)))
-    assert len(labels_of_request("a,b,c,d,e", many, None)) == 5
+    assert len(labels_of_request("a,b,c,d,e", many, CONFIG)) == 5
     with pytest.raises(InputError, match="there are 6, expected 1 to 5"):
-        labels_of_request("a,b,c,d,e,f", many, None)
+        labels_of_request("a,b,c,d,e,f", many, CONFIG)
     with pytest.raises(InputError, match="no text tower"):
-        labels_of_request("a", None, None)
+        labels_of_request("a", None, CONFIG)
     with pytest.raises(InputError, match="VIT_LABELS"):
-        labels_of_request("a", PLAIN, MapRequest("relevance"))
-    assert labels_of_request("a", PLAIN, MapRequest.row(0)) == ("a",)
+        labels_of_request("a", PLAIN, CONFIG, MapRequest("relevance"))
+    assert labels_of_request("a", PLAIN, CONFIG, MapRequest.row(0)) == ("a",)
+
+
+def test_without_labels_the_models_own_classes_are_meant_if_it_has_any() -> None:
+    headless = CONFIG.model_copy(update={"num_classes": 0})
+    assert labels_of_request(None, PLAIN, CONFIG) == labels_of_request(None, None, CONFIG) == ()
+    with pytest.raises(InputError, match="send labels=cat,dog, or start it with VIT_LABELS"):
+        labels_of_request(None, PLAIN, headless)
+    with pytest.raises(InputError, match="no classification head"):
+        labels_of_request(None, None, headless)
+    assert labels_of_request("a", PLAIN, headless) == ("a",)
 
 
 def test_a_label_stands_in_each_template_and_braces_of_a_label_mean_nothing() -> None:

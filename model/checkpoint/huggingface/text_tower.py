@@ -110,7 +110,8 @@ class TextEmbedder:
         with torch.device("meta"):
             self._tower = TextTower(self._config)
         stored = TensorSource(tensors, files.place, lambda name: name.endswith(".position_ids"))
-        taken = take_all(stored, self._tower.state_dict(), _names("text_projection" if causal else "text_model.head"))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tower.state_dict().items()}
+        taken = take_all(stored, shapes, _names("text_projection" if causal else "text_model.head"))
         stored.finish()
         for name, tensor in taken.items():
             if not torch.isfinite(tensor).all():

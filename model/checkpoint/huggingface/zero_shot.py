@@ -86,7 +86,7 @@ class Texts(NamedTuple):
     """What a whole checkpoint has beside the image's tower.
 
     Attributes:
-        tensors: of the image's tower, with a head that is the labels' features.
+        tensors: of the image's tower, with a head that is the labels' features if there are any.
     """
 
     tensors: dict[str, Tensor]
@@ -112,9 +112,10 @@ def read_texts(family: Whole, files: Files, options: CheckpointOptions) -> Texts
     independent = family is SIGLIP
     scales = [_scalar(tensors, name, files.place) for name in _SCALES[: 1 + independent]]
     zero_shot = ZeroShot(math.exp(scales[0]), scales[1] if independent else 0.0, independent, templates)
-    features = torch.from_numpy(zero_shot.label_features(tower(zero_shot.prompts(labels))))
-    tensors["classifier.weight"] = features * zero_shot.scale
-    tensors["classifier.bias"] = torch.full((len(labels),), zero_shot.bias)
+    if labels:
+        features = torch.from_numpy(zero_shot.label_features(tower(zero_shot.prompts(labels))))
+        tensors["classifier.weight"] = features * zero_shot.scale
+        tensors["classifier.bias"] = torch.full((len(labels),), zero_shot.bias)
     return Texts(tensors, labels, zero_shot, tower)
 
 
@@ -128,8 +129,9 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
+    """Return what VIT_LABELS says; without it a request brings its labels."""
     if labels is None:
-        raise CheckpointError("VIT_LABELS")
+        return ()
     if not is_list(labels):
         return read_labels(labels, None)
     try:

@@ -56,7 +56,7 @@ class Cuda(TorchBackend):
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
-        self._captured_k = min(_CAPTURED_TOP_K, self.config.num_classes)
+        self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
         self._uncompiled = _Compute(self.network, self._tail)
         self._compiled: _Compute | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]

@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ImageError
-from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import (
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+    embedding_width,
+    methods_of,
+    parse_embedding,
+    require_classes,
+)
 from model.zero_shot import labels_of_request
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
@@ -50,13 +58,14 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     ),
     "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices),
     "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
-    "logits": Output("FP32", lambda info: [info.config.num_classes], lambda outputs, _: outputs.logits),
+    "logits": Output("FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits),
     "attention": Output(
         "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
     ),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
+_OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
@@ -64,6 +73,12 @@ _MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
     "cls": lambda info: MapRequest.row(info.config.depth - 1),
     "relevance": lambda info: MapRequest("relevance"),
 }
+
+
+def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
+    """Return the outputs that a model has, by name: those of its classes only where it has any."""
+    has_classes = info.config.num_classes > 0 or info.zero_shot is not None
+    return {name: output for name, output in OUTPUTS.items() if has_classes or name not in _OF_CLASSES}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -129,27 +144,32 @@ class Selection:
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
+        text = header.parameters.get("labels")
+        available = outputs_of(info)
+        by_default = _BY_DEFAULT if info.config.num_classes or text is not None else ("embedding",)
+        outputs = header.outputs or [RequestedOutput(name) for name in by_default]
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
-            if output.name not in OUTPUTS:
-                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
+            if output.name not in available:
+                require_classes(info.config)
+                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
-        method = header.parameters.get("attention", "relevance")
-        if not isinstance(method, str) or method not in _MAPS:
-            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        methods = [method for method in methods_of(info.config) if method in _MAPS]
+        method = header.parameters.get("attention", methods[0])
+        if not isinstance(method, str) or method not in methods:
+            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods)}")
         map_request = _MAPS[method](info) if "attention" in names else None
-        text = header.parameters.get("labels")
-        labels = () if text is None else labels_of_request(text, info.zero_shot, map_request)
+        needs_labels = text is not None or names & _OF_CLASSES
+        labels = labels_of_request(text, info.zero_shot, info.config, map_request) if needs_labels else ()
         if labels and header.parameters.get("pool", "head") != "head":
             raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
-        classes = len(labels or info.labels)
+        classes = len(labels) or info.config.num_classes
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, max(classes, 1)))
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -235,7 +255,7 @@ async def _compute(
 
     results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
-    for result in results:
+    for result in results if pipeline.model().config.num_classes else ():
         pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
     return results
 

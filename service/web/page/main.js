@@ -40,9 +40,10 @@ async function start() {
   byId("unready").hidden = byId("key-form").hidden = true;
   const { model } = service;
   byId("model").textContent = `${model.name} on ${model.device}, ${model.dtype}, input ${model.input_size[0]}×${model.input_size[1]}, ${model.classes} classes`;
-  const allowed = TOP_K.filter((count) => count < model.classes).concat(model.classes <= 50 ? model.classes : []);
-  fill(byId("top-k"), allowed.map((count) => [count, count === model.classes ? `all ${count}` : count]));
-  byId("top-k").value = Math.min(5, model.classes);
+  const classes = model.classes || 1;
+  const allowed = TOP_K.filter((count) => count < classes).concat(classes <= 50 ? classes : []);
+  fill(byId("top-k"), allowed.map((count) => [count, count === classes ? `all ${count}` : count]));
+  byId("top-k").value = Math.min(5, classes);
   setOptions();
   panels = [];
   setPanels();

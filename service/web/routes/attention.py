@@ -165,7 +165,8 @@ async def _answer(
     assert len(maps) == len(map_requests), "the engine answers each request for a map"
     if image_id is None:
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
+        if pipeline.model().config.num_classes:
+            pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
         image_id = await pipeline.pictures.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}

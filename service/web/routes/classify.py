@@ -86,11 +86,12 @@ class _Classifier:
         if query.attention:
             row = MapRequest.row(self._info.config.depth - 1)
             map_request = MapRequest("relevance") if query.attention == "relevance" else row
-        labels = () if query.labels is None else labels_of_request(query.labels, self._info.zero_shot, map_request)
+        labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config, map_request)
         self._labels = labels or self._info.labels
-        classes = len(self._labels)
+        classes = len(labels) or self._info.config.num_classes
         if query.top_k is not None and query.top_k > classes:
-            raise InvalidParameter(f"top_k {query.top_k}: there are {classes} classes")
+            compared = f"there are {classes} labels" if labels else f"the model has {classes} classes"
+            raise InvalidParameter(f"top_k {query.top_k}: {compared}")
         embedding = EmbeddingRequest() if query.embedding else None
         top_k = query.top_k or min(DEFAULT_TOP_K, classes)
         self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels)

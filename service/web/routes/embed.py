@@ -66,7 +66,7 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
 @router.post(
     "/embed",
     response_class=Response,
-    openapi_extra=ONE_PICTURE,
+    openapi_extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
     responses=_answers(Embedding | TextEmbeddings) | problems(400, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:

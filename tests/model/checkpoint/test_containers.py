@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
+from tests.model.checkpoint.folders import FOLDERS
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file
 from tests.model.checkpoint.test_wild import PLAIN, load, made
 
@@ -85,6 +86,48 @@ def test_a_folder_of_a_backbone_and_its_head(tmp_path: Path) -> None:
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
     options = {"architecture": PLAIN, "labels": "numbers", "preprocess": preprocess_file(tmp_path, 16, 16)}
     assert_same_logits(load_checkpoint(str(tmp_path), **options), model, "backbone + head")  # type: ignore[arg-type]
+
+
+def test_a_head_beside_a_model_that_has_one_is_not_chosen_silently(tmp_path: Path) -> None:
+    state = dict(made().state_dict())
+    torch.save(state, tmp_path / "backbone.pth")
+    torch.save(nn.Linear(48, 5).state_dict(), tmp_path / "head.pth")
+    with pytest.raises(
+        CheckpointError, match=r"has a head of its own, 'head\.weight', and head\.pth beside it holds an"
+    ):
+        load_checkpoint(str(tmp_path), architecture=PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("pack", "fitting", "others"),
+    [
+        (lambda s: s, ["raw"], ["ema", "student", "teacher", "state_dict"]),
+        (lambda s: {"state_dict": s}, ["raw"], ["ema", "teacher"]),
+        (lambda s: {"model_ema": s}, ["ema", "model_ema"], ["raw", "model"]),
+        (lambda s: {"state_dict": {f"teacher.backbone.{n}": t for n, t in s.items()}}, ["teacher"], ["student", "ema"]),
+        (lambda s: {f"ema_model.{n}": t for n, t in s.items()} | {"loss.w": torch.ones(2)}, ["ema"], ["raw"]),
+    ],
+)
+def test_the_only_copy_is_read_only_as_what_it_is(
+    pack: Callable[[State], Any], fitting: list[str], others: list[str], tmp_path: Path
+) -> None:
+    model = made()
+    held = pack(dict(model.state_dict()))
+    for weights in fitting:
+        assert_same_logits(load(held, tmp_path, PLAIN, weights=weights), model, weights)
+    for weights in others:
+        with pytest.raises(
+            CheckpointError, match=f"holds one copy of a network.*, and none that is called '{weights}'"
+        ):
+            load(held, tmp_path, PLAIN, weights=weights)
+
+
+@pytest.mark.parametrize(("option", "message"), [("weights", "one copy of a network is read"), ("keys", "VIT_KEYS is")])
+def test_options_of_state_dicts_are_refused_beside_a_config(option: str, message: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: "ema"}
+    for kind, folder in FOLDERS.items():
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(str(folder(tmp_path / kind)), **options)
 
 
 def test_an_archive_of_torchserve_is_read_without_its_code(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from model.checkpoint import Checkpoint, load_checkpoint
 from model.network.vit import embedding_name
 from model.outputs import POOLINGS, Pooling, embedding_width
 from tests.model.checkpoint import test_huggingface, test_timm
+from tests.model.checkpoint.folders import edit, edit_tensors, timm_folder
 from tests.model.checkpoint.parity import pictures, relative_error
 
 EXACT = 1e-5
@@ -90,3 +91,20 @@ def test_tokens_are_those_of_transformers(case: str, part: str, tmp_path: Path) 
     if part.startswith("dino"):  # ViT's own pooler has a layer that no classifier reads
         assert relative_error(found["cls"], output.pooler_output) < EXACT
         assert relative_error(found["head"], torch.cat((found["cls"], found["mean"]), dim=1)) < EXACT
+    # The library's class without a head, whose own output is the CLS token's.
+    getattr(model, part).save_pretrained(tmp_path)
+    backbone = load_checkpoint(str(tmp_path))
+    assert (backbone.labels, backbone.architecture) == ((), type(getattr(model, part)).__name__)
+    for pool, values in embeddings_of(backbone, pixels).items():
+        assert relative_error(values, found["cls" if pool == "head" else pool]) < EXACT
+
+
+def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    headed, pixels = load_checkpoint(str(folder)), torch.randn(2, 3, 16, 16)
+    edit(folder / "config.json", lambda config: config.update(num_classes=0))
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("head.")])
+    headless = load_checkpoint(str(folder))
+    assert headless.labels == ()
+    ours, expected = (checkpoint.build()(pixels).embeddings["head"] for checkpoint in (headless, headed))
+    assert torch.equal(ours, expected)

@@ -62,7 +62,10 @@ def test_a_draft_of_names_that_say_enough_is_finished(tmp_path: Path) -> None:
     keys = tmp_path / "map.toml"
     keys.write_text(draft(state))
     assert "?" not in keys.read_text()
-    assert_same_logits(load(state, tmp_path, PLAIN, keys=str(keys)), model, "a draft as it is")
+    with pytest.raises(CheckpointError, match="no file says its qkv_order: "):
+        load(state, tmp_path, PLAIN, keys=str(keys))
+    checkpoint = load(state, tmp_path, f"{PLAIN},qkv_order=3hd", keys=str(keys))
+    assert_same_logits(checkpoint, model, "a draft as it is")
 
 
 TENSORS: dict[str, Tensor] = {

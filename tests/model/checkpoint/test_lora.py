@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
+from model.checkpoint.files import Folder
 from model.errors import CheckpointError
 from tests.model.checkpoint.folders import edit, native_folder
 from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
@@ -44,9 +45,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
     "convolution": {"target_modules": ["projection", "q_proj"]},
     "biases": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"},
+    "said to be transposed": {"target_modules": ["q_proj"], "fan_in_fan_out": True},  # of linear layers it is not
 }
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> None:
     library = peft()
@@ -56,7 +59,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     randomise(adapted, seed=5)  # the base that was saved stays as it is
     adapted = library.PeftModel.from_pretrained(
         transformers().ViTForImageClassification.from_pretrained(tmp_path / "base").eval(),
-        _saved(adapted, tmp_path / "adapter", str(tmp_path / "base")),
+        _saved(adapted, tmp_path / "adapter", str(tmp_path / "base"), KINDS[kind].get("fan_in_fan_out", False)),
     )
     merged = adapted.merge_and_unload().eval()
     checkpoint = load_checkpoint(str(tmp_path / "adapter"))
@@ -67,9 +70,10 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}",)
 
 
-def _saved(adapted: Any, folder: Path, base: str) -> Path:
+def _saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -> Path:
     adapted.save_pretrained(folder)
-    edit(folder / "adapter_config.json", lambda config: config.update(base_model_name_or_path=base))
+    fields = {"base_model_name_or_path": base, "fan_in_fan_out": fan_in_fan_out}
+    edit(folder / "adapter_config.json", lambda config: config.update(fields))
     return folder
 
 
@@ -162,6 +166,42 @@ def test_an_adapter_that_does_not_fit_is_refused(
     )
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "base", tmp_path / "base")
+    with pytest.raises(
+        CheckpointError, match=r"no file says whether they are merged: --base \S+/base \(VIT_BASE\) reads"
+    ):
+        load_checkpoint(str(tmp_path / "base"))
+    native_folder(tmp_path / "other")
+    checkpoint = load_checkpoint(str(tmp_path / "base"), base=str(tmp_path / "other"))
+    assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'base'} is merged into {tmp_path / 'other'}",)
+
+
+def test_an_adapter_of_the_hub_names_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_folder(tmp_path / "base")
+    adapter = tmp_path / "models--someone--adapter" / "snapshots" / ("0" * 40)
+    adapter.mkdir(parents=True)
+    plain_adapter(adapter, tmp_path / "base")
+    with pytest.raises(
+        CheckpointError, match=r"comes from the hub and names '.*base' as its base, .*: set VIT_BASE to"
+    ):
+        load_checkpoint(str(adapter))
+    load_checkpoint(str(adapter), base=str(tmp_path / "base"))
+    plain_adapter(adapter, tmp_path / "base", base_model_name_or_path="owner/name")
+    (tmp_path / "owner").mkdir()
+    native_folder(tmp_path / "owner/name")  # what is called as a repository is not looked for here
+    monkeypatch.chdir(tmp_path)
+
+    class Nowhere(Folder):
+        def __init__(self, source: str) -> None:
+            super().__init__(tmp_path / "nothing", source)
+
+    monkeypatch.setattr("model.checkpoint.Repository", Nowhere)
+    with pytest.raises(CheckpointError, match="nothing: has no config"):
+        load_checkpoint(str(adapter))
 
 
 def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:

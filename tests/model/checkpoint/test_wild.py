@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
 from tests.model.checkpoint.home_made import HomeMade
-from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.model.checkpoint.parity import (
+    TOLERANCE,
+    assert_same_logits,
+    pictures,
+    preprocess_file,
+    randomise,
+    relative_error,
+)
 from tests.timm_reference import timm, transformers
 
 
@@ -127,10 +134,22 @@ def test_a_head_behind_dropout_and_positions_without_the_prefix(tmp_path: Path) 
     assert_same_logits(load(model.state_dict(), tmp_path, PLAIN), model, "dropout and linear")
 
 
-def test_a_backbone_without_a_head_says_so(tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")}
-    with pytest.raises(CheckpointError, match="it has no classification head: train one, or give the file that has it"):
-        load(state, tmp_path, PLAIN)
+@pytest.mark.parametrize(
+    "given", [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"]
+)
+def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_path: Path) -> None:
+    model = made(hidden=192)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    with pytest.raises(CheckpointError, match=r"no file says its num_classes: .*,num_classes=0 --preprocess \S+$"):
+        load(state, tmp_path, given, labels=None)
+    checkpoint = load(state, tmp_path, f"{given},num_classes=0", labels=None)
+    assert checkpoint.labels == ()
+    pixels = pictures(checkpoint)
+    model.head = nn.Identity()
+    with torch.inference_mode():
+        assert relative_error(checkpoint.build()(pixels).embeddings["head"], model(pixels)) < TOLERANCE
+    with pytest.raises(CheckpointError, match="tell num_classes=5, but VIT_ARCHITECTURE says num_classes=0"):
+        load(made().state_dict(), tmp_path, f"{given},num_classes=0")
 
 
 def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_path: Path) -> None:

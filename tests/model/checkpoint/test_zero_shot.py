@@ -140,6 +140,22 @@ def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_pa
         assert compared.indices.tolist() == outputs.indices.tolist()
 
 
+def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: Path) -> None:
+    checkpoint, labelled = load_checkpoint(str(whole)), load_checkpoint(str(whole), labels=CSV)
+    assert (checkpoint.labels, checkpoint.config.num_classes) == ((), 0)
+    images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1}
+    requested = RequestedOutputs(1, embedding=EmbeddingRequest())
+    bare, full = (Predictor(each, **options) for each in (checkpoint, labelled))
+    assert checkpoint.zero_shot is not None
+    features = checkpoint.zero_shot.label_features(bare.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
+    pairs = zip(bare.predict(images, requested), full.predict(images, RequestedOutputs(4)), strict=True)
+    for outputs, expected in pairs:
+        compared = checkpoint.zero_shot.compare(outputs, features, RequestedOutputs(4, labels=LABELS))
+        np.testing.assert_allclose(compared.scores, expected.scores, atol=1e-5)
+        assert compared.indices.tolist() == expected.indices.tolist()
+
+
 def test_one_label_of_clip_has_the_score_1_as_in_the_pipeline(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), labels='["cat"]')

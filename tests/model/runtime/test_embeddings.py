@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import InputError
+from model.errors import CheckpointError, InputError
 from model.network.vit import VisionTransformer, embedding_name
 from model.outputs import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
 from model.runtime.backend import Images
@@ -105,6 +105,31 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: 
                 continue
             row = expected[request.pool][place]
             assert close(outputs.embedding, row / np.linalg.norm(row) if request.normalize else row, backend)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["cls", "distilled"])
+def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, backend: str) -> None:
+    headed, images = checkpoint_of(kind), make_images(3)
+    config = headed.config.model_copy(update={"num_classes": 0})
+    tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")}
+    headless = make_checkpoint(config=config, tensors=tensors, labels=())
+    requested = RequestedOutputs(1, MapRequest.row(1), embedding=EmbeddingRequest())
+    rollout = RequestedOutputs(1, MapRequest.of_rollout())
+    one, other = (predictor_of(backend, checkpoint) for checkpoint in (headed, headless))
+    for ours, expected in zip(other.predict(images, requested), one.predict(images, requested), strict=True):
+        assert expected.embedding is not None
+        assert close(ours.embedding, expected.embedding, backend)
+        assert ours.map is not None
+        assert expected.map is not None
+        np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
+    for ours, expected in zip(other.predict(images, rollout), one.predict(images, rollout), strict=True):
+        assert ours.map is not None
+        assert expected.map is not None
+        np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"unexpected key 'head\.bias'"):
+        make_checkpoint(config=config, tensors=headed.tensors, labels=()).build()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

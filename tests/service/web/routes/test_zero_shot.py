@@ -83,7 +83,7 @@ async def test_a_batch_is_compared_with_the_same_labels() -> None:
         ({"labels": ""}, "labels: there are 0, expected 1 to 500"),
         ({"labels": "a" * 257}, "expected 1 to 256 characters"),
         ({"labels": ",".join("a" * 501)}, "labels: there are 501, expected 1 to 500"),
-        ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 classes"),
+        ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 labels"),
         ({"labels": "a,b", "attention": "relevance"}, "set at the start (VIT_LABELS)"),
     ],
 )
