@@ -86,9 +86,12 @@ class _Classifier:
         if query.attention:
             row = MapRequest.row(self._info.config.depth - 1)
             map_request = MapRequest("relevance") if query.attention == "relevance" else row
-        labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config, map_request)
+        labels: tuple[str, ...] = ()
+        classes = self._info.config.num_classes
+        if query.labels is not None or not classes:
+            labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config, map_request)
+            classes = len(labels)
         self._labels = labels or self._info.labels
-        classes = len(labels) or self._info.config.num_classes
         if query.top_k is not None and query.top_k > classes:
             compared = f"there are {classes} labels" if labels else f"the model has {classes} classes"
             raise InvalidParameter(f"top_k {query.top_k}: {compared}")
