@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.outputs import Outputs, RequestedOutputs, require_classes
-from model.zero_shot import is_list, parse_labels
+from model.outputs import Outputs, RequestedOutputs
+from model.zero_shot import is_list, labels_of_request, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
-    require_classes(info.config)
+    labels_of_request(None, info.zero_shot, info.config)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
