@@ -16,14 +16,15 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
+from model.checkpoint import huggingface, jax_npz, native, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
-from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
+from model.checkpoint.state_dicts import state_dict
+from model.checkpoint.state_dicts.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.config import Size
 from model.errors import CheckpointError
 
@@ -139,7 +140,8 @@ def _open(source: str, weights: str | None) -> Files:
 def _base(adapter: Files, base: str | None, weights: str | None) -> Files:
     """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
     named = adapter_base(adapter, base)
-    if base is not None or not (isinstance(adapter, Repository) or "/models--" in adapter.place):
+    of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
+    if base is not None or not of_hub:
         return _open(named, weights)
     if not is_hub_id(named):
         raise CheckpointError(

@@ -42,7 +42,11 @@ def chosen_state_dict(value: Any, weights: str | None, where: str) -> tuple[dict
     """
     candidates = {path: found for path, found in _state_dicts(value) if _has_weights(found)}
     if not candidates:
-        raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
+        keys = f" with the keys {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, Mapping) and value else ""
+        raise CheckpointError(
+            f"{where}: holds a {type(value).__name__}{keys}, expected a state dict of tensors, as "
+            "torch.save(model.state_dict(), FILE) writes it"
+        )
     parts = _one_of(candidates, weights, where)
     tensors: dict[str, Tensor] = {}
     aside = [key for key in value if not any(f"{path}.".startswith((".", f"{key}.")) for path in candidates)]

@@ -154,8 +154,12 @@ class Predictor:
         """Return how often the model in float8 gives bfloat16's best class.
 
         Raises:
-            DeviceError: too seldom, or the model does not run.
+            DeviceError: too seldom, or the model does not run, or has no classes.
         """
+        if not self.checkpoint.config.num_classes:
+            raise DeviceError(
+                "dtype 'float8': it is checked by the best class, and the model has none: choose bfloat16"
+            )
         images = calibration_images(self.checkpoint.preprocess)
         with self._device_errors(), torch.inference_mode():
             share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))

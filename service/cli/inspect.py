@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_draft(settings: Settings, path: Path) -> int:
     """Write a first draft of a map of the names of a state dict."""
-    from model.checkpoint import key_map, stored_tensors  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint import stored_tensors  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.state_dicts import key_map  # noqa: PLC0415
 
     text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
     try:

@@ -250,8 +250,8 @@ class _EngineConnection(FrameProtocol):
             raise EngineUnavailable(_CONNECTION_LOST)
         if not self._free:  # all in use, or cancelled a moment ago and not given back yet
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
+        self._slots[self._free[-1]][...] = request.pixels  # taken only after the copy, which may be refused
         slot = self._free.pop()
-        self._slots[slot][...] = request.pixels
         result: InferenceResult = await self._outcome(
             lambda id_: protocol.Submit(id_, slot, timeout, request.requested, request.traceparent), slot
         )

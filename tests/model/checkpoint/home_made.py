@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from tests.model.checkpoint.parity import preprocess_file, randomise
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 
@@ -111,3 +115,25 @@ class HomeMade(nn.Module):
         x = self.norm(x)
         y: Tensor = self.head(x[:, 0] if self.pool == "token" else x[:, 1:].mean(dim=1))
         return y
+
+
+PLAIN = "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"
+"""The truth about `made()`, as its maker would state it."""
+
+
+def made(**options: Any) -> HomeMade:
+    model = HomeMade(**options).eval()
+    randomise(model)
+    return model
+
+
+def load(
+    state: Any, folder: Path, architecture: str | None = None, name: str = "weights.pth", **options: Any
+) -> Checkpoint:
+    """Save what `torch.save` takes, and read it as a model of 16 px and five classes."""
+    file = folder / name
+    torch.save(state, file)
+    if "preprocess" not in options:
+        options["preprocess"] = preprocess_file(folder, 16, 16)
+    options.setdefault("labels", "numbers")
+    return load_checkpoint(str(file), architecture=architecture, **options)

@@ -108,3 +108,13 @@ def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
     assert headless.labels == ()
     ours, expected = (checkpoint.build()(pixels).embeddings["head"] for checkpoint in (headless, headed))
     assert torch.equal(ours, expected)
+
+
+def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Path) -> None:
+    model = test_huggingface.make("beit", tmp_path)
+    model.beit.save_pretrained(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        expected = model.beit(pixels).pooler_output
+    assert relative_error(embeddings_of(checkpoint, pixels)["head"], expected) < EXACT

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from model.errors import CheckpointError
+from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import assert_same_logits, randomise
-from tests.model.checkpoint.test_wild import PLAIN, load, made
 from tests.timm_reference import declare_torchvision_operators
 
 State = dict[str, Tensor]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint.key_map import draft, mapped
+from model.checkpoint.state_dicts.key_map import draft, mapped
 from model.errors import CheckpointError
+from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import assert_same_logits
 from tests.model.checkpoint.test_home_made_names import apart, renamed
-from tests.model.checkpoint.test_wild import PLAIN, load, made
 
 RULES = (
     (r"blocks\.(\d)\.norm1", r"layers.\1.a"),

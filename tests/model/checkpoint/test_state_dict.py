@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.state_dict import parse_architecture
+from model.checkpoint.state_dicts.state_dict import parse_architecture
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm

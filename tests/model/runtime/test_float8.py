@@ -166,7 +166,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Predictor]:
 
     def make(**options: object) -> Predictor:
         given = {"device": "cpu", "backend": "torch", "dtype": "float8", "max_batch": 4, "ops": StandInOps()}
-        return Predictor(make_checkpoint(), **(given | options))  # type: ignore[arg-type]
+        return Predictor(**({"checkpoint": make_checkpoint()} | given | options))  # type: ignore[arg-type]
 
     return make
 
@@ -194,6 +194,14 @@ def test_graphs_of_float8_answer_as_bfloat16_within_its_precision(
             if mine is not None and other is not None:
                 np.testing.assert_allclose(mine.values, other.values, atol=0.02)
     assert ops.replays > replays
+
+
+def test_a_model_without_classes_has_no_agreement(predictor: Callable[..., Predictor]) -> None:
+    headed = make_checkpoint()
+    config = headed.config.model_copy(update={"num_classes": 0})
+    tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head.")}
+    with pytest.raises(DeviceError, match="it is checked by the best class, and the model has none: choose bfloat16"):
+        predictor(checkpoint=make_checkpoint(config=config, tensors=tensors, labels=()))
 
 
 def test_a_model_that_agrees_too_seldom_is_refused(

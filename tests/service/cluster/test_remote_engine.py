@@ -323,6 +323,17 @@ async def test_a_cancelled_images_slot_is_used_again_only_after_the_engine_has_l
 
 
 @on_a_loop
+async def test_pixels_that_do_not_fit_into_a_slot_cost_no_slot() -> None:
+    async with service(slots=1) as running:
+        await running.start_engine()
+        worker = await running.ready_worker()
+        with pytest.raises(ValueError, match="broadcast"):
+            wrong = InferenceRequest(pixels(1)[:2, :3], RequestedOutputs(3))
+            await worker.infer(wrong, timeout=PATIENCE)
+        assert (await ask(worker, 5)).outputs.indices.tolist() == expected_indices(5, 3)
+
+
+@on_a_loop
 async def test_an_image_cancelled_before_the_engine_has_seen_it_gives_its_slot_back() -> None:
     async with service(slots=1) as running:
         await running.start_engine()

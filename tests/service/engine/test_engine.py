@@ -155,6 +155,26 @@ async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running
     assert rig.predictor.launched == []
 
 
+@on_a_loop
+async def test_deadlines_that_lie_close_together_share_one_look_at_all_that_wait() -> None:
+    async with running_by(Clock()) as rig:
+        first = await rig.keep_busy(0)
+        engine = rig.engine
+        assert isinstance(engine, LocalEngine)
+        tasks = [rig.ask_soon(red, timeout=3600 + red / 10_000) for red in range(1, 10)]
+        await rig.until_queued(9)
+        looks = 0
+        while engine.status.queue_depth:
+            looks += 1
+            engine._expire()  # as the loop would call it, at the moment that was set
+        assert looks <= 4
+        for task in tasks:
+            with pytest.raises(DeadlineExceeded):
+                await task
+        rig.predictor.gate.set()
+        await first
+
+
 def test_a_moment_that_is_past_when_the_timer_is_set_is_no_trouble_for_the_loop_that_serves(running: Running) -> None:
     # uvloop, unlike asyncio, gives no timer for it but a plain handle.
     async def expire() -> None:

@@ -15,21 +15,26 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.home_made import Recognised, recognise
-from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
+from model.checkpoint.state_dicts.home_made import Recognised, recognise
+from model.checkpoint.state_dicts.key_map import mapped
+from model.checkpoint.state_dicts.layout import (
+    completed,
+    in_order,
+    names_a_fused_projection,
+    with_patches,
+    with_registers,
+)
+from model.checkpoint.state_dicts.torchvision import MODELS, published_preset
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import TimmArguments, architecture_arguments, architectures, native_names
-from model.checkpoint.torchvision import MODELS, published_preset
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import meta_model
 
 FORMAT: Final = "state_dict"
 
@@ -80,9 +85,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     where = files.place
     stored = files.tensors()
     tensors = renamed(mapped(stored, options.keys), _RENAMES)
-    fused_by_map = _names_a_fused_projection(stored, tensors)
+    fused_by_map = names_a_fused_projection(stored, tensors)
     if "register_tokens" in tensors:
-        tensors = _with_registers(tensors, where)
+        tensors = with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
     has_pooler = any("pooler.dense." in key for key in tensors)
@@ -123,9 +128,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         raise _question(files, options, name, given, asked, tensors)
     assert config is not None
     labels = None if files.labels is None or not has_head else indexed_labels(files.labels, config.num_classes, where)
-    shaped = _in_order(_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
+    shaped = in_order(with_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
     if name == OWN:
-        shaped = _completed(shaped, config)
+        shaped = completed(shaped, config)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -222,30 +227,6 @@ def _check_agreement(told: Mapping[str, Any], given: Mapping[str, Any], name: st
         said = given.get(key, own.get(key, value))
         if said != value:
             raise CheckpointError(f"{where}: its tensors tell {key}={value}, but VIT_ARCHITECTURE says {key}={said}")
-
-
-def _names_a_fused_projection(stored: Mapping[str, Tensor], mapped_: Mapping[str, Tensor]) -> bool:
-    """Return whether a map names a tensor of queries, keys and values as timm does, which tells no order of rows."""
-    places = {tensor.data_ptr() for name, tensor in stored.items() if name not in mapped_}
-    return any(name not in stored and ".qkv." in name and t.data_ptr() in places for name, t in mapped_.items())
-
-
-def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return the tensors of a DINOv2 model with registers as timm has them.
-
-    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its token here.
-    """
-    names = ("register_tokens", "cls_token", "pos_embed")
-    stored = TensorSource({name: tensors[name] for name in names if name in tensors}, where)
-    registers, cls, position = (stored.shape(name) for name in names)
-    if len(registers) != 3 or len(cls) != 3 or len(position) != 3 or position[1] < 2:
-        raise CheckpointError(f"{where}: pos_embed has shape {list(position)}: expected [1, tokens, width]")
-    table = stored.take("pos_embed", 1, position[1], cls[2])
-    return {name: tensor for name, tensor in tensors.items() if name not in names} | {
-        "reg_token": stored.take("register_tokens", 1, registers[1], cls[2]),
-        "cls_token": stored.take("cls_token", 1, 1, cls[2]) + table[:, :1],
-        "pos_embed": table[:, 1:],
-    }
 
 
 def _timms(
@@ -424,45 +405,6 @@ def _flat(inputs: int, where: str) -> tuple[int, int]:
     raise CheckpointError(f"{where}: patches of {inputs} numbers are no square ones of 1 or 3 channels")
 
 
-def _patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None) -> dict[str, Tensor]:
-    """Return the tensors with the embedding of patches as the model counts a patch's numbers: channels first."""
-    result = dict(tensors)
-    channels, edge = config.in_channels, config.patch_size
-    for name in ("patch_embed.proj.weight", "patch_embed.norm_in.weight", "patch_embed.norm_in.bias"):
-        flat = result.get(name)
-        if flat is None or flat.ndim == 4 or config.stem is not None or flat.shape[-1] != channels * edge**2:
-            continue
-        if order == "channels_last":
-            flat = flat.reshape(-1, edge, edge, channels).permute(0, 3, 1, 2)
-        flat = flat.reshape(-1, channels, edge, edge)
-        if "norm_in" in name:
-            result[name] = flat.flatten()
-        else:
-            result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
-    return result
-
-
-def _in_order(tensors: dict[str, Tensor], config: ViTConfig, order: str) -> dict[str, Tensor]:
-    """Return the tensors with the rows of fused projections as the model counts them: `3hd`."""
-    sizes = {"3": 3, "h": config.heads, "d": config.inner_width // config.heads}
-    for name, tensor in tensors.items():
-        if order != "3hd" and ".attn.qkv." in name and len(tensor) == math.prod(sizes.values()):
-            rows = tensor.reshape(*(sizes[letter] for letter in order), *tensor.shape[1:])
-            tensors[name] = rows.movedim([order.index(letter) for letter in "3hd"], [0, 1, 2]).flatten(0, 2)
-    return tensors
-
-
-def _completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Return the tensors with those that are stated not to be in the file, and the last norm where it is stated."""
-    if config.position_embedding == "sincos2d":
-        tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
-    if config.projection_bias and not any(name.endswith(".attn.proj.bias") for name in tensors):
-        tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
-    if config.norm_after_pool and "fc_norm.weight" not in tensors:
-        return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
 def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
     patch = probe.patch_size
     if probe.stem is not None:
@@ -577,6 +519,11 @@ def _question(
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    if "num_classes" in asked:
+        hints.append(
+            "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its folder "
+            "is read with it"
+        )
     if "qkv_order" in asked:
         hints.append("qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one")
     if options.preprocess is None:
