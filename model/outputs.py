@@ -111,6 +111,8 @@ def parse_maps(
     methods = methods_of(config)
     implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
+    if name in CLASS_SPECIFIC:
+        require_classes(config)
     if name not in methods:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
     strangers = [

@@ -55,9 +55,14 @@ async def test_embeddings_and_maps_of_the_attention_are_given() -> None:
     assert "class" not in response.json
     assert (await service.classify(png(9), "method=rollout&format=npy", "/attention")).status == 200
     assert (await service.classify(png(9), "", "/attention")).headers["content-type"] == "image/png"
-    for query in ("method=relevance", "class=0", "method=gae"):
+    for query, detail in (
+        ("method=relevance", REFUSAL),
+        ("method=gae&class=0", REFUSAL),
+        ("class=0", "class does not apply to method 'cls'"),
+    ):
         refused = await service.classify(png(9), query, "/attention")
         assert (refused.status, refused.json["code"]) == (422, "invalid_parameter")
+        assert refused.json["detail"].startswith(detail)
     assert service.metric("vit_top1_score_count") == 0
 
 
