@@ -252,6 +252,10 @@ class ViTConfig(NetworkConfig):
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    projection_width: Annotated[int, Field(ge=1, le=16384)] | None = None
+    """What is pooled is projected to this width, without a bias (CLIP); the head reads that."""
+    normalized_head: bool = False
+    """The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP)."""
     head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
     """Hidden dimension of a head of two layers; None is one layer."""
     head_activation: Activation = "tanh"
@@ -314,6 +318,8 @@ class ViTConfig(NetworkConfig):
             raise ValueError("head_width needs num_classes")
         if self.distillation_head and self.head_width is not None:
             raise ValueError("distillation_head needs a head of one layer")
+        if (self.projection_width or self.normalized_head) and (self.distillation_head or self.head_width is not None):
+            raise ValueError("projection_width and normalized_head need a head of one layer, and only one head")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
         if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):

@@ -275,9 +275,10 @@ def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: obj
 
 
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
-    """Return how many values an embedding has: those of a token, or of two where the head reads two."""
-    reads_two = isinstance(config, ViTConfig) and config.pool == "cls_mean"
-    return 2 * config.width if pool == "head" and reads_two else config.width
+    """Return how many values an embedding has: those of a token, of two where the head reads two, or a projection's."""
+    if pool != "head" or not isinstance(config, ViTConfig):
+        return config.width
+    return config.projection_width or (2 * config.width if config.pool == "cls_mean" else config.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +316,15 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
+        labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
+            scores from the embedding, so that none of them reaches an engine.
     """
 
     top_k: int
     map: MapRequest | None = None
     logits: bool = False
     embedding: EmbeddingRequest | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def needs_pass(self) -> bool:

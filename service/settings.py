@@ -191,7 +191,16 @@ class Settings(BaseSettings):
     preprocess: Name | None = Field(
         None, description="JSON file or preset's name, for formats that carry no preprocessing"
     )
-    labels: Name | None = Field(None, description="file or preset's name, for formats that carry no labels")
+    labels: Name | None = Field(
+        None,
+        description="file or preset's name, for formats that carry no labels; with a text tower also names, "
+        'comma-separated: `cat,dog,"a red car"`',
+    )
+    templates: Name | None = Field(
+        None,
+        description="text with `{}` for the label, or a file with one a line, for checkpoints with a text tower. "
+        "Default: `This is a photo of {}.`",
+    )
     architecture: Name | None = Field(
         None,
         description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "

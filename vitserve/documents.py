@@ -130,6 +130,14 @@ class Embedding(BaseModel):
     embedding: Annotated[list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")]
 
 
+class TextEmbeddings(BaseModel):
+    """The answer of POST /embed to texts, in their order."""
+
+    model: str
+    texts: list[str]
+    embeddings: Annotated[list[list[float] | str], Field(description="float32; `base64`: their bytes, little-endian")]
+
+
 class BatchEmbedding(BaseModel):
     """The answer of POST /embed/batch, in the order of the files."""
 
@@ -192,6 +200,9 @@ class ModelDescription(BaseModel):
         str | None, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
     ] = None
     attention_methods: list[str]
+    templates: Annotated[
+        list[str] | None, Field(description="texts in which `{}` is a label; null: `labels` does not apply")
+    ] = None
     assumed: Annotated[
         list[str],
         Field(description="what the checkpoint does not say and was chosen, each with the setting that says it"),

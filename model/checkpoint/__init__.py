@@ -70,6 +70,7 @@ def load_checkpoint(
     keys: str | None = None,
     base: str | None = None,
     bases_below: Path | None = None,
+    templates: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -80,7 +81,7 @@ def load_checkpoint(
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
         bases_below: folder below which what it names has to lie; None where it may lie anywhere.
-        image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
+        image_size, preprocess, labels, architecture, weights, keys, templates: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
@@ -96,10 +97,12 @@ def load_checkpoint(
             )
         adapter, files = files, _base(files, base, bases_below, weights)
         adapt(files, adapter)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys, templates)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
+            if templates is not None and checkpoint.zero_shot is None:
+                raise CheckpointError(f"{files.place}: has no text tower: VIT_TEMPLATES does not apply")
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))

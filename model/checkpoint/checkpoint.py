@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.checkpoint.refusals import first_and_count, validating
@@ -17,6 +19,7 @@ from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, V
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
+from model.zero_shot import ZeroShot
 
 MAX_TEXT: Final = 1000
 """Characters of a label and of a name: every answer repeats them."""
@@ -41,6 +44,8 @@ class Checkpoint:
         revision: commit of a hub id; None for a local path.
         assumed: what the files do not say and was chosen by a name, each with the setting that says it.
         notes: what else was done with the files (tensors left aside, names inferred).
+        zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
+        embed_texts: that tower: texts to features, float32 [N, D].
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
     """
 
@@ -57,6 +62,8 @@ class Checkpoint:
     revision: str | None = None
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    zero_shot: ZeroShot | None = None
+    embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
     antialias: bool = True
 
     def __post_init__(self) -> None:

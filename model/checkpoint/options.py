@@ -39,6 +39,7 @@ class CheckpointOptions:
         architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
             sizes are its tensors'.
         weights: which copy of the network, where a file has averaged and raw weights, or a student and its teacher.
+        templates: a text, or a file of them, in which `{}` stands for a label, for checkpoints with a text tower.
         keys: TOML file with the names of the model's tensors for those of the file; see `key_map`.
     """
 
@@ -48,6 +49,7 @@ class CheckpointOptions:
     architecture: str | None = None
     weights: str | None = None
     keys: str | None = None
+    templates: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
         """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
@@ -142,13 +144,13 @@ def read_preprocess(name: str) -> PreprocessConfig:
         return PreprocessConfig.model_validate(read_json(path))
 
 
-def read_labels(name: str, classes: int) -> tuple[str, ...]:
+def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     """Return labels from a preset, a JSON file (a list, or an object from index to label), or a text file, one a line.
 
     Raises:
-        CheckpointError: neither a preset nor a file, or not exactly `classes` labels.
+        CheckpointError: neither a preset nor a file, or not exactly `classes` labels, if that is a number.
     """
-    if name == "numbers":
+    if name == "numbers" and classes is not None:
         return tuple(str(index) for index in range(classes))
     path = Path(name).expanduser()
     if name == "imagenet-1k":
@@ -158,9 +160,10 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
     elif path.suffix.lower() == ".json":
         value = read_json(path)
         if isinstance(value, dict):
-            return indexed_labels(value, classes, str(path))
+            return indexed_labels(value, len(value) if classes is None else classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
-            raise CheckpointError(f"{path}: expected a list of {classes} strings, or an object from index to label")
+            number = "" if classes is None else f"{classes} "
+            raise CheckpointError(f"{path}: expected a list of {number}strings, or an object from index to label")
         labels = tuple(value)
     else:
         try:
@@ -168,8 +171,8 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
         labels = tuple(line.strip() for line in lines if line.strip())
-    if len(labels) != classes:
-        raise CheckpointError(f"{path}: {len(labels)} labels for {classes} classes")
+    if not labels or classes not in (None, len(labels)):
+        raise CheckpointError(f"{path}: {len(labels)} labels for {classes or 'any'} classes")
     return labels
 
 

@@ -91,8 +91,18 @@ def take_model(
     Raises:
         CheckpointError: as `TensorSource.take`.
     """
+    return take_all(stored, checkpoint_shapes(config), names, taken)
+
+
+def take_all(
+    stored: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Names,
+    taken: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Take every tensor of a network that has these names and shapes; see `take_model`."""
     tensors = dict(taken or {})
-    for name, (rows, *rest) in checkpoint_shapes(config).items():
+    for name, (rows, *rest) in shapes.items():
         if name not in tensors:
             parts = _parts(name, names)
             shape = rows // len(parts), *rest

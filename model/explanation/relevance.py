@@ -155,6 +155,8 @@ def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, p
     joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
     if isinstance(model.pre_logits, PreLogits):
         joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
+    if isinstance(model.projection, nn.Linear):  # of an L2 norm before the head the scale does not matter
+        joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 

@@ -58,7 +58,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
         + (", …" if len(checkpoint.labels) > 3 else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
-        f", temperature {checkpoint.temperature:g}"
+        f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
+        f"temperature {checkpoint.temperature:g}"
         if config.num_classes
         else "none: no classification head; /embed serves it",
         "parameters": f"{needs.parameters:,}",
@@ -66,6 +67,11 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
         "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
     }
+    if checkpoint.zero_shot is not None:
+        templates = checkpoint.zero_shot.templates
+        rows["text tower"] = f"labels stand in {json.dumps(templates[:2], ensure_ascii=False)[1:-1]}" + (
+            f" and {len(templates) - 2} more" if len(templates) > 2 else ""
+        )
     if checkpoint.assumed:
         rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:
@@ -160,6 +166,8 @@ def _pooling(config: ViTConfig) -> str:
     }[config.pool]
     if config.head_width is not None:
         text += f", a head of two layers ({config.head_width}, {config.head_activation})"
+    if config.projection_width is not None:
+        text += f", projected to {config.projection_width}"
     if config.distillation_head:
         text += ", averaged with the distillation token's head"
     if not config.final_norm:

@@ -19,7 +19,7 @@ from model.config import NetworkConfig, ViTConfig
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling, embedding_width
+from model.outputs import Pooling
 
 _LAYER_SCALE_START = 1e-5
 
@@ -141,7 +141,11 @@ class VisionTransformer(nn.Module):
         self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
-        pooled = embedding_width(config)
+        pooled = 2 * width if config.pool == "cls_mean" else width
+        self.projection: nn.Module = nn.Identity()
+        if config.projection_width is not None:
+            self.projection = nn.Linear(pooled, config.projection_width, bias=False)
+            pooled = config.projection_width
         self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
         self.head = nn.Linear(config.head_width or pooled, config.logits)
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
@@ -229,15 +233,29 @@ class VisionTransformer(nn.Module):
         return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to (what the head reads [B, D] or [B, 2 D], the pooling query's [B, heads, N] or None)."""
+        """Map [B, N, D] to (what the head reads [B, `embedding_width`], the pooling query's [B, heads, N] or None)."""
         if self.attn_pool is None:
-            return self.fc_norm(pool_tokens(x, self.config)), None
+            return self.projected(pool_tokens(x, self.config)), None
         pooled, row = self.attn_pool(x, return_attention)
-        return self.fc_norm(pooled), row
+        return self.projected(pooled), row
+
+    def projected(self, pooled: Tensor) -> Tensor:
+        """Map what was pooled, [B, D] or [B, 2 D], to what the head reads, [B, `embedding_width`]."""
+        projected: Tensor = self.projection(self.fc_norm(pooled))
+        return projected
+
+    def classify(self, embedding: Tensor) -> Tensor:
+        """Map what the head reads, [B, `embedding_width`], to its logits [B, num_classes]."""
+        if self.config.normalized_head:
+            # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of an eighth.
+            bias = self.head.bias.float()
+            return F.linear(F.normalize(embedding.float(), dim=-1), self.head.weight.float(), bias)
+        logits: Tensor = self.head(self.pre_logits(embedding))
+        return logits
 
     def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:
         """Map the normed tokens and what was pooled of them to logits [B, num_classes]."""
-        logits: Tensor = self.head(self.pre_logits(pooled))
+        logits = self.classify(pooled)
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
         return logits
@@ -258,6 +276,8 @@ def embedding_name(config: NetworkConfig, pool: Pooling) -> Pooling:
     """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
     if not isinstance(config, ViTConfig):
         return "head"
+    if config.projection_width is not None:
+        return pool
     if config.pool == "cls" and not config.distillation_head:
         same: Pooling = "cls"
     elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):

@@ -65,7 +65,9 @@ class Postprocess:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._temperature = checkpoint.temperature
-        self._independent = checkpoint.multi_label or checkpoint.config.num_classes == 1
+        config = checkpoint.config
+        is_compared = isinstance(config, ViTConfig) and config.normalized_head
+        self._independent = checkpoint.multi_label or (config.num_classes == 1 and not is_compared)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the score of each class, float32 [B, K], 0...1, from logits [B, K]."""

@@ -40,7 +40,7 @@ from model.runtime.compilation import Compilation, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.postprocess import Postprocess
+from model.runtime.postprocess import Postprocess, one_thread
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
 
@@ -367,6 +367,17 @@ class Predictor:
         shown = faded(values, evidence.numpy())
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+
+    def embed_texts(self, texts: Sequence[str]) -> Floats:
+        """Return the features of texts, float32 [N, D], computed by the calling thread alone.
+
+        Raises:
+            ValueError: the checkpoint has no text tower.
+        """
+        if self.checkpoint.embed_texts is None:
+            raise ValueError(f"{self.checkpoint.name} has no text tower")
+        with one_thread(torch.device("cpu")):
+            return self.checkpoint.embed_texts(texts)
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:

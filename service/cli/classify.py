@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.outputs import Outputs, RequestedOutputs, require_classes
+from model.outputs import Outputs, RequestedOutputs
+from model.zero_shot import is_list, labels_of_request, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
-    require_classes(info.config)
+    labels_of_request(None, info.zero_shot, info.config)
     requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
@@ -60,8 +61,12 @@ def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tu
 
 def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     with client_of(arguments) as client:
-        top_k = _top_k(arguments.top_k, client.model().classes)
-        yield from stream_answers(files, client, lambda file: client.classify(file, top_k=top_k).predictions)
+        text = getattr(arguments, "labels", "")
+        labels = parse_labels(text, "--labels") if is_list(text) else None
+        top_k = _top_k(arguments.top_k, len(labels) if labels else client.model().classes)
+        yield from stream_answers(
+            files, client, lambda file: client.classify(file, top_k=top_k, labels=labels).predictions
+        )
 
 
 def _top_k(requested: int | None, classes: int) -> int:

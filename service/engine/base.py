@@ -44,6 +44,9 @@ class ModelRunner(Protocol):
     def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
         """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
 
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the features of texts, float32 [N, D]; for models with a text tower. One thread calls it."""
+
 
 class Engine(Protocol):
     """The interface of an engine, which computes images for the web side."""
@@ -77,6 +80,15 @@ class Engine(Protocol):
             InferenceFailed: the model gave no answer for this image.
             EngineUnavailable: no model is ready.
             QueueFull: too many images wait.
+        """
+
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        """Return the features of texts, float32 [N, D], which must be there within `timeout` seconds.
+
+        Only an engine whose `info.zero_shot` is there has a text tower.
+
+        Raises:
+            DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: as `infer`.
         """
 
     async def close(self) -> None:

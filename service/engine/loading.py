@@ -35,6 +35,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         keys=settings.keys,
         base=settings.base,
         bases_below=folder if is_below else None,
+        templates=settings.templates,
     )
 
 

@@ -19,7 +19,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from model.errors import VitError
@@ -34,6 +34,7 @@ from service.engine.messages import (
     ModelInfo,
 )
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
+from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class LocalEngine:
             on_queue=on_queue,
             clock=clock,
         )
+        self._texts = TextFeatures(self._texts_of_runner)
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -171,6 +173,18 @@ class LocalEngine:
         self._callers.pop(entry, None)
         self._streams.cancel(entry)
 
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
+        """Return the features of texts; see `Engine.embed_texts`."""
+        if not self.ready:
+            raise EngineUnavailable(self._reason)
+        return await self._texts.embed(texts, timeout=timeout)
+
+    def _texts_of_runner(self, texts: Sequence[str]) -> Floats:
+        runner = self._runner
+        if runner is None:
+            raise RuntimeError("the model is gone")
+        return runner.embed_texts(texts)
+
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`."""
         self._streams.stop()
@@ -237,6 +251,8 @@ class LocalEngine:
         if self._state == "failed":  # what hung came back after all
             return
         self._state, self._reason, self.info = state, reason, info or self.info
+        if state != "ready":
+            self._texts.close()
         self._on_change()
 
     # The engine thread's side.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from model.config import NetworkConfig, PreprocessConfig
 from model.outputs import Outputs, RequestedOutputs
+from model.zero_shot import ZeroShot
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
@@ -100,6 +101,7 @@ class ModelInfo:
     gpu_uuid: str | None
     agreement: str | None = None
     assumed: tuple[str, ...] = ()
+    zero_shot: ZeroShot | None = None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

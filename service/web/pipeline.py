@@ -16,9 +16,9 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ from model.errors import ImageError
 from model.images.formats import UnboundedWork
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
+from model.zero_shot import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -292,6 +293,31 @@ class Pipeline:
         self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
+
+        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's.
+        """
+        if not requested.labels:
+            return await self._infer(pixels, deadline, requested)
+        zero_shot = self.model().zero_shot
+        assert zero_shot is not None, "routes refuse labels for other models"
+        result = await self._infer(pixels, deadline, of_image(requested))
+        texts = await self.embed_texts(zero_shot.prompts(requested.labels), deadline)
+        outputs = zero_shot.compare(result.outputs, zero_shot.label_features(texts), requested)
+        return replace(result, outputs=outputs)
+
+    async def embed_texts(self, texts: Sequence[str], deadline: Deadline) -> NDArray[np.float32]:
+        """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
+        remaining = deadline.remaining()
+        try:
+            async with asyncio.timeout(remaining + _LATE_SECONDS):
+                return await self.engine.embed_texts(texts, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the text tower did not answer in time") from None
+
+    async def _infer(
+        self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
+    ) -> InferenceResult:
+        """Return the engine's answer to one picture; raises as `Engine.infer`.
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """

@@ -125,6 +125,11 @@ def expected_embedding(red: int, requested: EmbeddingRequest) -> NDArray[np.floa
     return np.array([POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32)
 
 
+def text_feature(text: str) -> NDArray[np.float32]:
+    """The feature that `FakePredictor` has of a text: how often it has some letters."""
+    return np.array([1 + text.count(letter) for letter in "abcdefgh"], np.float32)
+
+
 def answer(red: int, top_k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     scores = np.array([0.5 / 2**i for i in range(top_k)], np.float32)
     return scores, np.array(expected_indices(red, top_k), np.int64)
@@ -140,6 +145,7 @@ class FakePredictor:
     compiled: str = "off"
     device: str = "cpu"
     launched: list[list[int]] = field(default_factory=list)
+    embedded: list[list[str]] = field(default_factory=list)
     warm_ups: int = 0
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
@@ -175,6 +181,15 @@ class FakePredictor:
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
+
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """A text's feature counts its letters."""
+        self.embedded.append(list(texts))
+        self.entered.release()
+        assert self.gate.wait(PATIENCE)
+        if any("bad" in text for text in texts):
+            raise RuntimeError("it does not compute")
+        return np.stack([text_feature(text) for text in texts])
 
     async def wait_until_busy(self) -> None:
         """Until one more `predict` has begun."""

@@ -126,6 +126,9 @@ class Device:
     def launch_size(self, count: int) -> int:
         return count
 
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        raise NotImplementedError("no scenario has a text tower")
+
     def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         if not 0 < len(images) <= self.max_batch:
             self._scheduler.violate(f"{self.device}: a batch of {len(images)}, where {self.max_batch} are allowed")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
-from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
+from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit, zero_shot
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.options import CheckpointOptions, indexed_labels
@@ -40,6 +40,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     siglip.NAFLEX,
     clip.FAMILY,
     clip.METACLIP_2,
+    zero_shot.CLIP,
+    zero_shot.SIGLIP,
 )
 
 _EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
@@ -74,17 +76,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     missing = _EACH_ITS_SIZE if family.each_its_size else _missing(files)
     preprocess = options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
 
+    texts = zero_shot.read_texts(family, files, options) if isinstance(family, zero_shot.Whole) else None
+    tensors = texts.tensors if texts else files.tensors()
+    is_headless = is_backbone or bool(texts and not texts.labels)
     unused = re.compile(rf"{family.unused}|.*pooler\.dense\..*" if is_backbone else family.unused).fullmatch
-    tensors = with_body(files.tensors(), family) if is_backbone else files.tensors()
-    stored = TensorSource(family.hub_names(tensors), files.place, unused)
-    shape = (0,) if is_backbone else stored.shape(family.classifier)
-    if not shape or (shape[0] < 1 and not is_backbone):
+    stored = TensorSource(family.hub_names(with_body(tensors, family) if is_backbone else tensors), files.place, unused)
+    shape = (0,) if is_headless else stored.shape(family.classifier)
+    if not shape or (shape[0] < 1 and not is_headless):
         raise CheckpointError(f"{files.place}: {family.classifier} has shape {list(shape)}: no classes")
     with validating(where):
         vit_config = family.vit_config(config, shape[0])
     if is_backbone and vit_config.pool == "cls_mean":
         vit_config = vit_config.model_copy(update={"pool": "cls"})  # the library's own output of such a class
-    labels = _labels(config, vit_config.num_classes, where, options)
+    labels = texts.labels if texts else _labels(config, vit_config.num_classes, where, options)
     vit_config, tensors = family.convert(stored, vit_config, options.image_size or preprocess.size)
     stored.finish()
     if options.image_size is not None and family.resizes:
@@ -98,7 +102,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, vit_config, files.place),
-        multi_label=multi_label,
+        multi_label=texts.zero_shot.independent if texts else multi_label,
+        zero_shot=texts and texts.zero_shot,
+        embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
     )
@@ -147,6 +153,11 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
         raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
     name = classes[0]
+    if name == "Siglip2Model":
+        raise CheckpointError(
+            f"{where}: 'Siglip2Model' takes pictures of any shape (NaFlex), which this version does not; "
+            "SigLIP 2 of one resolution is a SiglipModel"
+        )
     if name not in _BY_CLASS | _BACKBONES:
         siblings = [known for known in _BY_CLASS if name.startswith(known.partition("For")[0])]
         if siblings and "Classification" not in name:
@@ -154,10 +165,10 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
             raise CheckpointError(
                 f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
             )
-        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS))
+        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
-            f"this version reads the ForImageClassification of {kinds}"
+            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel"
         )
     family = (_BACKBONES | _BY_CLASS)[name]
     if config.get("model_type") != family.model_type:

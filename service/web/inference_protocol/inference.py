@@ -22,6 +22,7 @@ from model.outputs import (
     parse_maps,
     require_classes,
 )
+from model.zero_shot import labels_of_request
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -68,7 +69,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     ),
     "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices),
     "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
-    "logits": Output("FP32", lambda info: [info.config.num_classes], lambda outputs, _: outputs.logits),
+    "logits": Output("FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits),
     "attention": Output(
         "FP32",
         lambda info: _grid(info.config),
@@ -89,7 +90,7 @@ _MAPS: Final = ("cls", "relevance")
 def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
     """Return the outputs that a model has, by name: of classes and of maps only where it has any."""
     methods = methods_of(info.config)
-    lacking = set() if info.config.num_classes else {*_OF_CLASSES}
+    lacking = set() if info.config.num_classes or info.zero_shot is not None else {*_OF_CLASSES}
     lacking |= set() if methods else {"attention"}
     lacking |= set() if "relevance" in methods else {"evidence"}
     return {name: output for name, output in OUTPUTS.items() if name not in lacking}
@@ -158,8 +159,10 @@ class Selection:
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        classes, available = info.config.num_classes, outputs_of(info)
-        outputs = header.outputs or [RequestedOutput(name) for name in (_BY_DEFAULT if classes else ("embedding",))]
+        text = header.parameters.get("labels")
+        available = outputs_of(info)
+        by_default = _BY_DEFAULT if info.config.num_classes or text is not None else ("embedding",)
+        outputs = header.outputs or [RequestedOutput(name) for name in by_default]
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
@@ -169,9 +172,6 @@ class Selection:
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
-        counts = [_count(header.parameters, "top_k", classes)]
-        counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, info.config.logits))
         methods = [method for method in methods_of(info.config) if method in _MAPS]
         method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
         if not isinstance(method, str) or method not in (methods or _MAPS):
@@ -179,6 +179,16 @@ class Selection:
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
         has_map = not names.isdisjoint({"attention", "evidence"})
+        needs_labels = text is not None or names & _OF_CLASSES
+        labels: tuple[str, ...] = ()
+        if needs_labels:
+            labels = labels_of_request(text, info.zero_shot, info.config, method if has_map else None)
+        if labels and header.parameters.get("pool", "head") != "head":
+            raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
+        classes = len(labels) or info.config.num_classes
+        counts = [_count(header.parameters, "top_k", classes)]
+        counts += [_count(output.parameters, "classification", classes) for output in outputs]
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, max(classes, 1)))
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -189,6 +199,7 @@ class Selection:
                 map=parse_maps(info.config, info.labels, method=method)[0] if has_map else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
+                labels=labels,
             ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
@@ -236,7 +247,7 @@ async def infer(
     results = await _compute(pipeline, inputs, selection.requested, deadline)
 
     def answer() -> T:
-        return encode(make_outputs(results, selection, info.labels))
+        return encode(make_outputs(results, selection, selection.requested.labels or info.labels))
 
     size = len(inputs) * selection.size(info)
     return await pipeline.pools.documents.run_large(answer, deadline, size=size)

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.outputs import EmbeddingRequest, RequestedOutputs, parse_maps, require_classes
+from model.outputs import EmbeddingRequest, Method, RequestedOutputs, parse_maps
+from model.zero_shot import labels_of_request
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -42,6 +43,10 @@ class ClassifyQuery(BaseModel, frozen=True):
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
+    labels: Annotated[
+        str | None,
+        Field(description="names to compare with, comma-separated or a JSON array; for models with a text tower"),
+    ] = None
 
 
 @router.post(
@@ -83,16 +88,22 @@ class _Classifier:
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
         self._info: ModelInfo = pipeline.model()
-        require_classes(self._info.config)
-        classes = self._info.config.num_classes
-        if query.top_k is not None and query.top_k > classes:
-            raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
-        map_request = None
+        method: Method | None = None
         if query.attention:
             method = "relevance" if query.attention == "relevance" else "cls"
-            [map_request] = parse_maps(self._info.config, self._info.labels, method=method)
+        labels: tuple[str, ...] = ()
+        classes = self._info.config.num_classes
+        if query.labels is not None or not classes:
+            labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config, method)
+            classes = len(labels)
+        self._labels = labels or self._info.labels
+        if query.top_k is not None and query.top_k > classes:
+            compared = f"there are {classes} labels" if labels else f"the model has {classes} classes"
+            raise InvalidParameter(f"top_k {query.top_k}: {compared}")
+        map_request = None if method is None else parse_maps(self._info.config, self._info.labels, method=method)[0]
         embedding = EmbeddingRequest() if query.embedding else None
-        self._requested = RequestedOutputs(query.top_k or min(DEFAULT_TOP_K, classes), map_request, embedding=embedding)
+        top_k = query.top_k or min(DEFAULT_TOP_K, classes)
+        self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels)
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -116,7 +127,7 @@ class _Classifier:
             Classification(
                 id=image_id,
                 model=self._info.name,
-                predictions=Prediction.ranked(self._info.labels, outputs.indices.tolist(), outputs.scores.tolist()),
+                predictions=Prediction.ranked(self._labels, outputs.indices.tolist(), outputs.scores.tolist()),
                 attention=attention,
                 embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(

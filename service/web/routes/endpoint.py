@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -116,20 +116,24 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 @lru_cache(maxsize=64)
 def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
-    """Return a request's query as `model`. The last of repeated parameters counts.
+    """Return a request's query as `model`. The last of repeated parameters counts; a tuple has all.
 
     Queries are cached, as most requests have one of a few. Raises `InvalidParameter` if a parameter is missing, unknown
     or not what the model allows, or if there are too many.
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
-    query = dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
+    pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
+    query: dict[str, Any] = dict(pairs)
     known = {field.alias or name for name, field in model.model_fields.items()}
     unknown = next((name for name in query if name not in known), None)
     if unknown is not None:
         raise InvalidParameter(
             f"{unknown:.50}: no such parameter; there are {', '.join(_closest_first(unknown, known))}"
         )
+    for name, field in model.model_fields.items():
+        if name in query and get_origin(field.annotation) is tuple:
+            query[name] = tuple(value for key, value in pairs if key == name)
     try:
         return model.model_validate(query)
     except ValidationError as error:

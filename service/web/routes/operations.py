@@ -55,6 +55,7 @@ async def model(request: Request) -> ModelDescription:
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),
+        templates=info.zero_shot and list(info.zero_shot.templates),
     )
 
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model.outputs import RequestedOutputs, require_classes
+from model.outputs import RequestedOutputs
+from model.zero_shot import labels_of_request
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
 from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
@@ -71,7 +72,7 @@ async def predictions(request: Request) -> Response:
     path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
     name, _, version = (path, "", "") if path == pipeline.model().name else path.rpartition("/")
     info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
-    require_classes(info.config)
+    labels_of_request(None, info.zero_shot, info.config)
     requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
 
     async def scores(file: bytearray) -> dict[str, float]:

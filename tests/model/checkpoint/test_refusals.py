@@ -149,7 +149,11 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
         ("huggingface", "config.json", "architectures", ["ViTModel"], r"unexpected key 'classifier\.bias'"),
         ("huggingface", "config.json", "architectures", ["Dinov2Model"], "model_type 'vit': expected 'dinov2'"),
         (
-            *("huggingface", "config.json", "architectures", ["CLIPModel"]),
+            *("huggingface", "config.json", "architectures", ["Siglip2Model"]),
+            "any shape .NaFlex.*SigLIP 2 of one resolution is a SiglipModel",
+        ),
+        (
+            *("huggingface", "config.json", "architectures", ["CLIPVisionModel"]),
             "has no classification head: fine-tune it as CLIPForImageClassification",
         ),
         (

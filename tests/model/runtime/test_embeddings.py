@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "both": {"pool": "cls_mean", "registers": 2},
     "distilled": {"distillation_token": True, "distillation_head": True},
     "attention": {"pool": "attention", "class_token": False},
+    "projected": {"projection_width": 10, "normalized_head": True},
 }
 
 

@@ -23,13 +23,16 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
 )
+from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS
 from service.cluster.protocol import (
     FAILURES,
     REPLY_LIMIT,
     REQUEST_LIMIT,
+    TEXTS_LIMIT,
     Cancel,
     Cancelled,
     Completed,
+    EmbedTexts,
     Failed,
     Frame,
     FrameError,
@@ -38,6 +41,7 @@ from service.cluster.protocol import (
     ModelLoaded,
     StatusChanged,
     Submit,
+    TextsEmbedded,
     encode,
 )
 from service.engine.messages import EngineStatus, InferenceResult
@@ -91,6 +95,8 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         TRACEPARENTS,
     ),
     st.builds(Cancel, IDS),
+    st.builds(EmbedTexts, IDS, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(TextsEmbedded, IDS, floats((3, 5))),
     st.builds(
         StatusChanged,
         st.builds(
@@ -125,8 +131,8 @@ def plain(value: Any) -> Any:
         return (value.dtype, value.shape, value.tolist())
     if isinstance(value, Exception):
         return (type(value), str(value))
-    if isinstance(value, Completed):
-        return (value.id, plain(value.result))
+    if isinstance(value, TextsEmbedded | Completed):
+        return (value.id, plain(value.features if isinstance(value, TextsEmbedded) else value.result))
     if isinstance(value, Failed):
         return (value.id, plain(value.error()))
     if dataclasses.is_dataclass(value):
@@ -209,6 +215,11 @@ def test_what_a_peer_may_announce_has_a_bound(limit: int, size: int) -> None:
 @given(FRAMES.filter(lambda frame: isinstance(frame, Hello | Submit | Cancel)))
 def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
     assert not is_refused(encode(frame), REQUEST_LIMIT)
+
+
+def test_the_texts_of_a_request_fit_into_a_frame() -> None:
+    texts = ("\U0001f600" * MAX_CHARACTERS,) * MAX_TEXTS
+    assert not is_refused(encode(EmbedTexts(1, texts, 1.0)), TEXTS_LIMIT)
 
 
 @pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])

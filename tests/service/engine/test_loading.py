@@ -40,6 +40,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "gpu_uuid": None,
         "agreement": None,
         "assumed": (),
+        "zero_shot": None,
     }
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from model.outputs import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from tests.service.fakes import answer, expected_embedding, expected_logits, model_info
+from tests.service.fakes import answer, expected_embedding, expected_logits, model_info, text_feature
 
 
 class FakeEngine:
@@ -69,6 +70,13 @@ class FakeEngine:
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return InferenceResult(Outputs(scores, indices, found, logits, embedding), 1, 0.001, 0.002)
+
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        self.timeouts.append(timeout)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return np.stack([text_feature(text) for text in texts])
 
     async def close(self) -> None:
         self.state = "closed"

@@ -80,7 +80,7 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for request in requests:
         relevance = request.relevance
-        with captured(backend._options.dtype, float_products=relevance) as kernels:
+        with captured(backend._options.dtype, float_products=relevance or config.normalized_head) as kernels:
             packed, _ = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
         assert packed.shape == (2, 7 + (len(request.layers) * config.heads + relevance) * config.tokens)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens

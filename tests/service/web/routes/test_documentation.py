@@ -45,7 +45,8 @@ async def test_pages_and_documentation_are_there() -> None:
 async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     document = (await app().get("/openapi.json")).json
     operation = document["paths"]["/classify"]["post"]
-    top_k, attention, embedding = operation["parameters"]
+    top_k, attention, embedding, labels = operation["parameters"]
+    assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
     assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
     assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
     assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
@@ -96,10 +97,16 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
         assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
         assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
-    for path, schema in (("/embed", "Embedding"), ("/embed/batch", "BatchEmbedding")):
+    of_pictures, of_texts, of_batches = (
+        {"$ref": f"#/components/schemas/{schema}"} for schema in ("Embedding", "TextEmbeddings", "BatchEmbedding")
+    )
+    for path, schema in (("/embed", {"anyOf": [of_pictures, of_texts]}), ("/embed/batch", of_batches)):
         kinds = paths[path]["post"]["responses"]["200"]["content"]
         assert kinds["application/x-npy"] == {"schema": binary}
-        assert kinds["application/json"] == {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+        assert {key: value for key, value in kinds["application/json"]["schema"].items() if key != "title"} == schema
+    [text] = [each for each in paths["/embed"]["post"]["parameters"] if each["name"] == "text"]
+    assert (text["schema"]["type"], text["schema"]["items"]) == ("array", {"type": "string"})
+    assert paths["/embed"]["post"]["requestBody"]["required"] is False
 
 
 @on_a_loop

@@ -49,6 +49,7 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         },
         "attention_source": "cls",
         "attention_methods": ["relevance", "cls", "rollout", "gae", "legrad"],
+        "templates": None,
         "assumed": [],
     }
 
