@@ -41,6 +41,9 @@ EVIDENCE_WORDS: Final[tuple[tuple[float, EvidenceWord], ...]] = (
 )
 """The least evidence that each word stands for."""
 
+RIVALS: Final = 10
+"""How many other classes relevance compares a class with; a model of fewer classes has fewer."""
+
 MAX_CLASSES: Final = 8
 """Most classes of which one request may have maps."""
 
@@ -65,6 +68,8 @@ class MapRequest:
         fusion: how the heads of a block are combined, with `rollout`; see `of_rollout`.
         discard: share of an image's weights in each block, at least 0 and below 1, that `rollout` sets to zero, the
             smallest first.
+        direction: with `relevance`, in place of a class: what the margin of a label that is none of the model's rises
+            with, float32 [D] as the embedding of the head; see `ZeroShot.map_of_best`.
     """
 
     method: Method
@@ -73,6 +78,7 @@ class MapRequest:
     head: Head | None = None
     fusion: Fusion | None = None
     discard: float | None = None
+    direction: NDArray[np.float32] | None = None
 
     @classmethod
     def row(cls, layer: int, head: Head = "mean") -> MapRequest:
@@ -92,7 +98,7 @@ class MapRequest:
     @property
     def of_best_class(self) -> bool:
         """Return whether it is the relevance of the best class, which the classification's pass can give."""
-        return self.method == "relevance" and self.class_index is None
+        return self.method == "relevance" and self.class_index is None and self.direction is None
 
 
 def parse_maps(
@@ -305,6 +311,21 @@ class AttentionMap:
 def evidence_in_words(evidence: float) -> EvidenceWord:
     """Return the word for an evidence of 0 ... 1; see `EVIDENCE_WORDS`."""
     return next((word for least, word in EVIDENCE_WORDS if evidence >= least), "none")
+
+
+def faded(maps: NDArray[np.float32], evidence: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return maps of which the share of the evidence stays where it is, and the rest is spread evenly.
+
+    The sum stays, and so does the order of patches. How far a map rises above an even one becomes comparable between
+    the classes of a picture.
+
+    Args:
+        maps: [B, rows, columns], each summing to 1.
+        evidence: [B], 0 ... 1.
+    """
+    share = evidence[:, np.newaxis, np.newaxis]
+    mixed: NDArray[np.float32] = share * maps + (1 - share) / np.float32(maps[0].size)
+    return mixed
 
 
 @dataclass(frozen=True, slots=True)

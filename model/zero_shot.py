@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 
 from model.config import NetworkConfig
 from model.errors import InputError
-from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs, require_classes
+from model.outputs import (
+    RIVALS,
+    AttentionMap,
+    EmbeddingRequest,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+    faded,
+    require_classes,
+)
 
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
 """That of transformers' pipeline `zero-shot-image-classification`."""
@@ -66,8 +75,7 @@ class ZeroShot:
             outputs: of the request that `of_image` returns.
             features: `label_features` of the labels.
         """
-        assert outputs.embedding is not None
-        values = np.float32(self.scale) * (features @ normalized(outputs.embedding)) + np.float32(self.bias)
+        values = self._logits(outputs, features)
         with np.errstate(over="ignore"):
             exponentials = np.exp(-values if self.independent else values - values.max())
         scores = 1 / (1 + exponentials) if self.independent else exponentials / exponentials.sum()
@@ -80,11 +88,38 @@ class ZeroShot:
             embedding=None if requested.embedding is None else outputs.embedding,
         )
 
+    def map_of_best(self, outputs: Outputs, features: NDArray[np.float32]) -> MapRequest:
+        """Return the request for the relevance of the best label, which is compared with its rivals as a class is.
+
+        What a label's margin rises with is its feature less the mean of its rivals'; relevance knows no scale.
+
+        Args:
+            outputs, features: as for `compare`.
+        """
+        best, *rivals = features[np.argsort(-self._logits(outputs, features), kind="stable")[: 1 + RIVALS]]
+        direction = best - np.mean(rivals, axis=0) if rivals else best
+        return MapRequest("relevance", direction=direction / max(float(abs(features).max()), 1e-12))
+
+    def with_map(self, compared: Outputs, found: AttentionMap) -> Outputs:
+        """Return what `compare` gave with a map of `map_of_best`, faded as that of a class."""
+        score = float(compared.scores[0])
+        evidence = score if self.independent else 1.0  # as `Postprocess.best_evidence`
+        request = MapRequest("relevance", int(compared.indices[0]))
+        [values] = faded(found.values[np.newaxis], np.array([evidence], np.float32))
+        return replace(compared, map=AttentionMap(request, values, found.kept_mass, score, evidence))
+
+    def _logits(self, outputs: Outputs, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        assert outputs.embedding is not None
+        cosines: NDArray[np.float32] = features @ normalized(outputs.embedding)
+        return np.float32(self.scale) * cosines + np.float32(self.bias)
+
 
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:
     """Return what the engine computes of an image that is compared with labels."""
     embedding = requested.embedding or EmbeddingRequest()
-    return replace(requested, top_k=1, logits=False, embedding=embedding, labels=())
+    of_labels = requested.map is not None and requested.map.of_best_class
+    of_image = None if of_labels else requested.map
+    return replace(requested, top_k=1, map=of_image, logits=False, embedding=embedding, labels=())
 
 
 def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -93,17 +128,11 @@ def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return divided
 
 
-def labels_of_request(
-    text: object, zero_shot: ZeroShot | None, config: NetworkConfig, method: str | None = None
-) -> tuple[str, ...]:
+def labels_of_request(text: object, zero_shot: ZeroShot | None, config: NetworkConfig) -> tuple[str, ...]:
     """Return the labels that a caller gives in place of the model's classes; none for None.
 
-    Args:
-        method: of the map that is asked for beside them.
-
     Raises:
-        InputError: as `parse_labels`; the model has no classes and no labels are given, or it has no text tower; or the
-            map is of a class.
+        InputError: as `parse_labels`; the model has no classes and no labels are given, or it has no text tower.
     """
     if text is None:
         if zero_shot is not None and not config.num_classes:
@@ -112,14 +141,14 @@ def labels_of_request(
         return ()
     if zero_shot is None:
         raise InputError("labels", "labels: the model has classes of its own, and no text tower to compare others with")
-    if method not in (None, "cls"):
-        raise InputError(
-            "attention",
-            "attention: relevance is of labels that are set at the start (VIT_LABELS), as the network's head is theirs",
-        )
     if not isinstance(text, str):
         raise InputError("labels", "labels: expected a text of names, or of a JSON array")
     return parse_labels(text, most=max(1, MAX_TEXTS // len(zero_shot.templates)))
+
+
+def with_labels(config: NetworkConfig, labels: Sequence[str]) -> NetworkConfig:
+    """Return an architecture as it is for a request with labels: a head is there, with as many classes."""
+    return config.model_copy(update={"num_classes": len(labels)}) if labels else config
 
 
 def is_list(text: str) -> bool:

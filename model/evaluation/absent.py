@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.evaluation.faithfulness import Maps
-from model.explanation.maps import faded
+from model.outputs import faded
 
 Evidence = Callable[[Tensor, Tensor], Tensor]
 """Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns the evidence of each, float32 [B]."""

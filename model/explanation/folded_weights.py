@@ -15,12 +15,10 @@ from model.explanation.explicit_forward import blocks_of
 from model.explanation.frozen_gradients import through_norm_unscaled
 from model.network.layers.block import Block, LayerScale
 from model.network.vit import VisionTransformer
+from model.outputs import RIVALS
 
 HOPS: Final = 2
 """How many blocks back relevance is moved; see `model.explanation.relevance`."""
-
-RIVALS: Final = 10
-"""How many other classes a class is compared with; a model of fewer classes has fewer."""
 
 
 class FoldedWeights(NamedTuple):

@@ -104,21 +104,6 @@ def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats
     return _divided(squared, kept, kept + np.maximum(exact[:, :prefix], 0).sum(axis=1), config)
 
 
-def faded(maps: Floats, evidence: Floats) -> Floats:
-    """Return maps of which the share of the evidence stays where it is, and the rest is spread evenly.
-
-    The sum stays, and so does the order of patches. How far a map rises above an even one becomes comparable between
-    the classes of a picture.
-
-    Args:
-        maps: [B, rows, columns], each summing to 1.
-        evidence: [B], 0 ... 1.
-    """
-    share = evidence[:, np.newaxis, np.newaxis]
-    mixed: Floats = share * maps + (1 - share) / np.float32(maps[0].size)
-    return mixed
-
-
 def _divided(
     shown: NDArray[np.float64], kept: NDArray[np.float64], total: NDArray[np.float64], config: ViTConfig
 ) -> tuple[Floats, Floats]:

@@ -47,7 +47,7 @@ class Backend(Protocol):
         """
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """Return `model.explanation.methods.explain` of a batch, in host memory; always torch's.
 

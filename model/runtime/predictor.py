@@ -22,7 +22,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite
-from model.explanation.maps import Floats, attention_maps, faded, sharpened_maps
+from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.outputs import (
     CLASS_SPECIFIC,
@@ -32,6 +32,7 @@ from model.outputs import (
     Outputs,
     Pooling,
     RequestedOutputs,
+    faded,
 )
 from model.runtime.backend import Backend, Images, first_line
 from model.runtime.batches import BatchRequest, captured_sizes, launch_size, powers_of_two, sizes_in_use
@@ -325,19 +326,27 @@ class Predictor:
     def _maps_of_own_pass(
         self, images: Images, requests: Sequence[RequestedOutputs], tensors: Mapping[str, Tensor]
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one."""
-        passes: dict[MapRequest, list[int]] = {}
+        """Return the maps that need passes of their own, each of its request's class or of the best one.
+
+        A map of a direction is of no class of the model: who asked for it knows the score, the evidence and the label.
+        """
+        passes: dict[tuple[MapRequest, bool], list[int]] = {}
+        directions: dict[int, Floats] = {}
         classes = tensors["indices"][:, 0].clone()
         for place, each in enumerate(requests):
             if each.map is not None and each.map.needs_pass:
                 if each.map.class_index is not None:
                     classes[place] = each.map.class_index
-                passes.setdefault(replace(each.map, class_index=None), []).append(place)
+                if each.map.direction is not None:
+                    directions[place] = each.map.direction
+                request = replace(each.map, class_index=None, direction=None)
+                passes.setdefault((request, place in directions), []).append(place)
         maps: dict[int, AttentionMap] = {}
-        for request, places in passes.items():
+        for (request, is_directed), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
-            values, kept_mass = (part.numpy() for part in self._backend.explain(pixels, labels.numpy(), request))
-            if request.method in CLASS_SPECIFIC:
+            targets = np.stack([directions[place] for place in places]) if is_directed else labels.numpy()
+            values, kept_mass = (part.numpy() for part in self._backend.explain(pixels, targets, request))
+            if request.method in CLASS_SPECIFIC and not is_directed:
                 maps |= self._of_classes(places, request, labels, values, kept_mass, tensors)
             else:
                 maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))

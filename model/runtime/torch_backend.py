@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,17 +128,16 @@ class TorchBackend(ABC):
         """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
         return run_network(self._plain, self._normalise(pixels), request, self._folded)
 
-    def upload(self, images: NDArray[np.uint8]) -> Tensor:
-        """Return images on the device."""
-        return torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+    def upload(self, values: NDArray[Any]) -> Tensor:
+        """Return images, or other values, on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
         assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
-        labels = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        return explain(self._plain, self._normalise(self.upload(images)), labels, request)
+        return explain(self._plain, self._normalise(self.upload(images)), self.upload(targets), request)
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""

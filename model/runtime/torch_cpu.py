@@ -103,12 +103,12 @@ class TorchCpu(TorchBackend):
         self.exercise((size,))
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, classes, request)
+            return super().explain(images, targets, request)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""

@@ -36,10 +36,16 @@ from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 _LENGTH_BYTES = 4
 
 REQUEST_LIMIT = 1 << 10
-"""Bytes of the longest frame about an image. Any process may connect and claim to be a worker."""
+"""Bytes of the longest frame about an image, without a map's direction, and of the longest first frame.
+
+Any process may connect and claim to be a worker.
+"""
 
 TEXTS_LIMIT = 2 << 20
-"""Bytes of the longest frame of a worker that has proved to be one: `MAX_TEXTS` texts of `MAX_CHARACTERS`."""
+"""Bytes of the longest frame of a worker that has proved to be one: `MAX_TEXTS` texts of `MAX_CHARACTERS`.
+
+A map's direction has 4 bytes for each of at most 16,384 values.
+"""
 
 REPLY_LIMIT = 256 << 20
 """Bytes of the longest frame that an engine sends: a model may have a million labels."""

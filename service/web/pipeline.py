@@ -294,7 +294,8 @@ class Pipeline:
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
-        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's.
+        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
+        of the best of them, which is known only then, is asked for on its own.
         """
         if not requested.labels:
             return await self._infer(pixels, deadline, requested)
@@ -302,7 +303,18 @@ class Pipeline:
         assert zero_shot is not None, "routes refuse labels for other models"
         result = await self._infer(pixels, deadline, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels), deadline)
-        outputs = zero_shot.compare(result.outputs, zero_shot.label_features(texts), requested)
+        features = zero_shot.label_features(texts)
+        outputs = zero_shot.compare(result.outputs, features, requested)
+        if requested.map is not None and requested.map.of_best_class:
+            of_label = RequestedOutputs(1, zero_shot.map_of_best(result.outputs, features))
+            explained = await self._infer(pixels, deadline, of_label)
+            assert explained.outputs.map is not None, "the engine answers each request for a map"
+            outputs = zero_shot.with_map(outputs, explained.outputs.map)
+            result = replace(
+                result,
+                queue_seconds=result.queue_seconds + explained.queue_seconds,
+                inference_seconds=result.inference_seconds + explained.inference_seconds,
+            )
         return replace(result, outputs=outputs)
 
     async def embed_texts(self, texts: Sequence[str], deadline: Deadline) -> NDArray[np.float32]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,9 +61,7 @@ def test_templates_count_as_texts_and_what_does_not_apply_is_refused() -> None:
         labels_of_request("a,b,c,d,e,f", many, CONFIG)
     with pytest.raises(InputError, match="no text tower"):
         labels_of_request("a", None, CONFIG)
-    with pytest.raises(InputError, match="VIT_LABELS"):
-        labels_of_request("a", PLAIN, CONFIG, "relevance")
-    assert labels_of_request("a", PLAIN, CONFIG, "cls") == ("a",)
+    assert labels_of_request("a", PLAIN, CONFIG) == ("a",)
 
 
 def test_without_labels_the_models_own_classes_are_meant_if_it_has_any() -> None:
@@ -113,3 +112,5 @@ def test_the_engine_computes_an_embedding_and_no_labels() -> None:
     requested = RequestedOutputs(5, MapRequest.row(1), True, None, ("a", "b"))
     assert of_image(requested) == RequestedOutputs(1, MapRequest.row(1), False, EmbeddingRequest(), ())
     assert json.dumps(of_image(requested).labels) == "[]"
+    # What the best label's map goes back from is known only when the labels are compared.
+    assert of_image(replace(requested, map=MapRequest("relevance"))).map is None

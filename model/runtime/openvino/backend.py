@@ -82,10 +82,10 @@ class OpenVino:
             logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.explain`."""
-        return self._torch.explain(images, classes, request)
+        return self._torch.explain(images, targets, request)
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""

@@ -22,7 +22,7 @@ from model.outputs import (
     parse_maps,
     require_classes,
 )
-from model.zero_shot import labels_of_request
+from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -92,7 +92,7 @@ def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
     methods = methods_of(info.config)
     lacking = set() if info.config.num_classes or info.zero_shot is not None else {*_OF_CLASSES}
     lacking |= set() if methods else {"attention"}
-    lacking |= set() if "relevance" in methods else {"evidence"}
+    lacking |= set() if "relevance" in methods or info.zero_shot is not None else {"evidence"}
     return {name: output for name, output in OUTPUTS.items() if name not in lacking}
 
 
@@ -172,20 +172,20 @@ class Selection:
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
-        methods = [method for method in methods_of(info.config) if method in _MAPS]
+        labels: tuple[str, ...] = ()
+        if text is not None or names & _OF_CLASSES:
+            labels = labels_of_request(text, info.zero_shot, info.config)
+        config = with_labels(info.config, labels)
+        methods = [method for method in methods_of(config) if method in _MAPS]
         method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
         if not isinstance(method, str) or method not in (methods or _MAPS):
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
         has_map = not names.isdisjoint({"attention", "evidence"})
-        needs_labels = text is not None or names & _OF_CLASSES
-        labels: tuple[str, ...] = ()
-        if needs_labels:
-            labels = labels_of_request(text, info.zero_shot, info.config, method if has_map else None)
         if labels and header.parameters.get("pool", "head") != "head":
             raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
-        classes = len(labels) or info.config.num_classes
+        classes = config.num_classes
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
         top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, max(classes, 1)))
@@ -196,7 +196,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=parse_maps(info.config, info.labels, method=method)[0] if has_map else None,
+                map=parse_maps(config, info.labels, method=method)[0] if has_map else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
                 labels=labels,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.outputs import EmbeddingRequest, Method, RequestedOutputs, parse_maps
-from model.zero_shot import labels_of_request
+from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -94,13 +94,14 @@ class _Classifier:
         labels: tuple[str, ...] = ()
         classes = self._info.config.num_classes
         if query.labels is not None or not classes:
-            labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config, method)
+            labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config)
             classes = len(labels)
         self._labels = labels or self._info.labels
         if query.top_k is not None and query.top_k > classes:
             compared = f"there are {classes} labels" if labels else f"the model has {classes} classes"
             raise InvalidParameter(f"top_k {query.top_k}: {compared}")
-        map_request = None if method is None else parse_maps(self._info.config, self._info.labels, method=method)[0]
+        config = with_labels(self._info.config, labels)
+        map_request = None if method is None else parse_maps(config, self._labels, method=method)[0]
         embedding = EmbeddingRequest() if query.embedding else None
         top_k = query.top_k or min(DEFAULT_TOP_K, classes)
         self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels)
@@ -121,8 +122,11 @@ class _Classifier:
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
         outputs, attention = result.outputs, None
         if outputs.map is not None:
-            url, region = _url(image_id, outputs.map.request.method), region_document(decoded.picture.region)
-            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._info.labels))
+            of_labels = bool(self._requested.labels) and outputs.map.request.class_index is not None
+            # A map of a label of the request cannot be asked for again by the picture's id.
+            url = None if of_labels else _url(image_id, outputs.map.request.method)
+            region = region_document(decoded.picture.region)
+            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._labels))
         return to_json(
             Classification(
                 id=image_id,

@@ -29,7 +29,8 @@ _FIELDS: Final = (FIELD, "data", "body")
 
 _PATH: Final = "/predictions/{name:path}"
 _NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME]}
+_LABELS: Final = {"name": "labels", "in": "query", "schema": {"type": "string"}}
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME, _LABELS]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 router = APIRouter(tags=["other servers"], route_class=Endpoint)
@@ -66,21 +67,22 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
-    The picture is the body, or a multipart field `data`, `body` or `file`.
+    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
     pipeline = pipeline_of(request)
     path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
     name, _, version = (path, "", "") if path == pipeline.model().name else path.rpartition("/")
     info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
-    labels_of_request(None, info.zero_shot, info.config)
-    requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
+    labels = labels_of_request(request.query_params.get("labels"), info.zero_shot, info.config)
+    names = labels or info.labels
+    requested = RequestedOutputs(min(DEFAULT_TOP_K, len(names)), labels=labels)
 
     async def scores(file: bytearray) -> dict[str, float]:
         _, result = await pipeline.compute(file, pipeline.deadline(request), requested)
         pipeline.metrics.images.inc()
         by_label: dict[str, float] = {}
         for index, score in zip(result.outputs.indices.tolist(), result.outputs.scores.tolist(), strict=True):
-            by_label.setdefault(info.labels[index], significant(score))
+            by_label.setdefault(names[index], significant(score))
         return by_label
 
     return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))

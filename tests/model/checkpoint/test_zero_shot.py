@@ -21,7 +21,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
 from model.explanation.methods import explain
-from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.checkpoint import whole_models
@@ -131,13 +131,20 @@ def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_pa
         with torch.no_grad():
             maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))
         assert outputs.map is not None
-        np.testing.assert_allclose(outputs.map.values, maps[0], atol=1e-4)
+        assert outputs.map.evidence == (outputs.scores[0] if checkpoint.multi_label else 1)
+        [shown] = faded(maps.numpy(), np.array([outputs.map.evidence], np.float32))
+        np.testing.assert_allclose(outputs.map.values, shown, atol=1e-4)
         # The same labels of a request, compared with the embedding, have the same scores.
         assert checkpoint.zero_shot is not None
         texts = checkpoint.zero_shot.label_features(predictor.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
         compared = checkpoint.zero_shot.compare(outputs, texts, RequestedOutputs(4, labels=LABELS))
         np.testing.assert_allclose(compared.scores, outputs.scores, atol=1e-5)
         assert compared.indices.tolist() == outputs.indices.tolist()
+        # So has the map, which torch computes whatever the backend is.
+        directed = RequestedOutputs(1, checkpoint.zero_shot.map_of_best(outputs, texts))
+        [of_label] = predictor.predict(image[np.newaxis], directed)
+        assert of_label.map is not None
+        np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
 
 
 def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: Path) -> None:

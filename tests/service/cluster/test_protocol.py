@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from model.config import ViTConfig
 from model.outputs import (
     FUSIONS,
     METHODS,
@@ -62,6 +63,7 @@ MAPS = st.builds(
     st.none() | HEADS,
     st.none() | st.sampled_from(FUSIONS),
     st.none() | st.floats(0, 1),
+    st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
 )
 EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
 
@@ -131,10 +133,10 @@ def plain(value: Any) -> Any:
         return (value.dtype, value.shape, value.tolist())
     if isinstance(value, Exception):
         return (type(value), str(value))
-    if isinstance(value, TextsEmbedded | Completed):
-        return (value.id, plain(value.features if isinstance(value, TextsEmbedded) else value.result))
     if isinstance(value, Failed):
         return (value.id, plain(value.error()))
+    if isinstance(value, msgspec.Struct):
+        return (type(value), [plain(each) for each in msgspec.structs.astuple(value)])
     if dataclasses.is_dataclass(value):
         return (type(value), [plain(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return value
@@ -220,6 +222,15 @@ def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
 def test_the_texts_of_a_request_fit_into_a_frame() -> None:
     texts = ("\U0001f600" * MAX_CHARACTERS,) * MAX_TEXTS
     assert not is_refused(encode(EmbedTexts(1, texts, 1.0)), TEXTS_LIMIT)
+
+
+def test_the_widest_direction_of_a_map_fits_into_a_frame() -> None:
+    bounds = ViTConfig.model_json_schema()["properties"]
+    [projection] = (each["maximum"] for each in bounds["projection_width"]["anyOf"] if "maximum" in each)
+    direction = np.ones(max(projection, 2 * bounds["width"]["maximum"]), np.float32)
+    frame = Submit(2**64 - 1, 1, 1.0, RequestedOutputs(1, MapRequest("relevance", direction=direction)), "x" * 55)
+    assert not is_refused(encode(frame), TEXTS_LIMIT)
+    assert is_refused(encode(frame), REQUEST_LIMIT)
 
 
 @pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])

@@ -1,29 +1,59 @@
-"""Labels and texts of a request, by every way in: /classify, /embed, /v2."""
+"""Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers' routes."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from PIL import Image
 
-from model.outputs import EmbeddingRequest
+from model.checkpoint import load_checkpoint
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
 from model.zero_shot import ZeroShot
+from service.engine.loading import load_predictor
 from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
-from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, text_feature
+from tests.model.checkpoint import whole_models
+from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
 from tests.service.web.apps import App, app, form
 from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.grpc.caller import arrays, calling, image
 from tests.service.web.http_communicator import HttpCommunicator
 from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
 
 ZERO_SHOT = ZeroShot(5.0, -1.0, False, ("a photo of {}.", "{} at night"))
 LABELS = ("cab", "a bee, high", "egg")
 CSV = 'cab, "a bee, high", egg'
+NOUNS = (
+    "cat",
+    "dog's tail",
+    "red car",
+    "café",
+    "lait",
+    "bad photo",
+    "thing",
+    "12",
+    "34",
+    "au",
+    "this",
+    "car",
+    "a",
+    "!?",
+)
+
+
+def png_of(picture: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def service(**changes: Any) -> App:
@@ -65,6 +95,45 @@ async def test_labels_of_a_request_take_the_place_of_the_models_classes(labels: 
     assert (await classify(served)).json["predictions"][0]["label"].startswith("label ")
 
 
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("whole")
+    getattr(whole_models, request.param)(folder)
+    return folder
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["one process", "several"])
+@pytest.mark.parametrize("count", [1, 2, 14])
+def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
+    count: int, remote: bool, folder: Path
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1, "max_batch": 2}
+    settings = load_settings({"checkpoint": str(folder), "decode_threads": 1, "compile": "off", **options})
+    labels = json.dumps(NOUNS[:count])
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
+    requested = RequestedOutputs(1, MapRequest("relevance"))
+    expected = Predictor(load_checkpoint(str(folder), labels=labels), **options).predict(pictures, requested)
+
+    @on_a_loop
+    async def compare() -> None:
+        async with running(load=lambda: cast(Any, load_predictor(settings)), remote=remote) as rig:
+            served, files = App(settings, cast(Any, rig.engine)), [png_of(picture) for picture in pictures]
+            query = urlencode({"labels": labels, "attention": "relevance", "top_k": 1})
+            answer = await served.request("POST", "/classify/batch", query=query, **form(*files))
+            for outputs, found in zip(expected, answer.json["results"], strict=True):
+                assert outputs.map is not None
+                assert outputs.map.values.std() > 1e-3, "the reference says nothing"
+                np.testing.assert_allclose(found["attention"]["values"], outputs.map.values, atol=1e-5)
+                for name in ("score", "evidence", "kept_mass"):
+                    assert found["attention"][name] == pytest.approx(getattr(outputs.map, name), abs=1e-5)
+                best = found["predictions"][0]
+                assert best["index"] == found["attention"]["class"] == outputs.indices[0]
+                assert best["label"] == found["attention"]["label"] == json.loads(labels)[outputs.indices[0]]
+                assert "url" not in found["attention"], "by its id the picture has no map of this label"
+
+    compare()
+
+
 @on_a_loop
 async def test_a_batch_is_compared_with_the_same_labels() -> None:
     served = service()
@@ -84,7 +153,6 @@ async def test_a_batch_is_compared_with_the_same_labels() -> None:
         ({"labels": "a" * 257}, "expected 1 to 256 characters"),
         ({"labels": ",".join("a" * 501)}, "labels: there are 501, expected 1 to 500"),
         ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 labels"),
-        ({"labels": "a,b", "attention": "relevance"}, "set at the start (VIT_LABELS)"),
     ],
 )
 async def test_labels_that_cannot_be_compared_are_refused(query: dict[str, Any], detail: str) -> None:
@@ -195,6 +263,41 @@ async def test_labels_of_v2_are_a_parameter() -> None:
         refusal = await infer(service(), encoded(9), parameters=parameters)
         assert refusal.status == 422
         assert detail in refusal.json["error"]
+
+
+@on_a_loop
+@pytest.mark.parametrize("classes", [0, 10])
+async def test_maps_of_v2_are_of_the_best_label(classes: int) -> None:
+    config = model_info().config.model_copy(update={"num_classes": classes})
+    labels = model_info().labels[:classes]
+    served = App(
+        load_settings({"decode_threads": 1}), FakeEngine(model_info(zero_shot=ZERO_SHOT, config=config, labels=labels))
+    )
+    names = [{"name": name} for name in ("attention", "evidence")]
+    found = outputs((await infer(served, encoded(9), outputs=names, parameters={"labels": CSV})).json)
+    np.testing.assert_allclose(found["attention"], [[[0.1, 0.2], [0.3, 0.4]]])
+    assert found["evidence"].tolist() == [[1]]
+    without = await infer(served, encoded(9), outputs=names)
+    assert without.status == (200 if classes else 422)
+
+
+@on_a_loop
+async def test_labels_of_grpc_are_the_same_parameter() -> None:
+    request = image(png(9))
+    request.parameters["labels"].string_param = CSV
+    async with calling(FakeEngine(model_info(zero_shot=ZERO_SHOT))) as caller:
+        found = arrays(await caller.infer(request))
+    rows = zip(found["label"][0], found["index"][0], found["score"][0], strict=True)
+    require_scores([{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], 9)
+
+
+@on_a_loop
+async def test_other_servers_routes_take_labels() -> None:
+    query = urlencode({"labels": CSV})
+    scores = (await service().request("POST", "/predictions/fake", query=query, body=png(9))).json
+    assert scores == pytest.approx(expected_scores(9), abs=1e-6)
+    document = (await service().request("POST", "/invocations", query=query, body=png(9))).json
+    require_scores(document["predictions"], 9)
 
 
 @on_a_loop
