@@ -12,7 +12,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ class ZeroShot:
         values = self._logits(outputs, features)
         with np.errstate(over="ignore"):
             exponentials = np.exp(-values if self.independent else values - values.max())
-        scores = 1 / (1 + exponentials) if self.independent else exponentials / exponentials.sum()
+        scores: NDArray[np.float32] = 1 / (1 + exponentials) if self.independent else exponentials / exponentials.sum()
         best = np.argsort(-scores, kind="stable")[: requested.top_k]
         return replace(
             outputs,
@@ -108,10 +108,10 @@ class ZeroShot:
         [values] = faded(found.values[np.newaxis], np.array([evidence], np.float32))
         return replace(compared, map=AttentionMap(request, values, found.kept_mass, score, evidence))
 
-    def _logits(self, outputs: Outputs, features: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _logits(self, outputs: Outputs, features: NDArray[np.float32]) -> Any:
+        """Return the logits of labels, float32 [labels]."""
         assert outputs.embedding is not None
-        cosines: NDArray[np.float32] = features @ normalized(outputs.embedding)
-        return np.float32(self.scale) * cosines + np.float32(self.bias)
+        return np.float32(self.scale) * (features @ normalized(outputs.embedding)) + np.float32(self.bias)
 
 
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:

@@ -92,18 +92,17 @@ class _Classifier:
         if query.attention:
             method = "relevance" if query.attention == "relevance" else "cls"
         labels: tuple[str, ...] = ()
-        classes = self._info.config.num_classes
-        if query.labels is not None or not classes:
-            labels = labels_of_request(query.labels, self._info.zero_shot, self._info.config)
-            classes = len(labels)
+        config = self._info.config
+        if query.labels is not None or not config.num_classes:
+            labels = labels_of_request(query.labels, self._info.zero_shot, config)
+            config = with_labels(config, labels)
         self._labels = labels or self._info.labels
-        if query.top_k is not None and query.top_k > classes:
-            compared = f"there are {classes} labels" if labels else f"the model has {classes} classes"
+        if query.top_k is not None and query.top_k > config.num_classes:
+            compared = f"there are {len(labels)} labels" if labels else f"the model has {config.num_classes} classes"
             raise InvalidParameter(f"top_k {query.top_k}: {compared}")
-        config = with_labels(self._info.config, labels)
         map_request = None if method is None else parse_maps(config, self._labels, method=method)[0]
         embedding = EmbeddingRequest() if query.embedding else None
-        top_k = query.top_k or min(DEFAULT_TOP_K, classes)
+        top_k = query.top_k or min(DEFAULT_TOP_K, config.num_classes)
         self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels)
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
