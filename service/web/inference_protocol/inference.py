@@ -80,6 +80,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
+_OF_MAPS: Final = frozenset({"attention", "evidence"})
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
@@ -169,6 +170,8 @@ class Selection:
         for output in outputs:
             if output.name not in available:
                 require_classes(info.config)
+                if output.name in _OF_MAPS and not methods_of(info.config):
+                    parse_maps(info.config, info.labels)  # raises what the model is instead
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
@@ -178,11 +181,10 @@ class Selection:
         config = with_labels(info.config, labels)
         methods = [method for method in methods_of(config) if method in _MAPS]
         method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
-        if not isinstance(method, str) or method not in (methods or _MAPS):
+        if not isinstance(method, str) or method not in _MAPS:
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
-        has_map = not names.isdisjoint({"attention", "evidence"})
         if labels and header.parameters.get("pool", "head") != "head":
             raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
         classes = config.num_classes
@@ -196,7 +198,7 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=parse_maps(config, info.labels, method=method)[0] if has_map else None,
+                map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
                 labels=labels,

@@ -1,4 +1,4 @@
-// Drawing of a map, as the service draws it. With r a patch's share over the even share, 1 / patches, colour and opacity
+// Drawing of a map, as the service does. With r a patch's share over the even share, colour and opacity
 // follow log r / log(max(4, the largest r before it faded)): patches at or below the even share stay clear.
 
 const FULL_AT_LEAST = 4;
