@@ -584,6 +584,11 @@ def _question(
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    usual = [key for key in asked if key not in ("num_heads", "num_classes")]
+    if usual:
+        hints.append(f"what stands here for {', '.join(usual)} is only usual: see what its code has")
+    if "norm_order" in asked:
+        hints.append("norm_order is pre, post or res_post")
     if "num_classes" in asked:
         hints.append(
             "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its folder "
