@@ -218,11 +218,12 @@ def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple
         return Recognised(tensors, {}, {"qkv_order": "3hd"}, "timm"), ()
     before = {id(tensor): name for name, tensor in tensors.items()}
     names = recognise(tensors, where)
-    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), "several")) != name]
+    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), name)) != name]
     if names.tensors.keys() == tensors.keys():
         return names._replace(library="timm"), ()
     whose = f", as {names.library} has them" if names.library else ""
-    return names, (f"names inferred{whose}: {', '.join(pairs[:3])}, …",)
+    shown = f": {', '.join(pairs[:3])}, …" if pairs else ""  # what was joined or split has no one name
+    return names, (f"names inferred{whose}{shown}",)
 
 
 def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:

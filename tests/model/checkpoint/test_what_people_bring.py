@@ -253,7 +253,10 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
     "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),
-    "lucidrains' vit-pytorch": (_lucidrains, "as vit-pytorch has them"),
+    "lucidrains' vit-pytorch": (
+        _lucidrains,
+        "as vit-pytorch has them: to_patch_embedding.2.weight is patch_embed.proj.weight",
+    ),
     "queries, keys and values apart": (_style("queries, keys and values apart"), "names inferred"),
     "a layer for each head": (_style("a layer for each head"), "names inferred"),
     "a stem of convolutions": (_stem, ""),
