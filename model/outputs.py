@@ -130,7 +130,7 @@ def parse_maps(
         raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
     implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
-    if name in CLASS_SPECIFIC:
+    if name in CLASS_SPECIFIC or classes is not None:
         require_classes(config)
     if name not in methods:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")

@@ -18,7 +18,7 @@ from model.errors import CheckpointError
 _TRAINING: Final = re.compile(r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE)
 """Keys of a training checkpoint whose tensors are no weights."""
 _ASIDE: Final = re.compile(
-    r"(n_averaged|initted|step|num_updates|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|(.*\.)?mask_token"
+    r"(step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|(.*\.)?(n_averaged|initted|num_updates|mask_token)"
 )
 """Names of tensors in state dicts that have no part in classification."""
 _WRAPPERS: Final = ("module", "_orig_mod", "state_dict", "model_state_dict")

@@ -64,14 +64,14 @@ def drawable(text: str) -> str:
     return "".join(shown[:_MAX_TEXT])
 
 
-def fit_text(text: str, font: Font, width: float) -> str:
-    """Return a text that can be drawn, cut so that it is no wider than so many pixels."""
+def fit_text(text: str, font: Font, width: float, end: str = "") -> str:
+    """Return a text that can be drawn, cut before its `end` so that it is no wider than so many pixels."""
     text = drawable(text)
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "...") > width:
+    if font.getlength(text + end) <= width:
+        return text + end
+    while text and font.getlength(f"{text}...{end}") > width:
         text = text[:-1]
-    return text + "..."
+    return f"{text}...{end}"
 
 
 def caption_height(longer: int) -> int:
@@ -98,7 +98,7 @@ def with_caption(
     """Return a drawing with a caption on white below it: two lines, and the colours in words.
 
     Args:
-        lines: at most two, cut to the drawing's width; a narrow drawing is made wider.
+        lines: at most two, cut to the drawing's width before the last colon; a narrow drawing is made wider.
         colours: uint8 [256, 3], lowest value first.
         peak: how many times the even share the highest patch has; None: the colours are left out.
         longer: see `caption_height`.
@@ -111,7 +111,9 @@ def with_caption(
     pen, margin = ImageDraw.Draw(canvas), text // 3
     room, top = width - 2 * margin, drawing.height + text // 4
     for number, words in enumerate(lines[:2]):
-        pen.text((margin, top + number * line), fit_text(words, font, room), "black", font)
+        # A long label is cut, and the score behind it is not.
+        label, mark, score = drawable(words).rpartition(": ") if ": " in words else (words, "", "")
+        pen.text((margin, top + number * line), fit_text(label, font, room, mark + score), "black", font)
     if peak is None:
         return canvas
     top += 2 * line

@@ -56,11 +56,15 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
         # Quoted, as the names of ImageNet's classes have commas themselves.
         "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
-        + (", …" if len(checkpoint.labels) > 3 else ""),
+        + (", …" if len(checkpoint.labels) > 3 else "")
+        if checkpoint.labels
+        else "none" + (": set VIT_LABELS, or send labels= with a request" if checkpoint.zero_shot else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
         f"temperature {checkpoint.temperature:g}"
         if config.num_classes
+        else "of the labels of a request"
+        if checkpoint.zero_shot
         else "none: no classification head; /embed serves it",
         "parameters": f"{needs.parameters:,}",
         "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "

@@ -150,7 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
         best = "no classes" if answer.score is None else f"{answer.label} ({answer.score:.1%})"
         if answer.small is not None:
             sheet = sheet or ContactSheet(len(files), answer.small.size)
-            score = "" if answer.score is None else f": {answer.score:.0%} {answer.label}"
+            mark = "; best class" if arguments.classes else ":"
+            score = "" if answer.score is None else f"{mark} {answer.score:.0%} {answer.label}"
             sheet.add(answer.small, file.name, f"{answer.method}{score}")
         facts = f", {answer.facts}" if answer.facts else ""
         tqdm.write(f"{target or file}: {best}, {answer.method}{facts}", file=sys.stdout)

@@ -218,11 +218,12 @@ def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple
         return Recognised(tensors, {}, {"qkv_order": "3hd"}, "timm"), ()
     before = {id(tensor): name for name, tensor in tensors.items()}
     names = recognise(tensors, where)
-    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), "several")) != name]
+    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), name)) != name]
     if names.tensors.keys() == tensors.keys():
         return names._replace(library="timm"), ()
     whose = f", as {names.library} has them" if names.library else ""
-    return names, (f"names inferred{whose}: {', '.join(pairs[:3])}, …",)
+    shown = f": {', '.join(pairs[:3])}, …" if pairs else ""  # what was joined or split has no one name
+    return names, (f"names inferred{whose}{shown}",)
 
 
 def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -585,6 +586,11 @@ def _question(
     if "num_heads" in asked:
         wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
         hints.append(f"N is the number of heads, a divisor of {wide}")
+    usual = [key for key in asked if key not in ("num_heads", "num_classes")]
+    if usual:
+        hints.append(f"what stands here for {', '.join(usual)} is only usual: see what its code has")
+    if "norm_order" in asked:
+        hints.append("norm_order is pre, post or res_post")
     if "num_classes" in asked:
         hints.append(
             "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its folder "

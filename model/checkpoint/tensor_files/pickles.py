@@ -275,7 +275,7 @@ def read_pickle(path: Path, where: str | None = None) -> Any:
 
 def unpickled(file: BinaryIO, where: str) -> Any:
     """Return what an open file holds, as `read_pickle`."""
-    with reading(where, "damaged, or of a program other than torch", *MALFORMED):
+    with reading(where, "damaged, or of a program other than torch.save", *MALFORMED):
         refuse_pointer(file, where)
         refuse_beyond_memory(file, where)
         try:
@@ -289,12 +289,12 @@ def unpickled(file: BinaryIO, where: str) -> Any:
 def _unzipped(file: BinaryIO, where: str) -> Any:
     archive = open_zip(file)
     members = {info.filename: info for info in archive.infolist()}
-    size, total = sum(info.file_size for info in members.values()), file.seek(0, io.SEEK_END)
-    if size > total:
-        raise CheckpointError(f"{where}: unpacks to {size} bytes, more than it has: torch.save packs nothing")
     if any(PurePath(name).name == "constants.pkl" for name in members):
         advice = _TORCHSCRIPT.format(repr(PurePath(where).name))
         raise CheckpointError(f"{where}: refused, it is not plain tensors: {advice}")
+    size, total = sum(info.file_size for info in members.values()), file.seek(0, io.SEEK_END)
+    if size > total:
+        raise CheckpointError(f"{where}: unpacks to {size} bytes, more than it has: torch.save packs nothing")
     names = [name for name in members if PurePath(name).name == "data.pkl"]
     if len(names) != 1:
         raise ValueError(f"{len(names)} parts of the name data.pkl, expected one")

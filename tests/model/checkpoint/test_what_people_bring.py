@@ -100,6 +100,13 @@ def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
     return pack
 
 
+def _twin(model: nn.Module) -> dict[str, Any]:
+    """Return what a LightningModule saves that keeps an AveragedModel of its network; the averaged one is served."""
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    twin = {f"ema_model.{name}": tensor for name, tensor in averaged.items()}
+    return {"state_dict": _lightning(made(heads=1))["state_dict"] | twin, "epoch": 3}
+
+
 def _backbone_and_head(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     return {
@@ -225,6 +232,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "EMA pair": (saved(_pair("model_ema", "model"), weights="ema"), ""),
     "EMA pair, the raw one": (saved(_pair("state_dict", "state_dict_ema"), weights="raw"), ""),
     "EMA pair by prefixes": (saved(_pair("ema_model.", "model."), weights="ema"), ""),
+    "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt", weights="ema"), "ema_model.n_averaged"),
     "EMA pair in safetensors": (_safetensors, ""),
     "student and teacher": (saved(_pair("teacher", "student"), weights="teacher"), ""),
     "backbone and head in one file": (saved(_backbone_and_head), ""),
@@ -245,7 +253,10 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
     "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),
-    "lucidrains' vit-pytorch": (_lucidrains, "as vit-pytorch has them"),
+    "lucidrains' vit-pytorch": (
+        _lucidrains,
+        "as vit-pytorch has them: to_patch_embedding.2.weight is patch_embed.proj.weight",
+    ),
     "queries, keys and values apart": (_style("queries, keys and values apart"), "names inferred"),
     "a layer for each head": (_style("a layer for each head"), "names inferred"),
     "a stem of convolutions": (_stem, ""),
@@ -276,7 +287,9 @@ def _held(pack: Callable[[nn.Module], Any], name: str = "weights.pth") -> Callab
 
 
 def _script(folder: Path) -> Path:
-    torch.jit.script(nn.Linear(2, 2)).save(str(folder / "net.pt"))
+    # Of many layers: TorchScript packs its code, which torch.save never does.
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
+    torch.jit.trace(layers, torch.zeros(1, 2)).save(str(folder / "net.pt"))
     return folder / "net.pt"
 
 
@@ -306,6 +319,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "EMA pair": (_held(_pair("model_ema", "model")), "--weights ema or --weights raw"),
     "EMA pair by prefixes": (_held(_pair("ema_model.", "model.")), "--weights ema or --weights raw"),
+    "Lightning with an averaged twin": (_held(_twin, "epoch=3.ckpt"), "model and ema_model: .* --weights ema"),
     "student and teacher": (_held(_pair("student", "teacher")), "--weights student or --weights teacher"),
     "a backbone without a head": (
         _held(lambda model: _backbone_and_head(model)["backbone"]),
@@ -316,7 +330,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: _training(model)["optimizer"]),
         r"keys 'state', 'param_groups', .*torch\.save\(model",
     ),
-    "the numbers of an IR": (_text("net.bin", "no pickle"), "damaged, or of a program other than torch"),
+    "the numbers of an IR": (_text("net.bin", "no pickle"), r"damaged, or of a program other than torch\.save"),
     "nothing": (_held(lambda _: {}), "expected a state dict of tensors"),
 }
 

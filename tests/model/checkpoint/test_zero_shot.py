@@ -21,6 +21,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
 from model.explanation.methods import explain
+from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
@@ -150,6 +151,9 @@ def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_pa
 def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: Path) -> None:
     checkpoint, labelled = load_checkpoint(str(whole)), load_checkpoint(str(whole), labels=CSV)
     assert (checkpoint.labels, checkpoint.config.num_classes) == ((), 0)
+    rows = summarise(checkpoint)
+    assert rows["labels"] == "none: set VIT_LABELS, or send labels= with a request"
+    assert rows["scores"] == "of the labels of a request"
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1}
     requested = RequestedOutputs(1, embedding=EmbeddingRequest())

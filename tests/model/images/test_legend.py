@@ -56,6 +56,18 @@ def test_any_label_becomes_one_line_that_the_font_has(label: str) -> None:
     assert font.getlength(fit_text(label, font, 80)) <= 80
 
 
+def test_a_long_label_is_cut_before_its_score() -> None:
+    font, labels = ImageFont.load_default(12), ["hippopotamus, hippo, river horse, Hippopotamus amphibius"]
+    drawn, score = caption_of(of_class(), labels)[0].rsplit(": ", 1)
+    shown = fit_text(drawn, font, 180, f": {score}")
+    assert shown.startswith("hippopotamus, ")
+    assert shown.endswith("...: 63.1%")
+    assert font.getlength(shown) <= 180
+    look: dict[str, Any] = {"picture": PICTURE, "size": 240}
+    scores = [np.asarray(draw_maps([of_class(score=score)], labels, **look)) for score in (0.6, 0.7)]
+    assert (scores[0] != scores[1]).any(), "the score is seen"
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.tuples(st.integers(1, 300), st.integers(1, 300)),
