@@ -573,7 +573,8 @@ def _question(
     missing = [*asked] or ([] if options.architecture else ["architecture"])
     if options.preprocess is None:
         missing.append("preprocessing")
-    needs_labels = "head.weight" in tensors and options.labels is None and files.labels is None
+    has_head = published is not None or "head.weight" in tensors
+    needs_labels = has_head and options.labels is None and files.labels is None
     if needs_labels:
         missing.append("labels")
     command += ["--preprocess", options.preprocess or _preprocess(tensors, published)]
