@@ -26,7 +26,10 @@ Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
-_MAX_LAYERS = 1024
+_MAX_LAYERS = 256
+"""Of a library's network, which is made in Python, layer by layer: twice what the deepest of timm's have."""
+_MAX_SIDE = 2048
+"""Pixels of a side of its input: some of timm's make their tables of positions number by number."""
 _MAX_NUMBER = 16384
 _MAX_NUMBERS = 64
 
@@ -165,6 +168,13 @@ class LibraryConfig(NetworkConfig):
         """Return what messages call a network of this configuration."""
         return f"{self.library}'s {self.architecture}"
 
+    @field_validator("image_size")
+    @classmethod
+    def _not_too_large(cls, size: Size) -> Size:
+        if max(size) > _MAX_SIDE:
+            raise ValueError(f"{size[0]}x{size[1]} pixels: a library's network takes at most {_MAX_SIDE} along a side")
+        return size
+
     @field_validator("arguments")
     @classmethod
     def _allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -174,10 +184,11 @@ class LibraryConfig(NetworkConfig):
             if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
                 continue
             numbers = _numbers(value)
-            sane = all(isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers)
+            most = _MAX_SIDE if name == "img_size" else _MAX_NUMBER
+            sane = all(isinstance(number, int | float) and abs(number) <= most for number in numbers)
             if len(numbers) > _MAX_NUMBERS or not sane:
-                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}")
-            if _LAYERS.fullmatch(name) and sum(numbers) > _MAX_LAYERS:
+                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {most}")
+            if _LAYERS.fullmatch(name) and sum(map(abs, numbers)) > _MAX_LAYERS:
                 raise ValueError(f"argument {name} {value!r:.100}: more than the {_MAX_LAYERS} that are allowed")
         return arguments
 

@@ -41,6 +41,9 @@ MAX_TEXTS: Final = 1000
 
 MAX_TEMPLATES: Final = 200
 
+_WRITTEN: Final = 12
+"""Characters that JSON takes at most for one of a label."""
+
 _CONTROL: Final = {"Cc", "Cs"}
 """Categories of characters that no text holds: controls, and halves of a surrogate pair."""
 
@@ -162,6 +165,8 @@ def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> t
     Raises:
         InputError: there are none or more than `most`, one is empty, too long or not printable, or the list is broken.
     """
+    if len(text) > most * (_WRITTEN * MAX_CHARACTERS + len('"",')):  # before it is cut into millions of pieces
+        raise InputError(name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take")
     try:
         values = json.loads(text) if text.lstrip().startswith("[") else _separated(text)
     except (ValueError, RecursionError, csv.Error):

@@ -39,11 +39,13 @@ _TEXT_BYTES: Final = 1500
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request: the texts that it still needs, and those that it has."""
+    """Distinct texts that one or several callers wait for: those that are still missing, and those that are there."""
 
+    texts: tuple[str, ...]
     missing: list[str]
     features: dict[str, Floats]
     done: asyncio.Future[None]
+    callers: int = 0
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -75,29 +77,40 @@ class TextFeatures:
             InferenceFailed: the tower failed on them.
             EngineUnavailable: the engine is closed.
         """
-        distinct = dict.fromkeys(texts)
-        features = {text: self._kept[text] for text in distinct if text in self._kept}
-        for text in features:
-            self._kept.move_to_end(text)
-        missing = [text for text in distinct if text not in features]
-        if missing:
-            waiting = sum(len(request.missing) for request in self._requests)
-            if waiting + len(missing) > MAX_WAITING:
-                raise QueueFull(f"{waiting} texts wait for the text tower: at most {MAX_WAITING} may")
-            request = _Request(missing, features, asyncio.get_running_loop().create_future())
-            self._requests.append(request)
-            if self._worker is None:
-                self._worker = asyncio.create_task(self._work())
+        distinct = tuple(dict.fromkeys(texts))
+        # The pictures of one request, and callers that begin together, often wait for the same texts.
+        same = (each for each in self._requests if each.texts == distinct and not each.done.done())
+        request = next(same, None) or self._request(distinct)
+        if request.missing:
+            request.callers += 1
             try:
                 async with asyncio.timeout(timeout):
-                    await request.done
+                    await asyncio.shield(request.done)
             except TimeoutError:
                 raise DeadlineExceeded("the text tower did not compute the texts in time") from None
             finally:
-                request.done.cancel()  # of a caller that left: what it still needs is not computed
-                if request in self._requests:
-                    self._requests.remove(request)
-        return np.stack([features[text] for text in texts])
+                request.callers -= 1
+                if not request.callers:
+                    request.done.cancel()  # of callers that left: what they still need is not computed
+                    if request in self._requests:
+                        self._requests.remove(request)
+        return np.stack([request.features[text] for text in texts])
+
+    def _request(self, texts: tuple[str, ...]) -> _Request:
+        """Return a request for texts, which waits for its turn unless all are kept; raises `QueueFull`."""
+        features = {text: self._kept[text] for text in texts if text in self._kept}
+        for text in features:
+            self._kept.move_to_end(text)
+        missing = [text for text in texts if text not in features]
+        request = _Request(texts, missing, features, asyncio.get_running_loop().create_future())
+        if missing:
+            waiting = sum(len(each.missing) for each in self._requests)
+            if waiting + len(missing) > MAX_WAITING:
+                raise QueueFull(f"{waiting} texts wait for the text tower: at most {MAX_WAITING} may")
+            self._requests.append(request)
+            if self._worker is None:
+                self._worker = asyncio.create_task(self._work())
+        return request
 
     def close(self) -> None:
         """Refuse what waits; a chunk that is computed ends on its thread."""

@@ -254,6 +254,8 @@ class _Unpickler(pickle._Unpickler):
         pickle.SETITEMS[0]: _set_many,
         pickle.DICT[0]: _dictionary,
         pickle.FRAME[0]: _frame,
+        # The library's own step makes room for as many bytes as it claims, and then reads them.
+        pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],
     }
 
 

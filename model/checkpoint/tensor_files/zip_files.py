@@ -22,6 +22,8 @@ from model.errors import CheckpointError
 
 _MAX_RATIO: Final = 8
 """Bytes to which one of an archive unpacks: weights pack to nine tenths, and those of half precision to a half."""
+_MAX_HEADER: Final = 16 << 10
+"""Bytes of an array's header, of which NumPy writes 128 and reads 10,000."""
 
 
 def read_archive(path: Path) -> tuple[Any, dict[str, str] | None]:
@@ -97,9 +99,11 @@ def _array_name(info: zipfile.ZipInfo) -> str:
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> Tensor:
     with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = reader(member)
+        # NumPy reads as long a header as is claimed, and unpacks it, before it compares.
+        head = io.BytesIO(member.read(_MAX_HEADER))
+    version = np.lib.format.read_magic(head)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(head)
     # A header may claim more than the archive holds; that is refused before it is allocated.
     if dtype.hasobject or dtype.itemsize > 8 or math.prod(shape) * dtype.itemsize > info.file_size:
         raise CheckpointError(f"{path}: {info.filename} holds objects, text, or less than its header claims")

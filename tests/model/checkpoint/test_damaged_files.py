@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,18 @@ def test_a_damaged_npz_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.npz"
     file.write_bytes(content)
     assert "weights.npz" in refusal(file)
+
+
+def test_an_npz_whose_header_unpacks_to_far_more_than_the_file_costs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "weights.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\2\0" + struct.pack("<I", 32 << 20) + bytes(32 << 20))
+    tracemalloc.start()
+    try:
+        assert "weights.npz" in refusal(file)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_npz_that_holds_objects_is_refused(tmp_path: Path) -> None:

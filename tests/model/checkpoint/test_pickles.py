@@ -6,6 +6,8 @@ import argparse
 import collections
 import pathlib
 import pickle
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,15 @@ def test_steps_that_change_or_make_objects_are_refused(steps: bytes, tmp_path: P
     with pytest.raises(CheckpointError, match="not a file that torch"):
         read_pickle(tmp_path / "a.pth")
     assert not hasattr(argparse.Namespace, "a")
+
+
+def test_a_length_that_is_only_claimed_takes_no_memory(tmp_path: Path) -> None:
+    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+    (tmp_path / "a.pth").write_bytes(head + b"\x80\5" + pickle.BYTEARRAY8 + struct.pack("<Q", 64 << 20) + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="not a file that torch"):
+            read_pickle(tmp_path / "a.pth")
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()

@@ -105,6 +105,24 @@ async def test_too_many_texts_that_wait_are_refused(running: Running) -> None:
 
 
 @on_a_loop
+async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_last_has_left() -> None:
+    texts = [f"many {number}" for number in range(MAX_WAITING // 2)]
+    async with running_engine() as rig:
+        rig.predictor.gate.clear()
+        impatient = embed_soon(rig, *texts)
+        pictures = [embed_soon(rig, *texts) for _ in range(8)]
+        hasty = asyncio.create_task(embed(rig, *texts, timeout=0.001))
+        await rig.predictor.wait_until_busy()
+        impatient.cancel()
+        with pytest.raises(DeadlineExceeded):
+            await hasty
+        rig.predictor.gate.set()
+        for rows in await asyncio.gather(*pictures):
+            np.testing.assert_array_equal(rows[[0, -1]], [text_feature(texts[0]), text_feature(texts[-1])])
+    assert sum(map(len, rig.predictor.embedded)) == len(texts)
+
+
+@on_a_loop
 async def test_texts_that_the_tower_fails_on_fail_alone(running: Running) -> None:
     async with running() as rig:
         bad, good = await asyncio.gather(embed(rig, "bad"), embed(rig, "good"), return_exceptions=True)
