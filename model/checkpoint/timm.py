@@ -139,7 +139,7 @@ def preprocess_of(pretrained: Mapping[str, Any], where: str) -> PreprocessConfig
     crop_pct = required(pretrained, "crop_pct", where)
     if not isinstance(crop_pct, int | float) or isinstance(crop_pct, bool) or not 0.01 <= crop_pct <= 1:
         raise CheckpointError(f"{where}: pretrained_cfg.crop_pct {crop_pct!r}: expected a number above 0, at most 1")
-    crop_mode = pretrained.get("crop_mode") or "center"  # timm reads an absent one so, too
+    crop_mode = required(pretrained, "crop_mode", where)
     if not isinstance(crop_mode, str) or crop_mode not in _RESIZE:
         raise CheckpointError(f"{where}: pretrained_cfg.crop_mode {crop_mode!r}: expected one of {sorted(_RESIZE)}")
     if pretrained.get("crop_border_pixels"):

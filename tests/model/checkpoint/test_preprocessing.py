@@ -49,7 +49,6 @@ CROPS: dict[str, dict[str, Any]] = {
     "center-bicubic": {"crop_pct": 0.9, "crop_mode": "center", "interpolation": "bicubic"},
     "center-bilinear": {"crop_pct": 0.875, "crop_mode": "center", "interpolation": "bilinear"},
     "center-whole": {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic"},
-    "center-unsaid": {"crop_pct": 0.9, "interpolation": "bicubic"},
     "squash-bicubic": {"crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic"},
     "squash-bilinear": {"crop_pct": 0.95, "crop_mode": "squash", "interpolation": "bilinear"},
     "border-bicubic": {"crop_pct": 1.0, "crop_mode": "border", "interpolation": "bicubic"},
