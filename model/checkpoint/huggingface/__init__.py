@@ -168,8 +168,8 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
         kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
-            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; and, for embeddings, "
-            f"{', '.join(_BACKBONES)}"
+            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
+            f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
     family = (_BACKBONES | _BY_CLASS)[name]
     if config.get("model_type") != family.model_type:
