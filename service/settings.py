@@ -189,7 +189,7 @@ class Settings(BaseSettings):
     # The model.
     checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
     preprocess: Name | None = Field(
-        None, description="JSON file or preset's name, for formats that carry no preprocessing"
+        None, description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing"
     )
     labels: Name | None = Field(
         None,

@@ -93,8 +93,10 @@ def engine_of(
     )
 
 
-def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
-    """Log where the service answers and what to try."""
+def log_address(
+    settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS, path: str = "/classify"
+) -> None:
+    """Log where the service answers and what to try, which is a request of this path."""
     in_container = settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks)
     if settings.grpc_port is not None:
         where = "port " if in_container else f"{_reachable(settings.host)}:"
@@ -107,7 +109,7 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
-    logger.info("  curl %s-F file=@%s '%s/classify'", key, picture, base)
+    logger.info("  curl %s-F file=@%s '%s%s'", key, picture, base, path)
 
 
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:
@@ -120,7 +122,9 @@ def _announce(engine: Engine, settings: Settings, server: Server) -> None:
         return
     freeze_objects()
     log_model(engine.status, info)
-    log_address(settings, server.port)
+    # A model without labels refuses the plain call.
+    bare = "/classify?labels=cat,dog" if info.zero_shot else "/embed"
+    log_address(settings, server.port, path="/classify" if info.labels else bare)
 
 
 def _reachable(host: str) -> str:

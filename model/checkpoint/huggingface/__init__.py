@@ -168,7 +168,8 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
         kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
-            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel"
+            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
+            f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
     family = (_BACKBONES | _BY_CLASS)[name]
     if config.get("model_type") != family.model_type:
@@ -199,4 +200,10 @@ def _name(config: dict[str, Any], files: Files) -> str:
     name = config.get("_name_or_path")
     if isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable() and not name.startswith((".", "/")):
         return name
-    return files.source.split("@")[0] if files.revision else PurePosixPath(files.place).name or files.place
+    if files.revision:
+        return files.source.split("@")[0]
+    place = PurePosixPath(files.place)
+    repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+    if place.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return place.name or files.place

@@ -103,6 +103,16 @@ def test_a_link_that_is_named_is_followed_wherever_it_leads(tmp_path: Path) -> N
     assert load_checkpoint(str(tmp_path / "current")).build()
 
 
+def test_a_snapshot_of_the_hubs_cache_has_the_repositorys_name(tmp_path: Path) -> None:
+    cache = tmp_path / "models--owner--name"
+    (cache / "snapshots").mkdir(parents=True)
+    huggingface_folder(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    assert load_checkpoint(str(cache)).name == "owner/name"
+    assert load_checkpoint(str(cache / "snapshots" / ("a" * 40))).name == "owner/name"
+
+
 def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Path) -> None:
     cache = tmp_path / "models--owner--name"
     snapshot = native_folder(cache / "snapshots" / ("a" * 40))

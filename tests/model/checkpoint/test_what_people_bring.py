@@ -330,7 +330,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: _training(model)["optimizer"]),
         r"keys 'state', 'param_groups', .*torch\.save\(model",
     ),
-    "the numbers of an IR": (_text("net.bin", "no pickle"), r"damaged, or of a program other than torch\.save"),
+    "the numbers of an IR": (_text("net.bin", "no pickle"), "damaged, or of a program other than torch"),
     "nothing": (_held(lambda _: {}), "expected a state dict of tensors"),
 }
 
