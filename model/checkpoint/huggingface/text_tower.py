@@ -146,7 +146,11 @@ class TextEmbedder:
 
 
 def tower_config(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return what `config.json` says of the `text` or `vision` tower, in old files twice; CheckpointError if no object."""
+    """Return what `config.json` says of the `text` or `vision` tower, in old files twice.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
     parts = [config.get(name) or {} for name in (f"{kind}_config", f"{kind}_config_dict")]
     if not all(isinstance(part, dict) for part in parts):
         raise CheckpointError(f"{CONFIG_FILE}: {kind}_config: expected an object")

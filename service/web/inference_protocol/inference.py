@@ -169,6 +169,8 @@ class Selection:
         for output in outputs:
             if output.name not in available:
                 require_classes(info.config)
+                if output.name == "attention":
+                    parse_maps(info.config, info.labels)  # says why there is none
                 raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
@@ -215,7 +217,8 @@ def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
     if count is None:
         return None
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
-        raise InvalidParameter(f"{name} {count!r:.40}: expected 1 to {classes}")
+        allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+        raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return count
 
 
