@@ -277,7 +277,7 @@ def read_pickle(path: Path, where: str | None = None) -> Any:
 
 def unpickled(file: BinaryIO, where: str) -> Any:
     """Return what an open file holds, as `read_pickle`."""
-    with reading(where, "not a file that torch.save wrote", *MALFORMED):
+    with reading(where, "not a file that torch.save wrote, damaged, or of a program other than torch", *MALFORMED):
         refuse_pointer(file, where)
         refuse_beyond_memory(file, where)
         try:
