@@ -187,7 +187,7 @@ def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[s
         if not isinstance(label, str):
             raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes")
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise CheckpointError(f"{where}: {key!r}: {label!r}: expected a class index and its label")
+            raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label")
         labels[int(key)] = label
     if len(labels) != len(mapping) or sorted(labels) != list(range(classes)):
         raise CheckpointError(f"{where}: {len(labels)} labels, expected one for each of 0...{classes - 1}")

@@ -60,7 +60,7 @@ class _TextFields(BaseModel):
     max_position_embeddings: Count = 77
     hidden_act: HiddenActivation = "quick_gelu"
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    eos_token_id: int = 49407
+    eos_token_id: Annotated[int, Field(ge=-1, lt=1 << 31)] = 49407
 
 
 _SIGLIP_DEFAULTS: Final = {
@@ -89,7 +89,7 @@ class TextEmbedder:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], width: int, files: Files) -> None:
         causal = config["model_type"] == "clip"
-        nested = {**(config.get("text_config") or {}), **(config.get("text_config_dict") or {})}
+        nested = tower_config(config, "text")
         with validating(files.where(CONFIG_FILE), "text_config: "):
             fields = _TextFields.model_validate(nested if causal else _SIGLIP_DEFAULTS | nested)
             end = None if fields.eos_token_id == _WRONG_END else fields.eos_token_id
@@ -119,10 +119,16 @@ class TextEmbedder:
         self._tower.load_state_dict(taken, assign=True)
         self._tower.eval().requires_grad_(False)
         self._tokenizer = _tokenizer(files, str(config["model_type"]))
-        if len(self._tokenizer) > fields.vocab_size:
+        tokens = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+        if tokens > fields.vocab_size:
             raise CheckpointError(
-                f"{files.place}: the tokenizer has {len(self._tokenizer)} tokens, the text tower {fields.vocab_size}"
+                f"{files.place}: the tokenizer has {tokens} tokens, the text tower {fields.vocab_size}"
             )
+        try:
+            self(["a"])
+        # A tokenizer without a token for padding, for example, fails at its first text.
+        except Exception as error:  # noqa: BLE001
+            raise CheckpointError(f"{files.place}: its tokenizer fails on a text: {first_line(error)}") from None
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -137,6 +143,18 @@ class TextEmbedder:
             parts.append(self._tower(inputs["input_ids"], None if seen is None else seen.bool()))
         features: NDArray[np.float32] = torch.cat(parts).numpy()
         return features
+
+
+def tower_config(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return what `config.json` says of the `text` or `vision` tower, in old files twice.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    parts = [config.get(name) or {} for name in (f"{kind}_config", f"{kind}_config_dict")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise CheckpointError(f"{CONFIG_FILE}: {kind}_config: expected an object")
+    return {**parts[0], **parts[1]}
 
 
 def _names(head: str) -> dict[str, str | tuple[str | None, ...]]:

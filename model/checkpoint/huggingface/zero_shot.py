@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface import clip, siglip
-from model.checkpoint.huggingface.text_tower import PREFIXES, TextEmbedder
+from model.checkpoint.huggingface.text_tower import PREFIXES, TextEmbedder, tower_config
 from model.checkpoint.local_files import read_text_file
 from model.checkpoint.options import CheckpointOptions, read_labels
 from model.checkpoint.tensors import as_float32
@@ -34,8 +34,7 @@ class Whole(clip.VisionTower):
 
     def vit_config(self, json: Mapping[str, Any], classes: int) -> ViTConfig:
         """Return the architecture of the image's tower with a head; see `Family.vit_config`."""
-        nested = {**(json.get("vision_config") or {}), **(json.get("vision_config_dict") or {})}
-        config = super().vit_config({"vision_config": nested}, classes)
+        config = super().vit_config({"vision_config": tower_config(json, "vision")}, classes)
         if "projection" not in self.names:
             return config
         width = json.get("projection_dim", 512)

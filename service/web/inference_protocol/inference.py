@@ -217,7 +217,8 @@ def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
     if count is None:
         return None
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
-        raise InvalidParameter(f"{name} {count!r:.40}: expected 1 to {classes}")
+        allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+        raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return count
 
 

@@ -126,7 +126,8 @@ def test_steps_that_change_or_make_objects_are_refused(steps: bytes, tmp_path: P
 
 
 def test_a_length_that_is_only_claimed_takes_no_memory(tmp_path: Path) -> None:
-    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+    parts: list[Any] = [0x1950A86A20F9469CFC6C, 1001, {}]
+    head = b"".join(pickle.dumps(part, 2) for part in parts)
     (tmp_path / "a.pth").write_bytes(head + b"\x80\5" + pickle.BYTEARRAY8 + struct.pack("<Q", 64 << 20) + b".")
     tracemalloc.start()
     try:

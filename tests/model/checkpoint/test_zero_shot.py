@@ -20,6 +20,7 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
+from model.explanation.maps import faded
 from model.explanation.methods import explain
 from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
@@ -219,6 +220,29 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_json(folder / "tokenizer_config.json", extra_special_tokens=["<one>", "<more>"]),
         "the tokenizer has .* tokens, the text tower",
     ),
+    "a token of a high number": (
+        lambda folder: change_json(
+            folder / "tokenizer.json",
+            added_tokens=[
+                {"id": 999, "content": "cat", "special": False, "normalized": False}
+                | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            ],
+        ),
+        "the tokenizer has .* tokens, the text tower|fails on a text",
+    ),
+    "no token for padding": (
+        lambda folder: change_json(folder / "tokenizer_config.json", pad_token=None),
+        "its tokenizer fails on a text: .*padding token",
+    ),
+    "a tower described by a text": (
+        lambda folder: change_json(folder / "config.json", text_config="large"),
+        "config.json: text_config: expected an object",
+    ),
+    "an image's tower described by a list": (
+        lambda folder: change_json(folder / "config.json", vision_config_dict=[1]),
+        "config.json: vision_config: expected an object",
+    ),
+    "an end of a very high number": (text_config(eos_token_id=10**30), "text_config: eos_token_id"),
     "padding on the left": (
         lambda folder: change_json(folder / "tokenizer_config.json", padding_side="left"),
         "padding_side 'left': expected 'right'",

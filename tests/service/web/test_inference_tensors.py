@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from model.errors import InputError
 from model.outputs import AttentionMap, MapRequest, Outputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MalformedRequest, TooManyImages, UploadTooLarge
@@ -156,7 +155,7 @@ def test_a_model_without_relevance_has_the_row_by_default() -> None:
     info = model_info(config=model_info().config.model_copy(update={"norm_order": "post"}))
     asked = InferenceHeader([], outputs=[output("attention")])
     assert Selection.of(asked, info).requested.map == MapRequest.row(2)
-    with pytest.raises(InputError, match="'relevance': expected one of gae, cls"):
+    with pytest.raises(InvalidParameter, match="attention 'relevance': expected one of cls"):
         Selection.of(InferenceHeader([], outputs=asked.outputs, parameters={"attention": "relevance"}), info)
 
 

@@ -88,4 +88,6 @@ async def test_the_open_inference_protocol_gives_the_embedding_by_default() -> N
         assert (response.status, response.json["error"][: len(REFUSAL)]) == (422, REFUSAL)
     refused = await service.request("POST", path, **v2(["attention"], attention="relevance"))
     assert refused.json["error"] == "attention 'relevance': expected one of cls"
+    refused = await service.request("POST", path, **v2(["embedding"], top_k=1))
+    assert refused.json["error"] == "top_k 1: there are no classes and no labels"
     assert service.metric("vit_top1_score_count") == 0
