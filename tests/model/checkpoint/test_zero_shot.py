@@ -20,7 +20,6 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
-from model.explanation.maps import faded
 from model.explanation.methods import explain
 from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
