@@ -103,4 +103,4 @@ def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they
 def test_an_adapter_on_the_hub_names_no_base_on_this_machine(hub: Hub, load: Load, tmp_path: Path) -> None:
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
-    assert "which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
+    assert "as its base, which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
