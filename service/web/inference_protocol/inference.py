@@ -181,7 +181,7 @@ class Selection:
         config = with_labels(info.config, labels)
         methods = [method for method in methods_of(config) if method in _MAPS]
         method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
-        if not isinstance(method, str) or method not in _MAPS:
+        if not isinstance(method, str) or method not in (methods or _MAPS):
             raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
         if "evidence" in names and method != "relevance":
             raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")

@@ -67,13 +67,15 @@ def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
     """Save a SigLIP with a fast unigram tokenizer that lowers letters, as SigLIP 2 of one resolution."""
     library = transformers()
     names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
-    learned = Tokenizer(models.Unigram())
+    # Pieces that are written down: a trained vocabulary differs from run to run.
+    text = " ".join(_CORPUS).lower()
+    words, letters = sorted({f"▁{word}" for word in text.split()}), sorted({"▁", *text} - {" "})
+    specials = [(token, 0.0) for token in ("<pad>", "<eos>", "<bos>", "<unk>")]
+    pieces = [*specials, *((word, -3.0) for word in words), *((letter, -6.0) for letter in letters)]
+    learned = Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))
     learned.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", "▁")])
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=["<pad>", "<eos>", "<bos>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    learned.train_from_iterator(_CORPUS, trainer)
+    learned.add_special_tokens([token for token, _ in specials])
     learned.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     tokenizer = library.PreTrainedTokenizerFast(
         tokenizer_object=learned, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=names
