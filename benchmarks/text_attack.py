@@ -54,11 +54,13 @@ def measure(url: str, seconds: float, *, attack: bool) -> str:
         statuses[f"one label: {status}"] += 1
         labelled.append(milliseconds)
 
+    def many() -> dict[str, str]:
+        return {"labels": new_labels(1000)}
+
     def roles() -> Iterator[tuple[Callable[[], dict[str, str]], Callable[[float, int], None]]]:
         yield from [(dict, picture)] * CALLERS
         yield lambda: {"labels": f"a,{new_labels(1)}"}, one_label
         if attack:
-            many = lambda: {"labels": new_labels(1000)}  # noqa: E731
             yield from [(many, lambda _, status: statuses.update([f"attack: {status}"]))] * ATTACKERS
 
     threads = [threading.Thread(target=repeat, args=role) for role in roles()]
