@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,12 +84,13 @@ def stacked(images: Images) -> NDArray[np.uint8]:
     return images if isinstance(images, np.ndarray) else np.stack(images)
 
 
-def require_close(outputs: BatchOutputs, expected: BatchOutputs, dtype: torch.dtype, source: str) -> None:
+def require_close(outputs: BatchOutputs, expected: BatchOutputs, *, exact: bool, source: str) -> None:
     """Check the network's outputs for a batch against torch's own.
 
     Args:
-        outputs: on the host, computed in `dtype` by `source`.
+        outputs: on the host, computed by `source`.
         expected: on the host, of the same images and perhaps more.
+        exact: whether both were computed in float32.
 
     Raises:
         DeviceError: one that `_TOLERANCES` names is further away than it allows.
@@ -101,7 +101,7 @@ def require_close(outputs: BatchOutputs, expected: BatchOutputs, dtype: torch.dt
             reference = theirs[name][: len(output)].float()
             # A head that is all zeros gives zeros in both.
             relative = float((output.float() - reference).norm() / reference.norm().clamp_min(1e-6))
-            if not relative <= _TOLERANCES[name][dtype != torch.float32]:
+            if not relative <= _TOLERANCES[name][not exact]:
                 raise DeviceError(f"{source}'s {name} are {relative:.2g} of their norm away from torch's")
 
 

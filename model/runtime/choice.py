@@ -8,11 +8,13 @@ from typing import Literal
 
 from model.errors import DeviceError
 from model.runtime.backend import Backend
+from model.runtime.batches import BatchRequest
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino.tracing import traced_network
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
 
@@ -43,13 +45,13 @@ def choose_backend(
         reason = "torch is requested"
     elif requested == "auto" and options.compile_mode in ("on", "max"):
         reason = "torch is to compile the network"
-    elif unsupported := unsupported_reason(options.device, options.dtype):
+    elif unsupported := unsupported_reason(str(options.device), options.dtype_name):
         if requested == "openvino":
             raise DeviceError(f"backend openvino: {unsupported}")
         reason = f"OpenVINO is not possible: {unsupported}"
     else:
         try:
-            network = OpenVinoNetwork(options, threads=threads.count, streams=streams)
+            network = traced_network(options, threads=threads.count, streams=streams)
         except DeviceError as error:
             if requested == "openvino":
                 raise
@@ -58,7 +60,15 @@ def choose_backend(
         else:
             agrees = "OpenVINO is installed, has the dtype and agrees with torch"
             fallback = TorchCpu(replace(options, compile_mode="off"), threads)
-            return OpenVino(network, fallback), "OpenVINO is requested" if requested == "openvino" else agrees
+
+            def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
+                # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
+                built = replace(options, model=options.checkpoint.build())
+                return traced_network(built, threads=threads.count, streams=streams, extras=extras, workers=1)
+
+            return OpenVino(
+                network, fallback, with_extras
+            ), "OpenVINO is requested" if requested == "openvino" else agrees
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

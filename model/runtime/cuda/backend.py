@@ -145,7 +145,8 @@ class Cuda(TorchBackend):
                 expected = self._launch(images, request, self._uncompiled)
                 if not _same_best_class(outputs, expected):  # by rounding, unless the logits are wrong, too
                     outputs = outputs._replace(relevance=None)
-                require_close(outputs, expected, self._options.dtype, f"for {size} images the launched model")
+                exact, source = self._options.dtype == torch.float32, f"for {size} images the launched model"
+                require_close(outputs, expected, exact=exact, source=source)
 
     def _launch(self, images: Images, request: BatchRequest, compute: Compute | None = None) -> BatchOutputs:
         """Return a batch's outputs on the host.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,14 +28,14 @@ from model.runtime.torch_cpu import TorchCpu
 logger = logging.getLogger(__name__)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why OpenVINO cannot compute in this dtype on this device, or None."""
-    if device.type != "cpu":
+def unsupported_reason(device: str, dtype: str) -> str | None:
+    """Return why OpenVINO cannot compute in the dtype of this name on this device, or None."""
+    if device != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if importlib.util.find_spec("openvino") is None:
         return "the package is not installed: pip install -e '.[openvino]' in the clone"
     if dtype not in PRECISIONS:
-        return f"it has no {str(dtype).removeprefix('torch.')} here"
+        return f"it has no {dtype} here"
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
@@ -47,13 +47,20 @@ class OpenVino:
     Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, which
     shares the float32 weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
     where a batch asks for both, torch computes.
+
+    Args:
+        network: gives no extras.
+        with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
     """
 
-    def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
+    def __init__(
+        self, network: OpenVinoNetwork, fallback: TorchCpu, with_extras: Callable[[BatchRequest], OpenVinoNetwork]
+    ) -> None:
         self.name = f"openvino {network.version}"
         self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
         self._network = network
         self._torch = fallback
+        self._with_extras = with_extras
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
         self._preparing = threading.Lock()
 
@@ -77,7 +84,7 @@ class OpenVino:
             self._networks[extras] = None
         torch.set_num_threads(1)  # of the calling thread
         try:
-            self._networks[extras] = self._network.with_extras(extras)
+            self._networks[extras] = self._with_extras(extras)
         except (DeviceError, RuntimeError) as error:
             logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
 
