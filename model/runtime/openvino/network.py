@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from model.errors import DeviceError
 from model.runtime.backend import require_close
-from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
+from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest, HostOutputs
 from model.runtime.openvino.graph import Requests, compile_sizes
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class NetworkGraph(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Torch's own outputs for some images, uint8 [B, H, W, C], of at least as many as a small network has graphs for."""
+    """Torch's own outputs for images, uint8 [B, H, W, C]: for as many as the largest graph of one size takes."""
 
     images: NDArray[np.uint8]
-    outputs: BatchOutputs
+    outputs: HostOutputs
 
 
 class OpenVinoNetwork:
@@ -69,6 +69,7 @@ class OpenVinoNetwork:
         workers: threads that compile.
 
     Attributes:
+        dtype: what it computes in, of `PRECISIONS`.
         request: what the graphs give: extras, and the last layer's attention row where it can be traced.
 
     Raises:
@@ -80,7 +81,8 @@ class OpenVinoNetwork:
     ) -> None:
         self.version = importlib.metadata.version("openvino")
         self.request = graph.request
-        self._names, self._dtype, self._streams = graph.outputs, dtype, streams
+        self.dtype = dtype
+        self._names, self._streams = graph.outputs, streams
         self._is_small = _is_small(weights_bytes(graph.model, dtype), streams)
         compiled = partial(compile_sizes, graph.model, dtype, threads=threads, workers=workers or threads)
         try:
@@ -98,11 +100,11 @@ class OpenVinoNetwork:
             for alone, counts in ((True, (1, 3)), (False, _SIZES if self._is_small else (1, 3))):
                 for count in counts:
                     outputs = self(reference.images[:count], alone=alone)
-                    require_close(outputs, reference.outputs, exact=self._dtype == "float32", source="OpenVINO")
+                    require_close(outputs, reference.outputs, exact=self.dtype == "float32", source="OpenVINO")
         except RuntimeError as error:
             raise _does_not_run(error) from error
 
-    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Args:
@@ -115,7 +117,7 @@ class OpenVinoNetwork:
             RuntimeError: as OpenVINO raises it.
         """
         requests = _for(len(images), self._alone if alone else self._beside)
-        outputs = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
+        outputs = requests.infer(np.ascontiguousarray(images))
         return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def sizes(self, *, alone: bool) -> tuple[int, ...] | None:
@@ -136,7 +138,8 @@ def weights_bytes(model: openvino.Model, dtype: str) -> int:
     """Return the bytes of a graph's constants once they are rounded to a dtype; what is smaller already stays so."""
     bits = {"float32": 32, "bfloat16": 16}[dtype]
     constants = (each.output(0) for each in model.get_ops() if each.get_type_name() == "Constant")
-    return sum(int(np.prod(each.shape)) * min(each.element_type.bitwidth, bits) for each in constants) // 8
+    sizes = [int(math.prod(each.shape)) * min(int(each.element_type.bitwidth), bits) for each in constants]
+    return sum(sizes) // 8
 
 
 def _is_small(weights: int, streams: int) -> bool:

@@ -19,7 +19,7 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.batches import BatchOutputs
+from model.runtime.batches import HostOutputs
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.openvino.graph import _LEAN, Requests, core
@@ -130,7 +130,7 @@ def test_a_larger_batch_is_cut_to_these_sizes(
     np.testing.assert_allclose(both[1].logits(images), both[0].logits(images), atol=1e-3)
     assert seen == [8, 8, 5] * 2
     seen.clear()
-    with both[1]._backend._torch.threads:  # type: ignore[attr-defined]  # another batch computes
+    with both[1]._backend._threads:  # type: ignore[attr-defined]  # another batch computes
         found = predict(both[1], images, top_k=10)
     assert seen == [8, 8, 4, 1]
     np.testing.assert_allclose(found.scores, predict(both[0], images, top_k=10).scores, atol=1e-4)
@@ -289,9 +289,9 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
 ) -> None:
     whole = OpenVinoNetwork.__call__
 
-    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
+    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
         output = whole(self, images, alone=alone)
-        return output._replace(logits=output.tensors()["logits"].flip(-1))
+        return output._replace(logits=np.flip(output.tensors()["logits"], -1))
 
     monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
     checkpoint = load_checkpoint("bundled")
