@@ -19,8 +19,7 @@ from model.runtime.cpu import ThreadPolicy
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.openvino.network import NetworkGraph
-from model.runtime.openvino.store import Keep, MadeOf
+from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -115,16 +114,8 @@ class Builder:
             float8=self._float8,
         )
         parameters = count_parameters(model)
-
-        def keep(graph: NetworkGraph, reason: str) -> None:
-            if self._keep is not None:
-                made = MadeOf(
-                    parameters, options.dtype_name, self._threads.count, self._streams, self._sizes[-1], reason
-                )
-                self._keep.save(graph, self._checkpoint, made)
-
         backend, reason = choose_backend(
-            options, self._backend, threads=self._threads, streams=self._streams, ops=self._ops, keep=keep
+            options, self._backend, threads=self._threads, streams=self._streams, ops=self._ops, keep=self._keep
         )
         agrees = None
         if self._float8 and isinstance(model, VisionTransformer):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from model.errors import DeviceError
+from model.network.vit import count_parameters
 from model.runtime.backend import Backend, BackendName
 from model.runtime.batches import BatchRequest
 from model.runtime.cpu import ThreadPolicy
@@ -15,7 +14,8 @@ from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
-from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
+from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino.store import Keep, MadeOf
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.scores import Scores
 from model.runtime.torch_backend import TorchOptions
@@ -31,14 +31,14 @@ def choose_backend(
     threads: ThreadPolicy,
     streams: int,
     ops: DeviceOps | None = None,
-    keep: Callable[[NetworkGraph, str], None] = lambda graph, reason: None,
+    keep: Keep | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
     Args:
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
-        keep: called with a graph of OpenVINO and the reason once it was made and compared, on some thread.
+        keep: keeps graphs of OpenVINO that were made and compared.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
@@ -53,33 +53,37 @@ def choose_backend(
             raise DeviceError(f"backend openvino: {unsupported}")
         reason = f"OpenVINO is not possible: {unsupported}"
     else:
+        parameters = count_parameters(options.model)
+        stage = None if keep is None else keep.stage
         try:
-            network, graph = traced_network(options, threads=threads.count, streams=streams)
+            network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
         except DeviceError as error:
             if requested == "openvino":
                 raise
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
         else:
-            if requested == "auto":
-                why = "OpenVINO is installed, has the dtype and agrees with torch"
-            else:
-                why = "OpenVINO is requested"
+            agrees = "OpenVINO is installed, has the dtype and agrees with torch"
+            why = "OpenVINO is requested" if requested == "openvino" else agrees
             torchs = TorchCpu(replace(options, compile_mode="off"), threads)
+            made_of = MadeOf(parameters, options.dtype_name, threads.count, streams, options.sizes[-1], why)
+
+            def save(extras: BatchRequest = BatchRequest()) -> None:  # noqa: B008  frozen
+                if keep is not None:
+                    keep.save(extras, options.checkpoint, made_of)
 
             def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
                 # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
                 built = replace(options, model=options.checkpoint.build())
-                extended, graph = traced_network(
-                    built, threads=threads.count, streams=streams, extras=extras, workers=1
+                extended = traced_network(
+                    built, threads=threads.count, streams=streams, extras=extras, workers=1, stage=stage
                 )
-                keep(graph, why)
+                save(extras)
                 return extended
 
             fallback = LazyTorch(lambda: torchs)
             fallback.load()
-            keep_plain = partial(keep, graph, why)
-            return OpenVino(network, Scores(options.checkpoint), threads, fallback, with_extras, keep_plain), why
+            return OpenVino(network, Scores(options.checkpoint), threads, fallback, with_extras, save), why
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

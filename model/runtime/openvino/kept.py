@@ -80,9 +80,10 @@ class _Torch:
             checkpoint = self.checkpoint()
         dtype, cpu = DTYPES[manifest.dtype], torch.device("cpu")
         options = TorchOptions(checkpoint.build(), checkpoint, cpu, dtype, "off", (manifest.max_batch,))
-        network, graph = traced_network(options, threads=threads, streams=streams, extras=extras, workers=1)
+        keep = Keep(self._entry, files)
+        network = traced_network(options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage)
         made_of = MadeOf(manifest.parameters, manifest.dtype, threads, streams, manifest.max_batch, manifest.reason)
-        Keep(self._entry, files).save(graph, checkpoint, made_of)
+        keep.save(extras, checkpoint, made_of)
         return network
 
 

@@ -190,41 +190,40 @@ class Entry:
             raise _Damaged(f"{_MANIFEST} is of another graph")
         return manifest
 
-    def save(self, graph: NetworkGraph, facts: Mapping[str, Any]) -> None:
-        """Keep a graph; where that fails, one line of the log says why.
+    def stage(self, graph: NetworkGraph) -> tuple[Path, NetworkGraph]:
+        """Write a graph to a folder of its own, and return that and the graph as it is read from there.
 
-        Args:
-            facts: the fields of `Manifest` that are not of the graph.
+        Raises:
+            OSError, RuntimeError, ValueError: it cannot be written, or the folder is another user's.
         """
-        try:
-            self._save(graph, facts)
-        except (OSError, RuntimeError, ValueError) as error:
-            logger.warning("%s: the graph is not kept, and is made again at each start: %s", self._folder, error)
-
-    def _save(self, graph: NetworkGraph, facts: Mapping[str, Any]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._require_own(self._folder)
         self._remove_abandoned()
         written = Path(tempfile.mkdtemp(prefix=".", dir=self._folder))
         try:
             openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
-            request = graph.request
-            manifest = Manifest(
-                key=self._facts,
-                graph={name: _digest(written / name) for name in (_GRAPH, _WEIGHTS)},
-                outputs=graph.outputs,
-                layers=request.layers,
-                relevance=request.relevance,
-                all_tokens=request.all_tokens,
-                **facts,
-            )
-            body = manifest.model_dump_json().encode()
-            (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            if not self._make_room(_size(written)):
-                return
-            self._put(written, self._folder / self.key(request.extras))
-        finally:
+            return written, graph._replace(model=core().read_model(written / _GRAPH))
+        except BaseException:
             shutil.rmtree(written, ignore_errors=True)
+            raise
+
+    def save(self, written: Path, request: BatchRequest, facts: Mapping[str, Any]) -> None:
+        """Put a graph that was staged in its place, from where it is loaded.
+
+        Args:
+            written: the folder that `stage` returned.
+            request: what the graph gives.
+            facts: the other fields of `Manifest`.
+
+        Raises:
+            OSError, ValueError: it cannot be written.
+        """
+        graph = {name: _digest(written / name) for name in (_GRAPH, _WEIGHTS)}
+        given = {"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens}
+        body = Manifest(key=self._facts, graph=graph, **given, **facts).model_dump_json().encode()
+        (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        if self._make_room(_size(written)):
+            self._put(written, self._folder / self.key(request.extras))
 
     def _put(self, written: Path, place: Path) -> None:
         """Rename an entry to its place; whoever has the one that was there mapped into memory keeps it."""
@@ -267,7 +266,7 @@ class Entry:
 
 
 class Keep:
-    """Keeps the graphs of a checkpoint that was just read.
+    """Keeps the graphs of a checkpoint that was just read; where that fails, one line of the log says why.
 
     Args:
         entry: where.
@@ -276,19 +275,40 @@ class Keep:
 
     def __init__(self, entry: Entry, files: Mapping[Path, Signature]) -> None:
         self._entry, self._files = entry, files
+        self._staged: dict[BatchRequest, tuple[Path, NetworkGraph]] = {}
 
-    def save(self, graph: NetworkGraph, checkpoint: Checkpoint, made_of: MadeOf) -> None:
-        """Keep a graph, unless a file was changed since it was read."""
+    def stage(self, graph: NetworkGraph) -> NetworkGraph:
+        """Write a graph, and return it as it is read from there: what is compiled now and later is the same.
+
+        OpenVINO fuses operations of a graph that was read in another way than of one that was just translated.
+        """
+        try:
+            self._staged[graph.request.extras] = self._entry.stage(graph)
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.warning("the graph is not kept, and is made again at each start: %s", error)
+            return graph
+        return self._staged[graph.request.extras][1]
+
+    def save(self, extras: BatchRequest, checkpoint: Checkpoint, made_of: MadeOf) -> None:
+        """Keep a graph that was staged and found to agree with torch, unless a file was changed since it was read."""
         from model.checkpoint.local_files import signature  # noqa: PLC0415  torch made the graph, and is loaded
 
-        files = {str(path): digest_of(path) for path in self._files}
-        for path, before in self._files.items():
-            if signature(path) != before:
-                logger.warning("%s changed while it was read: the graph is not kept", path)
-                return
-        fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
-        kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
-        self._entry.save(graph, {"files": files, "checkpoint": kept, **made_of._asdict()})
+        if extras not in self._staged:
+            return
+        written, graph = self._staged.pop(extras)
+        try:
+            files = {str(path): digest_of(path) for path in self._files}
+            for path, before in self._files.items():
+                if signature(path) != before:
+                    raise OSError(f"{path} changed since it was read")
+            fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
+            kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
+            facts = {"files": files, "checkpoint": kept, "outputs": graph.outputs, **made_of._asdict()}
+            self._entry.save(written, graph.request, facts)
+        except (OSError, ValueError) as error:
+            logger.warning("the graph is not kept, and is made again at each start: %s", error)
+        finally:
+            shutil.rmtree(written, ignore_errors=True)
 
 
 def digest_of(path: Path) -> str | None:

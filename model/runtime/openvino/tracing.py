@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -34,13 +35,15 @@ def traced_network(
     streams: int,
     extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
     workers: int | None = None,
-) -> tuple[OpenVinoNetwork, NetworkGraph]:
-    """Return a torch network as one of OpenVINO, and its graph, once its outputs were compared with torch's.
+    stage: Callable[[NetworkGraph], NetworkGraph] | None = None,
+) -> OpenVinoNetwork:
+    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's.
 
     Args:
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
         threads, streams, workers: see `OpenVinoNetwork`.
         extras: what to compute beside logits and the last layer's attention row, see `BatchRequest.extras`.
+        stage: returns the graph as it will be read when it is kept: it is compiled as that one will be.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
@@ -48,9 +51,11 @@ def traced_network(
     if workers == 1:
         torch.set_num_threads(1)  # of the calling thread
     graph, reference = trace(options, extras)
+    if stage is not None:
+        graph = stage(graph)
     network = OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
     network.require_close(reference)
-    return network, graph
+    return network
 
 
 def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Reference]:
