@@ -48,8 +48,11 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     )
 
 
-def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
+def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
+
+    Args:
+        lazy: whether graphs that were kept are compiled when they are first needed, for few pictures.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
@@ -64,7 +67,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     if entry is not None:
         from model.runtime.openvino.kept import kept_predictor  # noqa: PLC0415  an optional package
 
-        kept = kept_predictor(entry, lambda: checkpoint_from(settings))
+        kept = kept_predictor(entry, lambda: checkpoint_from(settings), lazy=lazy)
         if kept is not None:
             _log_facts(kept)
             return kept, _info(settings, kept)
