@@ -225,6 +225,11 @@ class Entry:
         if self._make_room(_size(written)):
             self._put(written, self._folder / self.key(request.extras))
 
+    def unpinned(self, files: Iterable[Path]) -> str | None:
+        """Return a commit of the hub that files are of and no setting names: the next start asks the hub again."""
+        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
+        return next((found[1] for found in commits if found and found[1] not in self._facts), None)
+
     def _put(self, written: Path, place: Path) -> None:
         """Rename an entry to its place; whoever has the one that was there mapped into memory keeps it."""
         for _ in range(10):
@@ -297,6 +302,11 @@ class Keep:
             return
         written, graph = self._staged.pop(extras)
         try:
+            if unpinned := self._entry.unpinned(self._files):
+                logger.info(
+                    "the graph is not kept: the hub may name another commit than %s next time", unpinned
+                )
+                return
             files = {str(path): digest_of(path) for path in self._files}
             for path, before in self._files.items():
                 if signature(path) != before:

@@ -16,6 +16,7 @@ import pytest
 from model.checkpoint import load_checkpoint
 from model.checkpoint.local_files import recording
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.batches import BatchRequest
 from model.runtime.openvino import store
 from model.runtime.openvino.kept import kept_predictor
 from model.runtime.openvino.store import Entry, Keep
@@ -179,3 +180,149 @@ def test_an_entry_that_is_not_sound_is_told_in_one_line_and_made_again(
     [record] = [each for each in caplog.records if each.name == store.__name__]
     assert "is made again" in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_what_belongs_to_another_user_is_not_run(
+    copied: Path, checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lstat = Path.lstat
+
+    def of_another(self: Path) -> object:
+        status = lstat(self)
+        return os.stat_result([*status[:4], os.geteuid() + 1, *status[5:]]) if self == copied else status
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    assert later_start(checkpoint_folder, copied.parent) is None
+    assert f"it belongs to uid {os.geteuid() + 1}" in caplog.text
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "weights": lambda folder: flipped(folder / "model.safetensors"),
+    "config": lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + " "),
+    "a file more": lambda folder: (folder / "adapter_config.json").write_text("{}"),
+    "a file less": lambda folder: (folder / "model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_checkpoint_that_changed_is_read_again(
+    change: Callable[[Path], object], copied: Path, checkpoint_folder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    subprocess.run(["cp", "-r", checkpoint_folder, own], check=True)
+
+    def moved(body: dict[str, Any]) -> None:
+        named = {path.replace(str(checkpoint_folder), str(own)): value for path, value in body["files"].items()}
+        body["files"] = named
+
+    rewritten(copied, moved)
+    entry = Entry(copied.parent, {})
+    assert entry.load() is not None
+    change(own)
+    assert entry.load() is None
+
+
+def test_each_setting_version_and_fact_of_the_machine_has_a_graph_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(**settings: object) -> str:
+        return Entry(tmp_path, settings).key(BatchRequest())
+
+    keys = [key(), key(dtype="float32"), key(dtype="bfloat16"), key(image_size=(32, 32)), key(threads=1)]
+    keys.append(Entry(tmp_path, {}).key(BatchRequest(relevance=True)))
+    keys.append(Entry(tmp_path, {}).key(BatchRequest(all_tokens=True)))
+    for name, value in (("OMP_NUM_THREADS", "7"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            keys.append(key())
+    for place, found in (("_code", lambda: "other"), ("_versions", lambda: {"openvino": "1"}), ("_machine", dict)):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, place, found)
+            keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+
+
+def put(folder: Path, used: int, size: int, *, limit: int = store.LIMIT) -> Path:
+    """Put an entry of so many bytes into a folder, last used at a time, as `save` does; return its place."""
+    folder.mkdir(exist_ok=True)
+    entry = Entry(folder, {"number": used}, limit=limit)
+    written = folder / f".{used}"
+    written.mkdir()
+    (written / "graph.bin").write_bytes(b"\0" * size)
+    place = folder / entry.key(BatchRequest())
+    if entry._make_room(size):
+        entry._put(written, place)
+        os.utime(place, (used, used))
+    return place
+
+
+def test_what_was_not_used_for_longest_gives_way(tmp_path: Path) -> None:
+    places = [put(tmp_path / "graphs", used, 400, limit=1000) for used in (3, 1, 2)]
+    assert [place.exists() for place in places] == [True, False, True]
+    os.utime(places[0], (1, 1))
+    places.append(put(tmp_path / "graphs", 4, 400, limit=1000))
+    assert [place.exists() for place in places] == [False, False, True, True]
+    assert not put(tmp_path / "graphs", 5, 1001, limit=1000).exists(), "it would have no room alone"
+
+
+def test_writers_at_once_leave_a_whole_entry_and_no_other_files(tmp_path: Path) -> None:
+    entry, folder = Entry(tmp_path, {}), tmp_path / entry_name()
+
+    def write(number: int) -> None:
+        for turn in range(20):
+            written = tmp_path / f".{number}-{turn}"
+            written.mkdir()
+            (written / "graph.bin").write_bytes(bytes([number]) * 1000)
+            entry._put(written, folder)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each.name for each in tmp_path.iterdir()] == [folder.name]
+    assert len(set((folder / "graph.bin").read_bytes())) == 1
+
+
+def entry_name() -> str:
+    return Entry(Path(), {}).key(BatchRequest())
+
+
+def test_what_a_process_left_half_written_is_removed_after_an_hour(tmp_path: Path) -> None:
+    for name, age in ((".old", 4000), (".new", 10)):
+        (tmp_path / name).mkdir()
+        then = store.time.time() - age
+        os.utime(tmp_path / name, (then, then))
+    Entry(tmp_path, {})._remove_abandoned()
+    assert [each.name for each in tmp_path.iterdir()] == [".new"]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    checkpoint_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "graphs").write_text("a file")
+    first = first_start(checkpoint_folder, tmp_path / "graphs")
+    assert first.backend.startswith("openvino")
+    [record] = [each for each in caplog.records if each.name == store.__name__]
+    assert "the graph is not kept, and is made again at each start" in record.getMessage()
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
+    checkpoint_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with recording() as files:
+        loaded = load_checkpoint(str(checkpoint_folder))
+    changed = {path: (0, 0, 0) if path.name == "model.safetensors" else each for path, each in files.items()}
+    keep = Keep(Entry(tmp_path / "graphs", {}), changed)
+    Predictor(loaded, device="cpu", dtype="float32", backend="openvino", threads=1, keep=keep).warm_up()
+    wait_for_keeping()
+    assert "model.safetensors changed since it was read" in caplog.text
+    assert list((tmp_path / "graphs").iterdir()) == []
+
+
+def test_a_commit_of_the_hub_has_to_be_named(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    files = [Path(f"/hub/models--owner--name/snapshots/{commit}/config.json")]
+    assert Entry(tmp_path, {"checkpoint": "owner/name"}).unpinned(files) == commit
+    assert Entry(tmp_path, {"checkpoint": f"owner/name@{commit}"}).unpinned(files) is None
