@@ -162,9 +162,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another input size": lambda place: rewritten(
         place, lambda body: body["checkpoint"]["config"].update(image_size=[64, 64])
     ),
-    "a link for the manifest": lambda place: (place / "manifest.json").symlink_to(
-        (place / "manifest.json").rename(place / "real.json")
-    ),
     "a folder for the manifest": lambda place: ((place / "manifest.json").unlink(), (place / "manifest.json").mkdir()),
     "a pipe for the weights": lambda place: ((place / "graph.bin").unlink(), os.mkfifo(place / "graph.bin")),
     "written by anybody": lambda place: place.chmod(0o777),
