@@ -65,7 +65,7 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = _entry(settings)
     if entry is not None:
-        from model.runtime.openvino.kept import kept_predictor  # noqa: PLC0415  an optional package
+        from model.runtime.kept import kept_predictor  # noqa: PLC0415
 
         kept = kept_predictor(entry, lambda: checkpoint_from(settings), lazy=lazy)
         if kept is not None:

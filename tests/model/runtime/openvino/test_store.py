@@ -17,8 +17,8 @@ from model.checkpoint import load_checkpoint
 from model.checkpoint.local_files import recording
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.batches import BatchRequest
+from model.runtime.kept import kept_predictor
 from model.runtime.openvino import store
-from model.runtime.openvino.kept import kept_predictor
 from model.runtime.openvino.store import Entry, Keep
 from model.runtime.predictor import Predictor
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -121,7 +121,7 @@ def test_torch_does_not_compute_with_other_weights_than_the_graph(
 ) -> None:
     later = later_start(checkpoint_folder, copied.parent)
     assert later is not None
-    monkeypatch.setattr("model.runtime.openvino.kept.changed_file", lambda _: "model.safetensors")
+    monkeypatch.setattr("model.runtime.kept.changed_file", lambda _: "model.safetensors")
     with pytest.raises(RuntimeError, match=r"model\.safetensors changed since the start"):
         answers(later, [RequestedOutputs(1, MapRequest("gae"))])
     assert answers(later, REQUESTS[:1]), "what the graph gives goes on"
