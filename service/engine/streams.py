@@ -69,7 +69,7 @@ class Streams:
         self._wake = threading.Condition()
         self._stopping = False
         self._streams = 1
-        self._defers: Callable[[RequestedOutputs], bool] = lambda requested: False
+        self._defers: Callable[[RequestedOutputs], bool] = _never
         self._launched_at: dict[int, float] = {}
         self._waited_before: dict[tuple[int, float], float] = {}
         self._failures: list[BaseException] = []
@@ -128,6 +128,7 @@ class Streams:
         self._classify(runner)
         for thread in others:
             thread.join()
+        self._defers = _never  # whoever holds this engine does not hold the model
         for failure in self._failures[1:]:
             logger.error("another stream failed too", exc_info=failure)
         if self._failures:
@@ -185,6 +186,10 @@ class Streams:
                     return poll
                 self._wake.wait(poll.wait)
         return None
+
+
+def _never(requested: RequestedOutputs) -> bool:
+    return False
 
 
 def reason_of(error: BaseException) -> str:
