@@ -142,7 +142,7 @@ def create_app(
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
     routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
-    app.router.routes = [route for router in routers for route in router.routes]
+    app.set_routes([route for router in routers for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(

@@ -154,7 +154,9 @@ class Pipeline:
         """
         self.check_open()
         self.limiter.check()
-        self.limiter.check(1 + self.receiving.newcomers(self.limiter.capacity // 2))
+        free = self.limiter.capacity - self.limiter.taken
+        if free <= self.limiter.capacity // 2:
+            self.limiter.check(1 + self.receiving.newcomers(free))
 
     @contextmanager
     def admit_upload(self, request: Request) -> Iterator[Upload]:
