@@ -70,7 +70,7 @@ class Application(FastAPI):
             (method, route.path): route
             for route in reversed(routes)
             if isinstance(route, Endpoint) and not route.param_convertors
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     def openapi(self) -> dict[str, Any]:
