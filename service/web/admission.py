@@ -118,7 +118,7 @@ class ByteBudget:
 
 
 class Body:
-    """A request's body, an `ArrivingBody` of `service.http.exchange`.
+    """A request's body, an `ArrivingBody` of `service.http.exchange`; as a context manager it counts while that lasts.
 
     Attributes:
         size: bytes of it that are counted.
@@ -133,6 +133,12 @@ class Body:
         self.began = 0.0
         self.paid_until = 0.0
         self._receiving = receiving
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._receiving.give_back(self)
 
     def crawls(self) -> bool:
         """Return whether it arrives more slowly than it must, see `Receiving.crawls`."""
@@ -162,14 +168,9 @@ class Receiving:
         self._clock = clock
         self._arriving: dict[Body, Callable[[], None]] = {}
 
-    @contextlib.contextmanager
-    def body(self) -> Iterator[Body]:
-        """Return a new body, whose bytes count until the context ends."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            self._give_back(body)
+    def body(self) -> Body:
+        """Return a new body, whose bytes count until its context ends."""
+        return Body(self)
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
@@ -198,7 +199,7 @@ class Receiving:
         end = self._arriving.pop(body, None)
         if end is not None:
             body.gave_way = True
-            self._give_back(body)
+            self.give_back(body)
             end()
 
     def newcomers(self, most: int) -> int:
@@ -227,7 +228,8 @@ class Receiving:
         now = self._clock()
         return [body for body in self._arriving if body.paid_until < now]
 
-    def _give_back(self, body: Body) -> None:
+    def give_back(self, body: Body) -> None:
+        """Count the bytes of a body no more."""
         self._budget.give_back(body.size)
         body.size = 0
 
