@@ -50,9 +50,13 @@ class Exchange:
         broken_framing: how the body broke its framing; None while it has not.
         arriving: the body while the application reads it, else None.
         status: of the answer; None until it starts.
+        refused_at: seconds of the application's clock at which it was refused for want of room; None if it was not.
+        refused_before: the same of the connection's last request.
     """
 
     def __init__(self) -> None:
+        self.refused_at: float | None = None
+        self.refused_before: float | None = None
         self.discards_body = False
         self.broken_framing: str | None = None
         self.arriving: ArrivingBody | None = None

@@ -293,6 +293,8 @@ class HttpProtocol(asyncio.Protocol):
         )
         exchange.discards_body = may_discard(version, headers)
         before, self._newest = self._newest, exchange
+        if before is not None:
+            exchange.refused_before = before.refused_at
         if before is None or before.complete:
             self._run(exchange, scope)
         else:

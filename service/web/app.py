@@ -158,7 +158,7 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    pace = RefusalPace()
+    pace = RefusalPace(clock)
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
     layers = ProblemMiddleware(layers, metrics, pace)
     if settings.cors_origins:
