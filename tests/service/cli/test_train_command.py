@@ -64,7 +64,7 @@ def test_a_folder_of_pictures_becomes_a_served_model(
     assert {"MODEL_CARD.md", "config.json", "last", "metrics.csv", "model.safetensors", "recipe.toml"} <= {
         path.name for path in out.iterdir()
     }
-    server = Served(tmp_path / "server.log", checkpoint=out, device="cpu", dtype="float32", threads=1)
+    server = Served(tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1)
     try:
         assert server.get("/model").json()["name"] == "colours"
         for colour in COLOURS:
@@ -77,16 +77,17 @@ def test_a_folder_of_pictures_becomes_a_served_model(
 
 def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with VitserveProcess(tmp_path / "log", *flags(data, start, out, "--epochs", "60", "--threads", "1")) as training:
+    arguments = flags(data, start, out, "--epochs", "24", "--threads", "1")
+    with VitserveProcess(tmp_path / "log", *arguments, warm=True) as training:
         until(lambda: len(epochs_done(out)) >= 2 or training.process.poll() is not None)
     assert training.process.returncode == -signal.SIGKILL
     before = epochs_done(out)
-    assert 2 <= len(before) < 60
+    assert 2 <= len(before) < 24
     assert not (out / "config.json").exists()
     assert main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
     after = epochs_done(out)
     assert after[: len(before)] == before
-    assert [int(row["epoch"]) for row in after] == list(range(1, 61))
+    assert [int(row["epoch"]) for row in after] == list(range(1, 25))
     assert load_checkpoint(str(out)).labels == tuple(COLOURS)
 
 
