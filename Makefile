@@ -53,7 +53,7 @@ $(VENV)/.made:
 	@touch $@
 
 # Only torch and what it needs come from TORCH_INDEX_URL; the next line finds it installed and keeps it.
-$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample.c
 	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
 		"and small packages such as FastAPI, NumPy and Pillow ..."
 	@$(if $(NVIDIA_DRIVER)$(TORCH_INDEX_URL),:,[ "$$(uname)" != Linux ] || echo "No NVIDIA driver is found." \
