@@ -284,6 +284,7 @@ class LocalEngine:
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)
+            self._call_loop(self._expire)  # what the queue found out of time waits for its timer, and nothing else does
             self._call_loop(self._change, state, reason)
 
     def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:
