@@ -196,8 +196,8 @@ def choose_penalty(features: Tensor, labels: Tensor, folds: NDArray[np.int64], c
 def head_path(features: Tensor, labels: Tensor, classes: int) -> Iterator[Head]:
     """Yield the head of each penalty, the strongest first, each found from the one before it.
 
-    A head is the minimum of the mean negative log-likelihood plus the penalty times half the sum of squared weights, for
-    features that are centred and divided by the root of their mean variance. The bias has no penalty.
+    A head is the minimum of the mean negative log-likelihood plus the penalty times half the sum of squared weights,
+    for features that are centred and divided by the root of their mean variance. The bias has no penalty.
 
     Args:
         features: float64 [N, D].
