@@ -110,6 +110,20 @@ def meta_network(config: NetworkConfig) -> Classifier:
         return LibraryNetwork(config)
 
 
+def linear_head(config: LibraryConfig) -> str:
+    """Return the name of the linear layer that a network ends in, with a bias.
+
+    Raises:
+        CheckpointError: it ends in something else, or a library does not make this network.
+    """
+    module: Any = meta_network(config).module
+    last = module.get_classifier()
+    names = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
+    if not names or last.bias is None or last.in_features != config.width:
+        raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
+    return names[0]
+
+
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     """Return the tensors of an architecture that a checkpoint holds, without storage.
 

@@ -183,3 +183,36 @@ def test_bad_pictures_are_named_before_training(
     assert f"  {data / 'blue' / '3.jpg'}: " in error
     assert f"  {data / 'red' / 'notes.txt'}: " in error
     assert not (tmp_path / "out" / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "vitserve: --probe: needs --from CHECKPOINT, whose features it reads"),
+        (
+            ["--from", "bundled", "--epochs", "3"],
+            "vitserve: --probe: --epochs does not apply; allowed are --name,",
+        ),
+        (["--from", "bundled", "--resume"], "vitserve: --probe: --resume does not apply"),
+        (["--from", "bundled", "--set", "seed=1"], "vitserve: --probe: --set does not apply"),
+    ],
+    ids=["nothing", "epochs", "resume", "set"],
+)
+def test_flags_that_mean_nothing_to_a_probe_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(["train", "--probe", "--data", str(data), "--out", str(tmp_path / "out"), *more]) == 1
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_probe_is_written_and_says_how_it_is_served(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    assert (
+        main(["train", "--probe", "--data", str(data), "--from", str(start), "--out", str(out), "--threads", "1"]) == 0
+    )
+    assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
+    checkpoint = load_checkpoint(str(out))
+    assert (checkpoint.name, checkpoint.labels) == ("mine", tuple(COLOURS))
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "figures"}
