@@ -124,8 +124,8 @@ class ServerProcess(VitserveProcess):
         wait: until it is ready; without it there is no `url`.
     """
 
-    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
-        super().__init__(log, "serve", **({"port": 0, "drain_delay": 0} | settings))
+    def __init__(self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object) -> None:
+        super().__init__(log, "serve", warm=warm, **({"port": 0, "drain_delay": 0} | settings))
         if wait:
             self.url = self._wait_until_ready()
 
