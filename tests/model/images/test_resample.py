@@ -78,7 +78,7 @@ def test_strips_and_converted_pieces_make_pillows_picture(size, rows_first, mode
 def test_a_picture_in_several_pieces_of_memory_is_taken_in_strips():
     picture = Image.new("RGB", (3000, 2000))
     picture.paste(noise(700, 2000), (1900, 0))
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match=r"contiguous|multiple"):
         picture.__arrow_c_array__()
 
     for rows_first in (True, False):
