@@ -54,6 +54,8 @@ _ENOUGH: Final = 10_000
 """Pictures that are held out, at most: of more than this a single fold is."""
 _MANY: Final = 1_000_000
 """Logits of all pictures from which on several threads fit a head. In smaller fits they wait longer than they work."""
+_ROUNDING: Final = 0.1
+"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent."""
 _CONFUSIONS: Final = 3
 """Pairs of classes that are named in the log."""
 
@@ -94,8 +96,8 @@ def run(
 
     Args:
         data, out, device, memory: see `model.training.train.run`.
-        recipe: names the model, and the checkpoint with its size and preprocessing; the seed decides the folds. Fields
-            on training are not used.
+        recipe: names the model, the checkpoint with its size and preprocessing, and the precision of its features; the
+            seed decides the folds. Fields on training are not used.
 
     Raises:
         DatasetError: the data cannot be read, or a class has less than two pictures.
@@ -113,8 +115,8 @@ def run(
     with run_folder.folder_lock(out):
         start = rounded(read_start(recipe, recipe.checkpoint))
         heads = head_names(start.config)
-        threads = recipe.threads or None
-        predictor = Predictor(start, device=device, dtype="float32", compile_mode="off", threads=threads)
+        dtype, threads = recipe.precision, recipe.threads or None
+        predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
 
         def features_of(images: Images) -> Tensor:
             return torch.from_numpy(predict_embeddings(predictor, images.pixels, progress=progress)).double()
@@ -130,7 +132,7 @@ def run(
 
         folds = _folds(truth.numpy(), recipe.seed)
         if dataset.has_validation and len(parts[1]):
-            folds = np.repeat([-1, 0], [len(part) for part in parts])
+            folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts])
         choice = choose_penalty(features, truth, folds, len(dataset.labels))
         paths = head_path(features, truth, len(dataset.labels))
         fitted = next(islice(paths, PENALTIES.index(choice.penalty), None))
@@ -256,19 +258,25 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
     for name in names:
         tensors |= {f"{name}.weight": head.weight.float(), f"{name}.bias": head.bias.float()}
-    changes = {"format": native.FORMAT, "multi_label": False, "zero_shot": None, "embed_texts": None}
-    return replace(checkpoint, config=config, tensors=tensors, labels=labels, **changes)
+    return replace(
+        checkpoint,
+        format=native.FORMAT,
+        config=config,
+        labels=labels,
+        tensors=tensors,
+        multi_label=False,
+        zero_shot=None,
+        embed_texts=None,
+    )
 
 
 def _require_linear(predictor: Predictor, name: str, images: Images) -> None:
-    """Raise CheckpointError unless this layer of a network maps the embedding to the logits."""
-    tensors = predictor.checkpoint.tensors
+    """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
+    weight, bias = (predictor.checkpoint.tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
     few = images.pixels[:2]
-    expected = Head(tensors[f"{name}.weight"], tensors[f"{name}.bias"]).logits(
-        torch.from_numpy(predict_embeddings(predictor, few))
-    )
-    logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
-    if not np.allclose(logits, expected.numpy(), rtol=1e-2, atol=1e-2):
+    expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
+    logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))
+    if (logits - expected).norm() > _ROUNDING * expected.norm():
         raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
 
 

@@ -40,7 +40,7 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 """Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
 
 
-_OF_PROBE = ("name", "image-size", "seed", "threads")
+_OF_PROBE = ("name", "image-size", "precision", "seed", "threads")
 """Those that --probe takes, too."""
 
 

@@ -32,7 +32,9 @@ LABELS = tuple(COLOURS)
 
 
 def probe_of(checkpoint: Path) -> Recipe:
-    return read_recipe(RECIPES / "finetune.toml").override({"checkpoint": str(checkpoint), "name": "colours"})
+    return read_recipe(RECIPES / "finetune.toml").override(
+        {"checkpoint": str(checkpoint), "name": "colours", "precision": "float32"}
+    )
 
 
 def predictor_of(checkpoint: Checkpoint) -> Predictor:
