@@ -118,7 +118,7 @@ def linear_head(config: LibraryConfig) -> str:
     """
     module: Any = meta_network(config).module
     last = module.get_classifier()
-    names = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
+    names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
     if not names or last.bias is None or last.in_features != config.width:
         raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
     return names[0]

@@ -130,7 +130,8 @@ def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
     config = library_config("test_resnet", {}, 5, 3, (64, 64))
     assert linear_head(config) == "fc"
     changed = library_config("test_resnet", {}, 3, 3, (64, 64))
-    assert LibraryNetwork(changed).module.get_classifier().weight.shape == (3, config.width)
+    module: Any = LibraryNetwork(changed).module
+    assert module.get_classifier().weight.shape == (3, config.width)
     with pytest.raises(CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"):
         linear_head(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
 
