@@ -218,15 +218,15 @@ def measure_resize(size: tuple[int, int], crop: tuple[int, int], rounds: int) ->
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (375, 500, 3), dtype=np.uint8))
     bicubic = Image.Resampling.BICUBIC
     first = [(size[axis] - crop[axis]) // 2 for axis in (0, 1)]
-    axes = [Axis(0, picture.size[axis], size[axis], first[axis], crop[axis]) for axis in (0, 1)]
-    corners = [first[axis] + end * crop[axis] for end in (0, 1) for axis in (0, 1)]
-    box = tuple(corner * picture.size[n % 2] / size[n % 2] for n, corner in enumerate(corners))
+    columns, rows = (Axis(0, picture.size[axis], size[axis], first[axis], crop[axis]) for axis in (0, 1))
+    across, down = picture.width / size[0], picture.height / size[1]
+    box = (first[0] * across, first[1] * down, (first[0] + crop[0]) * across, (first[1] + crop[1]) * down)
 
     def kernel(*, cached: bool = True) -> NDArray[np.uint8] | None:
         if not cached:
             resample._pass.cache_clear()
         rows_first = passes_rows_first(picture.size, size)
-        return resample.resample_part(picture, *axes, bicubic, rows_first=rows_first)
+        return resample.resample_part(picture, columns, rows, bicubic, rows_first=rows_first)
 
     pixels = kernel()
     if pixels is None:

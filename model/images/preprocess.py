@@ -240,7 +240,8 @@ def _resize_whole(decoded: DecodedImage, size: tuple[int, int]) -> Image.Image:
     convert = converter(decoded.image, "RGB")
     small = resample_part(
         decoded.image,
-        *(Axis(0.0, stored[axis], size[axis], 0, size[axis]) for axis in (0, 1)),
+        Axis(0.0, stored[0], size[0], 0, size[0]),
+        Axis(0.0, stored[1], size[1], 0, size[1]),
         Image.Resampling.BICUBIC,
         rows_first=passes_rows_first(decoded.image.size, size),
         convert=convert,

@@ -33,7 +33,7 @@ class Axis(NamedTuple):
     Attributes:
         low, high: the part of the picture that is resized, in pixels, counted along the upright picture.
         size: pixels that the part becomes.
-        first, count: the pixels of those that are computed.
+        first, length: the pixels of those that are computed.
         mirrored: the upright picture runs the other way.
     """
 
@@ -41,7 +41,7 @@ class Axis(NamedTuple):
     high: float
     size: int
     first: int
-    count: int
+    length: int
     mirrored: bool = False
 
 
@@ -86,7 +86,7 @@ def resample_part(
         convert: makes L or RGB of any piece of `image`; None: it is one of the two.
 
     Returns:
-        uint8 [rows.count, columns.count, 1 or 3], C-contiguous; along a mirrored axis in the upright picture's order.
+        uint8 [rows.length, columns.length, 1 or 3], C-contiguous; along a mirrored axis in the upright picture's order.
     """
     if _KERNEL is None or resample not in _FILTERS:
         return None
@@ -96,7 +96,7 @@ def resample_part(
         return None
     (left, right), (top, bottom) = across.span, down.span
     across, down = _Pass(across.first - left, across.weights), _Pass(down.first - top, down.weights)
-    between = (bottom - top) * columns.count, (right - left) * rows.count
+    between = (bottom - top) * columns.length, (right - left) * rows.length
     if between[rows_first] > MAX_INTERMEDIATE_PIXELS:
         rows_first = between[True] < between[False]
 
@@ -105,19 +105,19 @@ def resample_part(
         for start, size, source in _sources(image, (left, top, right, bottom), convert, rows_first):
             if rows_first:
                 if middle is None:
-                    middle = np.empty((rows.count, right - left, source.bands), np.uint8)
+                    middle = np.empty((rows.length, right - left, source.bands), np.uint8)
                 _resample_rows(source, size * source.bands, down, middle[:, start:])
             else:
                 if middle is None:
-                    middle = np.empty((bottom - top, columns.count, min(source.bands, 3)), np.uint8)
+                    middle = np.empty((bottom - top, columns.length, min(source.bands, 3)), np.uint8)
                 _resample_columns(source, size, across, middle[start:])
     except ValueError:  # Pillow does not show its memory
         return None
     assert middle is not None
     source = _Pixels(middle.ctypes.data, middle.strides[0], middle.shape[2], middle)
-    result = np.empty((rows.count, columns.count, min(source.bands, 3)), np.uint8)
+    result = np.empty((rows.length, columns.length, min(source.bands, 3)), np.uint8)
     if rows_first:
-        _resample_columns(source, rows.count, across, result)
+        _resample_columns(source, rows.length, across, result)
     else:
         _resample_rows(source, source.stride, down, result)
     return result
@@ -247,9 +247,9 @@ def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
     scale = float(high - low) / axis.size
     filter_scale = max(scale, 1.0)
     support = SUPPORT[resample] * filter_scale
-    if axis.count * min(source, 2 * math.ceil(support) + 1) > _MAX_WEIGHTS:
+    if axis.length * min(source, 2 * math.ceil(support) + 1) > _MAX_WEIGHTS:
         return None
-    centre = float(low) + (np.arange(axis.first, axis.first + axis.count) + 0.5) * scale
+    centre = float(low) + (np.arange(axis.first, axis.first + axis.length) + 0.5) * scale
     begin = np.maximum((centre - support + 0.5).astype(np.int64), 0)
     end = np.minimum((centre + support + 0.5).astype(np.int64), source)
     taps = int((end - begin).max())

@@ -87,7 +87,7 @@ def test_a_picture_in_several_pieces_of_memory_is_taken_in_strips():
         )
         middle = picture.resize((3000, 40) if rows_first else (60, 2000), Image.Resampling.BOX)
         whole = np.asarray(middle.resize((60, 40), Image.Resampling.BOX))
-        assert np.array_equal(pixels, whole[1:40, 20:50])
+        assert pixels is not None and np.array_equal(pixels, whole[1:40, 20:50])
 
 
 @pytest.mark.parametrize(
