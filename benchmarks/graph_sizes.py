@@ -40,7 +40,7 @@ def measure(checkpoint: str, folder: str, sizes: tuple[int, ...] | None, seconds
     if sizes is None:
         network._FIXED_BYTES = 0  # type: ignore[misc]
     else:
-        network._SIZES = sizes  # type: ignore[misc]
+        network._SIZES = sizes  # type: ignore[assignment,misc]
     started = time.monotonic()
     settings = load_settings({"checkpoint": checkpoint, "cache_dir": folder, "device": "cpu", "backend": "openvino"})
     predictor, _ = load_predictor(settings)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,7 @@ class Predictor:
         keep: keeps the graphs of OpenVINO for a later start; None keeps none.
 
     Attributes:
+        checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
         agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
@@ -136,11 +137,11 @@ class Predictor:
     def of_parts(cls, checkpoint: KeptCheckpoint, built: Built, *, lazy: bool) -> Self:
         """Return a predictor whose parts are there already, without torch; see `OpenVinoNetwork` for `lazy`."""
         predictor = cls.__new__(cls)
-        predictor._take(checkpoint, built)
+        predictor._take(cast("Checkpoint", checkpoint), built)
         predictor.lazy = lazy
         return predictor
 
-    def _take(self, checkpoint: Checkpoint | KeptCheckpoint, built: Built) -> None:
+    def _take(self, checkpoint: Checkpoint, built: Built) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
         self.parameters, self.agreement = built.parameters, built.agreement

@@ -16,7 +16,7 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry, KeptCheckpoint
+    from model.runtime.openvino.store import Entry
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
     return predictor, _described(settings, checkpoint, predictor)
 
 
-def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
+def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,8 +219,11 @@ class Entry:
             OSError, ValueError: it cannot be written.
         """
         graph = {name: _digest(written / name) for name in (_GRAPH, _WEIGHTS)}
-        given = {"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens}
-        body = Manifest(key=self._facts, graph=graph, **given, **facts).model_dump_json().encode()
+        given: dict[str, Any] = {
+            **{"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens},
+            **facts,
+        }
+        body = Manifest(key=self._facts, graph=graph, **given).model_dump_json().encode()
         (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         if self._make_room(_size(written)):
             self._put(written, self._folder / self.key(request.extras))
@@ -338,7 +342,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> io.BufferedReader:
     """Return a regular file, open for reading; what is none, such as a pipe, is not waited for."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
