@@ -18,8 +18,8 @@ from model.network.layers.block import Mlp
 from model.network.layers.float8 import Float8Linear
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
+from model.runtime import building as module
 from model.runtime import float8 as float8_module
-from model.runtime import predictor as module
 from model.runtime.batches import BatchRequest
 from model.runtime.compilation import choose_kernels, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher
