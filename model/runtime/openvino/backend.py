@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
 from model.runtime.backend import Compilation, CompilationState, Images, require_finite, stacked, trial_images
-from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.batches import UNCUT, BatchRequest, HostOutputs
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -150,7 +150,8 @@ class OpenVino:
         if self._torch.loaded is not None:
             # Its largest batch would take a fifth of the engine's start.
             self._torch.loaded.exercise(sizes[:1])
-        for turn, size in enumerate(sizes):
+        # A larger batch is cut to pieces.
+        for turn, size in enumerate(dict.fromkeys(min(size, UNCUT) for size in sizes)):
             images = trial_images(self._scores.config, size, turn)
             require_finite(self.logits(images), "cpu", self._network.dtype)
 
