@@ -88,17 +88,19 @@ class Predictor:
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
+        coverage: of the sets of labels, above 0 and below 1; None: there are none.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
+        coverage: of the sets of labels, or None.
         agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
         DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says.
+        CheckpointError: the weights are not what the config says, or the coverage needs a calibration.
     """
 
     def __init__(
@@ -117,8 +119,11 @@ class Predictor:
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
         ops: DeviceOps | None = None,
+        coverage: float | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self.coverage = coverage
+        self._label_sets = None if coverage is None else checkpoint.label_sets(coverage)
         self.config = checkpoint.config
         if dtype == "float8" and not isinstance(checkpoint.config, ViTConfig):
             raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
@@ -275,6 +280,7 @@ class Predictor:
             scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
             logits = tensors["logits"].float().numpy() if request.logits else None
             embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
+            sets = self._sets(logits, requests)
             maps = self._maps_of_pass(tensors, request, requests)
         maps |= self._maps_of_own_pass(images, requests, tensors)
         return [
@@ -285,9 +291,17 @@ class Predictor:
                 logits=None if logits is None or not each.logits else logits[place],
                 embedding=None if each.embedding is None else self._embedding(embeddings, each.embedding, place),
                 finite=bool(finite[place]),
+                label_set=sets.get(place),
             )
             for place, each in enumerate(requests)
         ]
+
+    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
+        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
+        places = [place for place, each in enumerate(requests) if each.label_set]
+        if self._label_sets is None or logits is None or not places:
+            return {}
+        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
