@@ -37,7 +37,7 @@ class Prediction(BaseModel):
 
 
 MAX_SET: Final = 100
-"""Labels of the largest set that an answer spells out: more say little, and cut off they would not have the coverage."""
+"""Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage."""
 
 
 class SetFields(TypedDict, total=False):
