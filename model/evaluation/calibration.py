@@ -143,7 +143,7 @@ def require_pictures(count: int, coverage: float, data: str) -> None:
     """Raise `DatasetError` unless so many pictures are enough for a coverage."""
     needed = pictures_needed(coverage)
     if count < needed:
-        possible = f", and these for {(count - 1) / (count + 1):.2g}" if count > 2 else ""
+        possible = f", and these for {math.floor(100 * (count - 1) / (count + 1)) / 100:g}" if count > 2 else ""
         raise DatasetError(
             f"{data}: {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough{possible} "
             "(--coverage)"
