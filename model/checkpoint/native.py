@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -30,6 +31,8 @@ from model.errors import CheckpointError
 FORMAT = "vitserve"
 
 CALIBRATION_FILE = "calibration.json"
+
+_BLOCK = 1 << 20
 
 Architecture = TypeVar("Architecture", bound=NetworkConfig)
 
@@ -118,9 +121,11 @@ def _calibrated(
 def _digest(calibration: Calibration, files: Files) -> str:
     """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
     with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
-        weights = hashlib.file_digest(file, "sha256").hexdigest()
+        weights = hashlib.sha256()
+        for block in iter(partial(file.read, _BLOCK), b""):
+            weights.update(block)
     config = files.config or {}
-    model = [weights, config.get("architecture"), config.get("preprocess")]
+    model = [weights.hexdigest(), config.get("architecture"), config.get("preprocess")]
     text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -36,7 +36,7 @@ def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left
 
 def drawn(generator: np.random.Generator, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Logits of a model that is too sure of itself, and labels."""
-    logits = generator.normal(size=(count, 5))
+    logits = generator.normal(size=(count, 5)).astype(np.float32)
     truth = np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
     return (3 * logits + generator.normal(size=(count, 1))).astype(np.float32), truth
 
