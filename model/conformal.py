@@ -27,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from model.errors import CheckpointError
+
 MAX_PICTURES: Final = 4096
 """Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of a point or so."""
 
@@ -144,9 +146,22 @@ class Calibration(BaseModel):
         ascending = [tuple(float(f"{each:.7g}") for each in np.sort(part).tolist()) for part in (scores, energies)]
         return cls(data=data, pictures=pictures, temperature=temperature, scores=ascending[0], energies=ascending[1])
 
-    def label_sets(self, coverage: float) -> LabelSets:
-        """Return the sets of a coverage; raises `ValueError` as `LabelSets.of`."""
-        return LabelSets.of(self.temperature, self.scores, self.energies, coverage)
+
+def label_sets_of(calibration: Calibration | None, coverage: float, source: str) -> LabelSets:
+    """Return the sets of a coverage by the calibration of the checkpoint `source`.
+
+    Raises:
+        CheckpointError: it was not calibrated, or on too few pictures.
+    """
+    if calibration is None:
+        raise CheckpointError(
+            f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
+            "vitserve calibrate writes what is missing"
+        )
+    try:
+        return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: calibrated on {error}") from None
 
 
 def _level(coverage: float) -> float:

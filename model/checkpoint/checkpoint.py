@@ -16,7 +16,7 @@ from model.checkpoint.refusals import first_and_count, validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import as_float32
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
-from model.conformal import Calibration, LabelSets
+from model.conformal import Calibration
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
@@ -133,27 +133,6 @@ class Checkpoint:
         with validating(self.source):
             config = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
         return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size))
-
-    def label_sets(self, coverage: float) -> LabelSets:
-        """Return the sets of labels of a coverage.
-
-        Raises:
-            CheckpointError: the checkpoint was not calibrated, or on too few pictures.
-        """
-        if self.calibration is None:
-            raise CheckpointError(
-                f"{self.source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
-                "vitserve calibrate writes what is missing"
-            )
-        try:
-            return self.calibration.label_sets(coverage)
-        except ValueError as error:
-            raise CheckpointError(f"{self.source}: calibrated on {error}") from None
-
-    @property
-    def calibrated_on(self) -> int | None:
-        """Return how many pictures the sets of labels are made by, or None where it was not calibrated."""
-        return None if self.calibration is None else len(self.calibration.scores)
 
     @property
     def vit(self) -> ViTConfig:

@@ -77,7 +77,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
             f" and {len(templates) - 2} more" if len(templates) > 2 else ""
         )
     if checkpoint.calibration is not None:
-        rows["calibrated"] = f"on {checkpoint.calibrated_on:,} pictures of {checkpoint.calibration.data}"
+        rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
     if checkpoint.assumed:
         rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:

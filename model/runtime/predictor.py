@@ -21,6 +21,7 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
+from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.network.vit import VisionTransformer, count_parameters, embedding_name
@@ -88,19 +89,17 @@ class Predictor:
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
-        coverage: of the sets of labels, above 0 and below 1; None: there are none.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        coverage: of the sets of labels, or None.
         agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
         DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says, or the coverage needs a calibration.
+        CheckpointError: the weights are not what the config says.
     """
 
     def __init__(
@@ -119,11 +118,8 @@ class Predictor:
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
         ops: DeviceOps | None = None,
-        coverage: float | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.coverage = coverage
-        self._label_sets = None if coverage is None else checkpoint.label_sets(coverage)
         self.config = checkpoint.config
         if dtype == "float8" and not isinstance(checkpoint.config, ViTConfig):
             raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
@@ -183,6 +179,20 @@ class Predictor:
             raise DeviceError(f"dtype 'float8': it gives {text}, and {least:.1%} are required: choose bfloat16")
         logger.info("float8 gives %s", text)
         return text
+
+    coverage: float | None = None
+    _label_sets: LabelSets | None = None
+
+    def set_coverage(self, coverage: float) -> None:
+        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
+        self._label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        self.coverage = coverage
+
+    @property
+    def calibrated_on(self) -> int | None:
+        """Return how many pictures sets of labels are made by, or None where the checkpoint was not calibrated."""
+        calibration = self.checkpoint.calibration
+        return None if calibration is None else len(calibration.scores)
 
     @property
     def compilation(self) -> Compilation:

@@ -71,8 +71,9 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         threads=settings.threads or _torchs_threads(device),
         streams=settings.streams,
         graphs=settings.compile != "no-graphs",
-        coverage=settings.coverage,
     )
+    if settings.coverage is not None:
+        predictor.set_coverage(settings.coverage)
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint, native
-from model.conformal import Calibration
+from model.conformal import Calibration, label_sets_of
 from model.errors import CheckpointError
 from tests.service.cli.command_line import write_checkpoint
 
@@ -28,13 +28,13 @@ def folder(tmp_path: Path) -> Path:
 def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     assert not list(folder.glob("*.part"))
     checkpoint = load_checkpoint(str(folder))
-    assert (checkpoint.temperature, checkpoint.calibrated_on) == (1.5, 39)
-    assert checkpoint.label_sets(0.95).least_energy == -1
+    assert checkpoint.temperature == 1.5
+    assert label_sets_of(checkpoint.calibration, 0.95, "m").least_energy == -1
     with pytest.raises(CheckpointError, match=r"on 39 pictures are too few for .* 0\.99: 199 are enough"):
-        checkpoint.label_sets(0.99)
+        label_sets_of(checkpoint.calibration, 0.99, "m")
     (folder / native.CALIBRATION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"{folder}: is not calibrated, .*VIT_COVERAGE.*: vitserve calibrate"):
-        load_checkpoint(str(folder)).label_sets(0.95)
+    with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: vitserve calibrate"):
+        label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
 
 
 @pytest.mark.parametrize("change", ["number", "digest", "preprocess", "weights"])
@@ -80,6 +80,6 @@ def test_it_goes_with_its_weights_unless_they_are_rounded(
 ) -> None:
     native.write(tmp_path / "copy", load_checkpoint(str(folder)), dtype=dtype)
     copy = load_checkpoint(str(tmp_path / "copy"))
-    assert (copy.calibrated_on is not None, copy.temperature) == (goes_along, 1.5)
+    assert (copy.calibration is not None, copy.temperature) == (goes_along, 1.5)
     native.write(folder, replace(copy, calibration=None))
     assert load_checkpoint(str(folder)).calibration is None

@@ -12,7 +12,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.conformal import Calibration, scores_and_energies
+from model.conformal import Calibration, label_sets_of, scores_and_energies
 from model.errors import CheckpointError, DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
@@ -150,15 +150,17 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: Ba
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
     calibration = Calibration.of("made", 99, 2.0, np.linspace(0, 0.25, 99), middle)
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
-    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32", coverage=0.8)
+    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    predictor.set_coverage(0.8)
     requests = [RequestedOutputs(1, label_set=place != 3) for place in range(9)]
     found = [each.label_set for each in predictor.predict(images, requests)]
     assert found.pop(3) is None
-    expected = checkpoint.label_sets(0.8)(np.delete(predictor.logits(images), 3, axis=0))
+    expected = label_sets_of(calibration, 0.8, "test")(np.delete(predictor.logits(images), 3, axis=0))
     assert [each.tolist() for each in found if each is not None] == [each.tolist() for each in expected]
     assert {len(each) > 0 for each in expected} == {False, True}
     with pytest.raises(CheckpointError, match="test: is not calibrated"):
-        Predictor(make_checkpoint(), device="cpu", coverage=0.8)
+        plain.set_coverage(0.8)
+    assert (predictor.calibrated_on, plain.calibrated_on, plain.coverage) == (99, None, None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
