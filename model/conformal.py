@@ -29,6 +29,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.errors import CheckpointError
 
+CALIBRATION_FILE: Final = "calibration.json"
+"""Of a native folder."""
+
 MAX_PICTURES: Final = 4096
 """Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of a point or so."""
 

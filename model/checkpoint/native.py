@@ -25,12 +25,10 @@ from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
-from model.conformal import Calibration
+from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import CheckpointError
 
 FORMAT = "vitserve"
-
-CALIBRATION_FILE = "calibration.json"
 
 _BLOCK = 1 << 20
 

@@ -13,12 +13,13 @@ from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
-from service.engine.loading import load_predictor
+from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
     from model.evaluation.calibration import MeasuredSets
+    from model.runtime.openvino.store import KeptCheckpoint
 
 _COVERAGE: Final = 0.95
 _MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
@@ -96,7 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             import torch  # noqa: PLC0415
 
-            calibrated = replace(checkpoint, temperature=calibration.temperature, calibration=calibration)
+            # Read again: a predictor of a kept graph has no tensors.
+            whole = checkpoint_from(settings)
+            calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
             native.write(folder, calibrated, dtype=torch.float32)
     how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
     print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
@@ -105,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_calibrable(checkpoint: Checkpoint, settings: Settings, *, is_new: bool) -> None:
+def _require_calibrable(checkpoint: Checkpoint | KeptCheckpoint, settings: Settings, *, is_new: bool) -> None:
     """Raise `InputError` for a checkpoint without one right label a picture, or whose folder takes no calibration."""
     require_classes(checkpoint.config)
     if checkpoint.multi_label or checkpoint.config.num_classes == 1:

@@ -4,6 +4,7 @@ Every image of a launch gets an outcome, and an image that the model fails on fa
 
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
 launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
+What the runner has still to load something for, as torch, goes there too, until that is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import Final
 
 from model.errors import VitError
+from model.outputs import RequestedOutputs
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
@@ -67,6 +69,7 @@ class Streams:
         self._wake = threading.Condition()
         self._stopping = False
         self._streams = 1
+        self._defers: Callable[[RequestedOutputs], bool] = lambda requested: False
         self._launched_at: dict[int, float] = {}
         self._waited_before: dict[tuple[int, float], float] = {}
         self._failures: list[BaseException] = []
@@ -78,7 +81,8 @@ class Streams:
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._wake:
-            queue = self._queue_of(request)
+            is_slow = request.requested.needs_pass or self._defers(request.requested)
+            queue = self._explanations if is_slow else self._queue
             entry = queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self))
             # One stream is enough, but the thread of explanations may be the first of those that are woken.
@@ -88,16 +92,13 @@ class Streams:
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
         with self._wake:
-            self._queue_of(entry.item).cancel(entry)
+            (self._explanations if entry in self._explanations else self._queue).cancel(entry)
             self._on_queue(len(self))
             self._wake_if_explanations_alone_wait()
 
     def _wake_if_explanations_alone_wait(self) -> None:
         if len(self._explanations) and not len(self._queue):
             self._wake.notify_all()
-
-    def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
-        return self._explanations if request.requested.needs_pass else self._queue
 
     def computing_seconds(self) -> float:
         """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
@@ -116,7 +117,7 @@ class Streams:
 
         The error of the first stream that fails ends the others too, and is raised.
         """
-        self._streams = runner.streams
+        self._streams, self._defers = runner.streams, runner.defers
         others = [
             threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)

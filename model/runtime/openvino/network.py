@@ -1,27 +1,22 @@
-"""A network as graphs of OpenVINO, checked against torch when they are made."""
+"""A network as graphs of OpenVINO, each compiled for a batch size; wherever its graph comes from."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import replace
+import math
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from model.config import ViTConfig
 from model.errors import DeviceError
-from model.explanation.folded_weights import fold
-from model.network.library import Classifier, meta_network
-from model.network.vit import VisionTransformer
 from model.runtime.backend import require_close
-from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
-from model.runtime.openvino.graph import Requests, compile_sizes, convert
-from model.runtime.postprocess import run_network
-from model.runtime.torch_backend import Normalise, TorchOptions
+from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest, HostOutputs
+from model.runtime.openvino.graph import Requests, compile_sizes
+
+if TYPE_CHECKING:
+    import openvino
 
 _SIZES: Final = (1, 2, 3, 4, 6, 8)
 """What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
@@ -37,6 +32,28 @@ _STREAM_BYTES: Final = 3 << 20
 """What each of its streams adds."""
 
 
+class NetworkGraph(NamedTuple):
+    """A network as a graph of OpenVINO.
+
+    Attributes:
+        model: takes images, uint8 [B, H, W, C] with B of any number, and normalises them itself; its outputs are
+            float32.
+        outputs: their names, in the model's order: of `BatchOutputs`.
+        request: what they are: the last layer's attention row where it is given, and extras.
+    """
+
+    model: openvino.Model
+    outputs: tuple[str, ...]
+    request: BatchRequest
+
+
+class Reference(NamedTuple):
+    """Torch's own outputs for images, uint8 [B, H, W, C]: for as many as the largest graph of one size takes."""
+
+    images: NDArray[np.uint8]
+    outputs: HostOutputs
+
+
 class OpenVinoNetwork:
     """Computes logits and the last layer's attention row of any number of images, for several callers at once.
 
@@ -45,76 +62,49 @@ class OpenVinoNetwork:
     has a graph for a single image and one for any number.
 
     Args:
-        options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
+        graph: the network, in float32: OpenVINO rounds to the dtype itself.
+        dtype: of `PRECISIONS`.
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
-        extras: what to compute beside logits and the attention row, see `BatchRequest.extras`.
         workers: threads that compile.
 
     Attributes:
-        request: what the graphs give: `extras`, and the last layer's attention row where it can be traced.
+        dtype: what it computes in, of `PRECISIONS`.
+        request: what the graphs give: extras, and the last layer's attention row where it can be traced.
 
     Raises:
-        DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
+        DeviceError: OpenVINO does not compile this graph.
     """
 
     def __init__(
-        self,
-        options: TorchOptions,
-        *,
-        threads: int,
-        streams: int,
-        extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
-        workers: int | None = None,
+        self, graph: NetworkGraph, dtype: str, *, threads: int, streams: int, workers: int | None = None
     ) -> None:
-        config, dtype = options.model.config, options.dtype
-        self._options, self._threads, self._streams = replace(options, model=meta_network(config)), threads, streams
-        # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        layers: tuple[int, ...] = ()
-        if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
-            layers = (config.depth - 1,)
-        self.request = replace(extras, layers=layers)
-        self._is_small = _is_small(options.model, dtype, streams)
         self.version = importlib.metadata.version("openvino")
-        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.request)
-        rows, columns = config.image_size
-        checked = _SIZES if self._is_small else (1, 3)
-        shape = (max(3, *checked), rows, columns, config.in_channels)
-        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        with torch.inference_mode():
-            expected = traced.outputs(torch.from_numpy(images))
-        self._names = tuple(expected.tensors())
-        if not expected.tensors()["logits"].isfinite().all():
-            raise DeviceError("the model gives scores that are not finite")
-        compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
+        self.request = graph.request
+        self.dtype = dtype
+        self._names, self._streams = graph.outputs, streams
+        self._is_small = _is_small(weights_bytes(graph.model, dtype), streams)
+        compiled = partial(compile_sizes, graph.model, dtype, threads=threads, workers=workers or threads)
         try:
-            graph = convert(traced, torch.from_numpy(images[:2]))
-            self._beside = compiled(graph, dtype, _SIZES if self._is_small else [None], streams=streams)
+            self._beside = compiled(_SIZES if self._is_small else [None], streams=streams)
             # One stream is on all threads already.
             lone = [1, None] if self._is_small else [None]
-            self._alone = self._beside if streams == 1 else compiled(graph, dtype, lone, streams=1)
-            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
-            self._check(images, expected, (1, 3), alone=True)
-            self._check(images, expected, checked, alone=False)
+            self._alone = self._beside if streams == 1 else compiled(lone, streams=1)
         except RuntimeError as error:
-            raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+            raise _does_not_run(error) from error
 
-    def _check(
-        self, images: NDArray[np.uint8], expected: BatchOutputs, counts: tuple[int, ...], *, alone: bool
-    ) -> None:
-        """Raise DeviceError if the outputs of the first images are not torch's."""
-        for count in counts:
-            require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
+    def require_close(self, reference: Reference) -> None:
+        """Raise DeviceError if a graph does not run, or its outputs are not torch's."""
+        try:
+            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
+            for alone, counts in ((True, (1, 3)), (False, _SIZES if self._is_small else (1, 3))):
+                for count in counts:
+                    outputs = self(reference.images[:count], alone=alone)
+                    require_close(outputs, reference.outputs, exact=self.dtype == "float32", source="OpenVINO")
+        except RuntimeError as error:
+            raise _does_not_run(error) from error
 
-    def with_extras(self, extras: BatchRequest) -> OpenVinoNetwork:
-        """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
-
-        It is made of the checkpoint's own tensors, which are the constants of this network's graphs already.
-        """
-        options = replace(self._options, model=self._options.checkpoint.build())
-        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, extras=extras, workers=1)
-
-    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
 
         Args:
@@ -127,7 +117,7 @@ class OpenVinoNetwork:
             RuntimeError: as OpenVINO raises it.
         """
         requests = _for(len(images), self._alone if alone else self._beside)
-        outputs = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
+        outputs = requests.infer(np.ascontiguousarray(images))
         return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def sizes(self, *, alone: bool) -> tuple[int, ...] | None:
@@ -144,9 +134,16 @@ class OpenVinoNetwork:
                 _for(len(images), self._alone if alone else self._beside).run_all(images)
 
 
-def _is_small(model: Classifier, dtype: torch.dtype, streams: int) -> bool:
+def weights_bytes(model: openvino.Model, dtype: str) -> int:
+    """Return the bytes of a graph's constants once they are rounded to a dtype; what is smaller already stays so."""
+    bits = {"float32": 32, "bfloat16": 16}[dtype]
+    constants = (each.output(0) for each in model.get_ops() if each.get_type_name() == "Constant")
+    sizes = [int(math.prod(each.shape)) * min(int(each.element_type.bitwidth), bits) for each in constants]
+    return sum(sizes) // 8
+
+
+def _is_small(weights: int, streams: int) -> bool:
     """Return whether graphs for each size of a piece have room."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return len(_SIZES) * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
 
 
@@ -154,18 +151,5 @@ def _for(count: int, requests: dict[int | None, Requests]) -> Requests:
     return requests.get(count) or requests[None]
 
 
-class _Traced(nn.Module):
-    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
-
-    def __init__(self, model: Classifier, normalise: Normalise, request: BatchRequest) -> None:
-        super().__init__()
-        self.model = model
-        self.normalise = normalise
-        self.request = request
-        self.folded = fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
-
-    def outputs(self, images: Tensor) -> BatchOutputs:
-        return run_network(self.model, self.normalise(images), self.request, self.folded)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.outputs(images).tensors().values())
+def _does_not_run(error: RuntimeError) -> DeviceError:
+    return DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint, native
-from model.conformal import Calibration, label_sets_of
+from model.conformal import CALIBRATION_FILE, Calibration, label_sets_of
 from model.errors import CheckpointError
 from tests.service.cli.command_line import write_checkpoint
 
@@ -32,14 +32,14 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     assert label_sets_of(checkpoint.calibration, 0.95, "m").least_energy == -1
     with pytest.raises(CheckpointError, match=r"on 39 pictures are too few for .* 0\.99: 199 are enough"):
         label_sets_of(checkpoint.calibration, 0.99, "m")
-    (folder / native.CALIBRATION_FILE).unlink()
+    (folder / CALIBRATION_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: vitserve calibrate"):
         label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
 
 
 @pytest.mark.parametrize("change", ["number", "digest", "preprocess", "weights"])
 def test_a_calibration_of_something_else_is_refused(folder: Path, tmp_path: Path, change: str) -> None:
-    path = folder / (native.CALIBRATION_FILE if change in ("number", "digest") else "config.json")
+    path = folder / (CALIBRATION_FILE if change in ("number", "digest") else "config.json")
     document = json.loads(path.read_text())
     if change == "number":
         document["temperature"] = 1.6
