@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,9 @@ async def test_predictions_are_those_in_the_set() -> None:
 async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc() -> None:
     service = with_coverage()
     inputs = [{"name": "pixels", "shape": [2, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64 + [0] * 192}]
-    body = {"inputs": inputs, "outputs": [{"name": "set_size"}]}
-    answer = await service.request("POST", "/v2/models/fake/infer", json=body)
+    body = json.dumps({"inputs": inputs, "outputs": [{"name": "set_size"}]}).encode()
+    headers = {"content-type": "application/json"}
+    answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
     [output] = answer.json["outputs"]
     assert output == {"name": "set_size", "datatype": "INT64", "shape": [2, 1], "data": [3, 0]}
     names = [each["name"] for each in (await service.get("/v2/models/fake")).json["outputs"]]
