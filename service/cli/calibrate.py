@@ -115,9 +115,8 @@ def _require_calibrable(checkpoint: Checkpoint | KeptCheckpoint, settings: Setti
         raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
     changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
     if not is_new and (checkpoint.format != "vitserve" or changed or not Path(settings.checkpoint).is_dir()):
-        why = (
-            f"--{changed[0].replace('_', '-')} makes another model of it" if changed else "is not vitserve's own folder"
-        )
+        flag = f"--{changed[0].replace('_', '-')}" if changed else ""
+        why = f"{flag} makes another model of it" if changed else "is not vitserve's own folder"
         raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR")
 
 
