@@ -163,11 +163,20 @@ def compute_in_pieces(
     sizes: Sequence[int] | None = None,
 ) -> HostOutputs:
     """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
-    cut = piece_sizes(len(images), sizes)
-    if len(cut) == 1:
-        return compute(images)
-    parts = [compute(piece).tensors() for piece in np.split(images, np.cumsum(cut)[:-1])]
-    return BatchOutputs.of({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    return joined([compute(piece) for piece in pieces(images, sizes)])
+
+
+def pieces(images: NDArray[np.uint8], sizes: Sequence[int] | None = None) -> list[NDArray[np.uint8]]:
+    """Return the pieces of a batch [B, H, W, C], of the sizes that `piece_sizes` returns."""
+    return np.split(images, np.cumsum(piece_sizes(len(images), sizes))[:-1])
+
+
+def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
+    """Return the outputs of a batch's pieces as one."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [part.tensors() for part in parts]
+    return BatchOutputs.of({name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]})
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

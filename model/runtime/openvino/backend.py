@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
 from model.runtime.backend import Compilation, CompilationState, Images, require_finite, stacked, trial_images
-from model.runtime.batches import BatchRequest, HostOutputs, compute_in_pieces
-from model.runtime.cpu import ThreadPolicy, keep_freed_memory
+from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.scores import Scores
@@ -115,7 +114,7 @@ class OpenVino:
         if network is None or not network.request.covers(request):
             return self._torch.load().predict(images, request)
         with self._threads as alone:
-            return self._scores(_in_pieces(network, stacked(images), alone=alone), request.top_k)
+            return self._scores(network(stacked(images), alone=alone), request.top_k)
 
     def defers(self, request: BatchRequest) -> bool:
         """See `Backend.defers`."""
@@ -144,7 +143,7 @@ class OpenVino:
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
-        return _in_pieces(self._network, images, alone=True).tensors()["logits"]
+        return self._network(images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
@@ -161,10 +160,7 @@ class OpenVino:
 
     def compile(self) -> None:
         """Keep the graph, which is compiled already, for a later start; nobody waits for it."""
+        give_back_memory()
         keep, self._keep = self._keep, None
         if keep is not None:
             threading.Thread(target=keep, name="openvino-keep").start()
-
-
-def _in_pieces(network: OpenVinoNetwork, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
-    return compute_in_pieces(images, partial(network, alone=alone), network.sizes(alone=alone))
