@@ -15,7 +15,7 @@ from tqdm import tqdm
 from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.images.preprocess import preprocess
-from model.outputs import Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
 from model.runtime.predictor import Predictor
 
 
@@ -90,20 +90,39 @@ def outputs_of_uploads(
             raise DatasetError(f"{name(number)}: {error}") from error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from _predict_batches(
-            predictor, requested, count, lambda batch: np.stack(list(pool.map(read, batch))), progress
+        yield from _outputs(
+            predictor, count, lambda batch: np.stack(list(pool.map(read, batch))), requested, "evaluate", progress
         )
 
 
 def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
     """Return all scores, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
-
-    def read(batch: range) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
-
     requested = RequestedOutputs(predictor.checkpoint.config.num_classes)
-    outputs = _predict_batches(predictor, requested, len(pixels), read, progress)
+    outputs = _outputs(predictor, len(pixels), _reader(pixels), requested, "evaluate", progress)
     return scores_and_members(outputs, len(pixels), requested.top_k)[0]
+
+
+def predict_embeddings(
+    predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False
+) -> NDArray[np.float32]:
+    """Return what the head reads, float32 [N, D], of images that are uint8 [N, C, H, W].
+
+    Raises:
+        DatasetError: no images, or of one it is not finite.
+    """
+    if not len(pixels):
+        raise DatasetError("nothing to evaluate: no images")
+    request = RequestedOutputs(1, embedding=EmbeddingRequest())
+    answers = _outputs(predictor, len(pixels), _reader(pixels), request, "features", progress)
+    embeddings = [answer.embedding for answer in answers if answer.embedding is not None]
+    features: NDArray[np.float32] = np.stack(embeddings)
+    if not np.isfinite(features).all():
+        raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")
+    return features
+
+
+def _reader(pixels: NDArray[np.uint8]) -> Callable[[range], NDArray[np.uint8]]:
+    return lambda batch: np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
 
 
 def scores_and_members(
@@ -121,18 +140,19 @@ def scores_and_members(
     return scores, members
 
 
-def _predict_batches(
+def _outputs(
     predictor: Predictor,
-    requested: RequestedOutputs,
     count: int,
     read: Callable[[range], NDArray[np.uint8]],
+    request: RequestedOutputs,
+    name: str,
     progress: bool,
 ) -> Iterator[Outputs]:
-    """Yield the outputs of images that `read` gives as uint8 [B, H, W, C]."""
-    with tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar:
+    """Yield what is requested of each image, in order; `name` stands before the progress bar."""
+    with tqdm(total=count, desc=name, unit="img", disable=None if progress else True) as bar:
         for start in range(0, count, predictor.max_batch):
             batch = range(start, min(start + predictor.max_batch, count))
-            yield from predictor.predict(read(batch), requested)
+            yield from predictor.predict(read(batch), request)
             bar.update(len(batch))
 
 

@@ -42,6 +42,9 @@ Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None
 class Streams:
     """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for explanations.
 
+    Streams and explanations wait for conditions of their own: to wake the thread of explanations with each image that
+    is to be classified would cost a request two switches of threads.
+
     Args:
         queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
@@ -66,9 +69,9 @@ class Streams:
         self._on_queue = on_queue
         self._clock = clock
         self._without_core = without_core
-        self._wake = threading.Condition()
+        lock = threading.Lock()
+        self._wake, self._wake_explanations = threading.Condition(lock), threading.Condition(lock)
         self._stopping = False
-        self._streams = 1
         self._defers: Callable[[RequestedOutputs], bool] = lambda requested: False
         self._launched_at: dict[int, float] = {}
         self._waited_before: dict[tuple[int, float], float] = {}
@@ -85,8 +88,7 @@ class Streams:
             queue = self._explanations if is_slow else self._queue
             entry = queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self))
-            # One stream is enough, but the thread of explanations may be the first of those that are woken.
-            self._wake.notify(2 if queue is self._queue else 1 + self._streams)
+            self._condition_of(queue).notify()
         return entry
 
     def cancel(self, entry: Waiting) -> None:
@@ -98,7 +100,10 @@ class Streams:
 
     def _wake_if_explanations_alone_wait(self) -> None:
         if len(self._explanations) and not len(self._queue):
-            self._wake.notify_all()
+            self._wake_explanations.notify()
+
+    def _condition_of(self, queue: BatchQueue[InferenceRequest]) -> threading.Condition:
+        return self._wake_explanations if queue is self._explanations else self._wake
 
     def computing_seconds(self) -> float:
         """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
@@ -117,7 +122,7 @@ class Streams:
 
         The error of the first stream that fails ends the others too, and is raised.
         """
-        self._streams, self._defers = runner.streams, runner.defers
+        self._defers = runner.defers
         others = [
             threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)
@@ -138,6 +143,7 @@ class Streams:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+            self._wake_explanations.notify_all()
 
     def close(self) -> list[Waiting]:
         """Refuse further images and hand back those that wait, oldest first."""
@@ -168,12 +174,12 @@ class Streams:
 
     def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
         """Return the next batch of a queue as soon as the queue releases it, or None when the stream is to end."""
-        stream = threading.get_native_id()
-        with self._wake:
+        stream, condition = threading.get_native_id(), self._condition_of(queue)
+        with condition:
             self._launched_at.pop(stream, None)
             while not self._stopping:
                 if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
-                    self._wake.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
+                    condition.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
                     continue
                 waited = len(queue)
                 poll = queue.poll(max_batch)
@@ -183,7 +189,7 @@ class Streams:
                 if poll.batch:
                     self._launched_at[stream] = self._clock()
                     return poll
-                self._wake.wait(poll.wait)
+                condition.wait(poll.wait)
         return None
 
 
