@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         coverages=sorted({*_MEASURED, coverage}),
         seed=arguments.seed,
     )
-    folder = arguments.out or Path(settings.checkpoint)
+    folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
             native.write_calibration(folder, calibration)
@@ -114,7 +114,10 @@ def _require_calibrable(checkpoint: Checkpoint | KeptCheckpoint, settings: Setti
     if checkpoint.multi_label or checkpoint.config.num_classes == 1:
         raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
     changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
-    if not is_new and (checkpoint.format != "vitserve" or changed or not Path(settings.checkpoint).is_dir()):
+    folder = Path(settings.checkpoint).expanduser()
+    of_hub = any(part.startswith("models--") for part in folder.absolute().parts)  # the cache, which is not ours
+    is_own = checkpoint.format == "vitserve" and folder.is_dir() and not of_hub
+    if not is_new and (changed or not is_own):
         flag = f"--{changed[0].replace('_', '-')}" if changed else ""
         why = f"{flag} makes another model of it" if changed else "is not vitserve's own folder"
         raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR")
