@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,7 @@ def test_how_sure_it_is_of_unknown_pictures_is_measured_and_a_bad_one_left_out(
             ["{m}", "--data", "{labelled}", "--image-size", "24"],
             "--image-size makes another model .*: give --out DIR",
         ),
+        (["{hub}", "--data", "{labelled}"], "abc: is not vitserve's own folder: give --out DIR"),
         (["{m}", "--data", "{labelled}", "--out", "{m}"], "exists and is not an empty folder"),
         (["{none}", "--data", "{labelled}"], "the model has no classification head"),
         (["{m}", "--data", "{m}"], "m: no pictures: expected one folder"),
@@ -137,7 +139,10 @@ def test_how_sure_it_is_of_unknown_pictures_is_measured_and_a_bad_one_left_out(
 def test_what_cannot_be_calibrated_is_one_line(
     flags: list[str], message: str, checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"m": checkpoint, "labelled": labelled, "none": tmp_path / "none"}
+    hub = tmp_path / "models--a--b" / "snapshots" / "abc"
+    names = {"m": checkpoint, "labelled": labelled, "none": tmp_path / "none", "hub": hub}
+    if "{hub}" in flags:
+        shutil.copytree(checkpoint, hub)
     if "{none}" in flags:
         write_checkpoint(tmp_path / "none", ())
     code, out, err = run(capsys, "calibrate", *(flag.format(**names) for flag in flags), *HERE)
