@@ -215,6 +215,13 @@ class Settings(BaseSettings):
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
     )
+    coverage: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="`0.95`: answers have the set of labels that holds the right one so often, of a checkpoint that "
+        "`vitserve calibrate` has calibrated. Default: no sets",
+    )
     model_name: str | None = Field(
         None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
     )

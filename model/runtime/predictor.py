@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import ViTConfig
+from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.outputs import (
@@ -150,6 +151,20 @@ class Predictor:
         self._scores = Scores(checkpoint)
         self.lazy = False
 
+    coverage: float | None = None
+    _label_sets: LabelSets | None = None
+
+    def set_coverage(self, coverage: float) -> None:
+        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
+        self._label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        self.coverage = coverage
+
+    @property
+    def calibrated_on(self) -> int | None:
+        """Return how many pictures sets of labels are made by, or None where the checkpoint was not calibrated."""
+        calibration = self.checkpoint.calibration
+        return None if calibration is None else len(calibration.scores)
+
     @property
     def compilation(self) -> Compilation:
         """Return the state of the compilation."""
@@ -251,6 +266,7 @@ class Predictor:
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
+        sets = self._sets(logits, requests)
         maps = self._maps_of_pass(arrays, request, requests)
         maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
@@ -261,9 +277,17 @@ class Predictor:
                 logits=None if logits is None or not each.logits else logits[place],
                 embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
+                label_set=sets.get(place),
             )
             for place, each in enumerate(requests)
         ]
+
+    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
+        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
+        places = [place for place, each in enumerate(requests) if each.label_set]
+        if self._label_sets is None or logits is None or not places:
+            return {}
+        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from model.errors import InputError
-from service.cli.image_files import writing
+from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from
 
@@ -31,8 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     checkpoint = checkpoint_from(settings_from(arguments))
     checkpoint.network()  # names, shapes and values of the weights are checked here
-    if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
-        raise InputError("output", f"{arguments.output}: exists and is not an empty folder")
+    require_empty(arguments.output)
     with writing(arguments.output):
         native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
     command = serve_command(arguments.output)

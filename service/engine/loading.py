@@ -101,6 +101,8 @@ def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor)
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
+    if settings.coverage is not None:
+        predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
 

@@ -38,6 +38,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from model.outputs import Outputs
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
 from service.metrics.nvml import GpuCollector
 
@@ -187,6 +188,19 @@ class Metrics(Collector):
             "vit_recent_errors_total", "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says"
         )
         self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
+        self.abstained = counter(
+            "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
+        )
+
+    def observe_classes(self, outputs: Outputs) -> None:
+        """Count what the answer of a picture says of its classes."""
+        self.top1_score.observe(float(outputs.scores[0]))
+        self.count_abstained(outputs)
+
+    def count_abstained(self, outputs: Outputs) -> None:
+        """Count a picture whose set of labels is empty."""
+        if outputs.label_set is not None and not len(outputs.label_set):
+            self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
         """Read the state of the service at every scrape instead of following each change."""

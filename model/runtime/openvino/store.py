@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
+from model.conformal import CALIBRATION_FILE, Calibration
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -77,6 +78,7 @@ class KeptCheckpoint(BaseModel):
     assumed: tuple[str, ...]
     notes: tuple[str, ...]
     zero_shot: ZeroShot | None
+    calibration: Calibration | None
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = Field(None, exclude=True)
 
 
@@ -323,18 +325,20 @@ class Keep:
 
 
 def digest_of(path: Path) -> str | None:
-    """Return a hash of a file's bytes, or of the names in a folder; None where there is neither."""
+    """Return a hash of a file's bytes, or of the names in a folder but a calibration's; None where there is neither."""
     try:
         if path.is_dir():
-            return hashlib.sha256(b"\0".join(sorted(os.fsencode(each.name) for each in path.iterdir()))).hexdigest()
+            names = (os.fsencode(each.name) for each in path.iterdir() if not each.name.startswith(CALIBRATION_FILE))
+            return hashlib.sha256(b"\0".join(sorted(names))).hexdigest()
         return _digest(path) if path.is_file() else None
     except OSError:
         return None
 
 
-def changed_file(manifest: Manifest) -> str | None:
-    """Return the name of a file that no longer has the content that the graph was made of, or None."""
-    return next((path for path, content in manifest.files.items() if digest_of(Path(path)) != content), None)
+def changed_file(manifest: Manifest, *, but: str = "") -> str | None:
+    """Return the path of a file, of another name than `but`, that no longer has the content as it was, or None."""
+    files = {Path(path): content for path, content in manifest.files.items()}
+    return next((str(path) for path in files if path.name != but and digest_of(path) != files[path]), None)
 
 
 def _digest(path: Path) -> str:

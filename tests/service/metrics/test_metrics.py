@@ -15,6 +15,7 @@ from tests.service.fakes import model_info
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
     "vit_images_total": set(),
+    "vit_abstained_total": set(),
     "vit_decoder_restarts_total": set(),
     "vit_batches_total": {"device", "release"},
     "vit_batch_padding_total": {"device"},

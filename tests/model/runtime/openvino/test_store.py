@@ -122,7 +122,7 @@ def test_torch_does_not_compute_with_other_weights_than_the_graph(
 ) -> None:
     later = later_start(checkpoint_folder, copied.parent)
     assert later is not None
-    monkeypatch.setattr("model.runtime.kept.changed_file", lambda _: "model.safetensors")
+    monkeypatch.setattr("model.runtime.kept.changed_file", lambda _, **__: "model.safetensors")
     with pytest.raises(RuntimeError, match=r"model\.safetensors changed since the start"):
         answers(later, [RequestedOutputs(1, MapRequest("gae"))])
     assert answers(later, REQUESTS[:1]), "what the graph gives goes on"
