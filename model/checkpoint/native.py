@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
 from model.checkpoint.timm_architectures import runs_in_library
@@ -74,6 +74,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
+        folder=files.folder if isinstance(files, Folder) else None,
     )
 
 

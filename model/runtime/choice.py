@@ -13,7 +13,7 @@ from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
-from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
@@ -30,12 +30,14 @@ def choose_backend(
     threads: ThreadPolicy,
     streams: int,
     ops: DeviceOps | None = None,
+    int8: NetworkGraph | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
     Args:
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
+        int8: the network's logits as a graph in int8, which needs OpenVINO.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
@@ -52,8 +54,11 @@ def choose_backend(
     else:
         try:
             network = traced_network(options, threads=threads.count, streams=streams)
+            classifier = None
+            if int8 is not None:
+                classifier = OpenVinoNetwork(int8, options.dtype_name, threads=threads.count, streams=streams)
         except DeviceError as error:
-            if requested == "openvino":
+            if requested == "openvino" or int8 is not None:
                 raise
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
@@ -66,9 +71,8 @@ def choose_backend(
                 built = replace(options, model=options.checkpoint.build())
                 return traced_network(built, threads=threads.count, streams=streams, extras=extras, workers=1)
 
-            return OpenVino(
-                network, fallback, with_extras
-            ), "OpenVINO is requested" if requested == "openvino" else agrees
+            reason = "OpenVINO is requested" if requested == "openvino" else agrees
+            return OpenVino(network, fallback, with_extras, classifier), reason
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

@@ -41,6 +41,7 @@ from model.runtime.compilation import Compilation, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
+from model.runtime.int8 import Reference, chosen_graph, require_same_model
 from model.runtime.postprocess import Postprocess, one_thread
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_cpu import ThreadPolicy
@@ -74,8 +75,10 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set.
-        float8_agreement: share of that set on which they must agree, 0...1.
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
+            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
+            `vitserve convert` measured it.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -92,13 +95,13 @@ class Predictor:
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
+        agreement: how often float8 gives bfloat16's best class, or int8 float32's, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says.
+        DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
+        CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
-        float8_agreement: float = LEAST_AGREEMENT,
+        least_agreement: float = LEAST_AGREEMENT,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -135,6 +138,7 @@ class Predictor:
 
         self.agreement: str | None = None
         self._postprocess = Postprocess(checkpoint)
+        int8 = chosen_graph(checkpoint, torch_device, dtype, backend, compile_mode, least_agreement)
 
         def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
             model = checkpoint.network()
@@ -142,9 +146,12 @@ class Predictor:
                 model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
             )
             self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
+            graph = None if int8 is None else int8.graph
+            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops, int8=graph)
             if options.float8 and isinstance(model, VisionTransformer):
-                self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
+                self.agreement = self._require_agreement(model, chosen[0], least_agreement)
+            if int8 is not None:
+                self.agreement, self.dtype = int8.agreement, "int8"
             return chosen
 
         self._backend, self.backend_reason = build(torch_dtype)
@@ -159,6 +166,9 @@ class Predictor:
                 logger.warning("%s: computing in float32 instead", error)
                 self._backend, self.backend_reason = build(torch.float32)
         self.backend = self._backend.name
+        self._reference = None if int8 is None else Reference(checkpoint)
+        if self._reference is not None:
+            require_same_model(checkpoint, self.logits, self._reference)
 
     def _require_agreement(self, model: VisionTransformer, backend: Backend, least: float) -> str:
         """Return how often the model in float8 gives bfloat16's best class.
@@ -376,6 +386,16 @@ class Predictor:
         shown = faded(values, evidence.numpy())
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+
+    @property
+    def audits(self) -> bool:
+        """Return whether `reference_class` says more than `predict` does."""
+        return self._reference is not None
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
+        assert self._reference is not None, "see `audits`"
+        return int(self._reference.logits(image[np.newaxis]).argmax())
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -64,7 +64,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        float8_agreement=settings.agreement,
+        least_agreement=settings.agreement,
         compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,

@@ -51,14 +51,20 @@ class OpenVino:
     Args:
         network: gives no extras.
         with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
+        int8: computes batches of which nothing but classes and their logits is asked.
     """
 
     def __init__(
-        self, network: OpenVinoNetwork, fallback: TorchCpu, with_extras: Callable[[BatchRequest], OpenVinoNetwork]
+        self,
+        network: OpenVinoNetwork,
+        fallback: TorchCpu,
+        with_extras: Callable[[BatchRequest], OpenVinoNetwork],
+        int8: OpenVinoNetwork | None = None,
     ) -> None:
         self.name = f"openvino {network.version}"
         self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
         self._network = network
+        self._classifier = int8 or network
         self._torch = fallback
         self._with_extras = with_extras
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
@@ -71,6 +77,8 @@ class OpenVino:
             # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
             threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
         network = self._networks.get(extras)
+        if not (request.layers or request.embeddings or request.relevance):
+            network = self._classifier
         if network is None or not network.request.covers(request):
             return self._torch.predict(images, request)
         with self._torch.threads as alone:
@@ -96,7 +104,7 @@ class OpenVino:
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         """See `Backend.logits`."""
-        return _in_pieces(self._network, images, alone=True).tensors()["logits"]
+        return _in_pieces(self._classifier, images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
@@ -107,7 +115,7 @@ class OpenVino:
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
-        self._network.fill_caches(self._torch.trial_images(size, 0))
+        self._classifier.fill_caches(self._torch.trial_images(size, 0))
 
     def compile(self) -> None:
         """Do nothing: OpenVINO compiles its graphs when they are made."""
