@@ -27,9 +27,7 @@ def choose_device(name: str) -> torch.device:
     Raises:
         DeviceError: not a device's name, or not present on this machine.
     """
-    if name == "int8" and capability is not None:
-        raise DeviceError(f"dtype 'int8': it is for CPUs, not {device}")
-    if name in ("auto", "int8"):
+    if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -65,7 +63,9 @@ def gpu_identifier(device: torch.device) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; `auto` is the fastest dtype native to the device, `float8` and `int8` not considered.
+    """Return the dtype of this name; `auto` is the fastest dtype native to the device but float8 and int8.
+
+    What a graph in int8 does not give is computed in the dtype of `auto`.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
     where its instructions exist (emulated it is slower than float32), else float32.
@@ -80,7 +80,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
     if name == "float8" and (unsupported := float8_unsupported(device)):
         raise DeviceError(f"dtype 'float8': {unsupported}")
-    if name == "auto":
+    if name == "int8" and capability is not None:
+        raise DeviceError(f"dtype 'int8': it is for CPUs, not {device}")
+    if name in ("auto", "int8"):
         if capability is not None:
             return torch.bfloat16 if capability[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32

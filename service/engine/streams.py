@@ -204,7 +204,6 @@ class Streams:
                 self._wake.wait(poll.wait)
         return None
 
-
     def _is_idle(self) -> bool:
         return not len(self) and not self._launched_at
 

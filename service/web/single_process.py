@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from service.engine.audit import Audit, AuditReport
 from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
-from service.engine.audit import Audit, AuditReport
 from service.engine.messages import BatchReport, ModelInfo
 from service.engine.swapping import LocalSwap
 from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
@@ -42,7 +42,8 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, on_batch, metrics.observe_audit, load_timeout=settings.load_timeout if served else None)
+        load_timeout = settings.load_timeout if served else None
+        return engine_of(own, load, on_batch, metrics.observe_audit, load_timeout=load_timeout)
 
     swap = LocalSwap(make, on_retired=freeze_objects)
 
@@ -82,7 +83,7 @@ def engine_of(
     load_timeout: float | None = None,
     on_queue: Callable[[int], None] = lambda depth: None,
 ) -> LocalEngine:
-    """Return an engine of this process; it calls `load` on its thread, `on_batch` with each batch, `on_audit` with each audit."""
+    """Return an engine of this process; it calls `load` on its thread, and the others with each batch and audit."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,

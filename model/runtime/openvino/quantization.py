@@ -35,7 +35,8 @@ _SOLE: Final = 48
 """Pictures on which each input is measured by itself: its outliers are in all of them."""
 
 _LARGE: Final = 4
-"""A kind of input is looked at block by block where it alone costs so many times what rounding the weights costs."""
+"""All scales together may cost so many times what rounding the weights alone costs, in divergence. A kind of input that
+costs more is looked at block by block."""
 
 
 class Comparison(NamedTuple):
@@ -113,42 +114,44 @@ def quantise(
     Raises:
         DeviceError: NNCF does not quantise this graph.
     """
-    only_logits = _logits_alone(graph)
-    whole = _scaled(only_logits, images, progress)
-    inputs = _scaled_inputs(whole)
+    only_logits = logits_alone(graph)
+    whole = scaled(only_logits, images, progress)
+    inputs = scaled_inputs(whole)
     if not least:
-        return Quantised(_finished(whole), ())
+        return Quantised(without_scales(whole, ()), ())
     reference = graph_logits(only_logits, "float32", images, threads)
 
-    def cost(scaled: Iterable[str]) -> float:
-        part = _without(whole, inputs.keys() - set(scaled))
+    def cost(kept: Iterable[str]) -> float:
+        part = without_scales(whole, inputs.keys() - set(kept))
         return compare(graph_logits(part, dtype, images[:_SOLE], threads), reference[:_SOLE]).kl
 
-    order = _by_cost(inputs, cost, progress)
+    base = max(cost(()), 1e-6)
+    order = by_cost(inputs, cost, base, progress)
 
-    def result(count: int) -> tuple[openvino.Model, Comparison]:
-        model = _without(whole, order[:count])
+    def suffices(count: int) -> bool:
+        model = without_scales(whole, order[:count])
         found = compare(graph_logits(model, dtype, images, threads), reference)
         progress(f"{count} of {len(order)} inputs without a scale: agreement {found.agreement:.2%}, KL {found.kl:.5f}")
-        return model, found
+        # The best class of few pictures is close to another one's; the divergence tells of all of them.
+        return found.agreement >= least and found.kl <= _LARGE * base
 
-    count = _fewest(len(order), lambda count: result(count)[1].agreement >= least)
-    return Quantised(_finished(_without(whole, order[:count])), tuple(order[:count]))
+    count = _fewest(len(order), suffices)
+    return Quantised(without_scales(whole, order[:count]), tuple(order[:count]))
 
 
-def _by_cost(
-    inputs: dict[str, str], cost: Callable[[Iterable[str]], float], progress: Callable[[str], None]
+def by_cost(
+    inputs: dict[str, str], cost: Callable[[Iterable[str]], float], base: float, progress: Callable[[str], None]
 ) -> list[str]:
     """Return the inputs by what each costs when it alone has a scale, most first.
 
     Args:
         inputs: the kind of each by its name: what it is called in every block.
         cost: of a graph in which these inputs have a scale.
+        base: of one in which none has.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, kind in inputs.items():
         kinds[kind].append(name)
-    base = max(cost(()), 1e-6)
     costs: dict[str, float] = {}
     for kind, names in kinds.items():
         together = cost(names)
@@ -170,14 +173,15 @@ def _fewest(most: int, suffices: Callable[[int], bool]) -> int:
     return low
 
 
-def _logits_alone(graph: openvino.Model) -> openvino.Model:
+def logits_alone(graph: openvino.Model) -> openvino.Model:
+    """Return a graph that gives the first output alone."""
     from openvino import Model  # noqa: PLC0415  an optional package
 
     clone = graph.clone()
     return Model([clone.outputs[0].get_node()], clone.get_parameters(), "int8")
 
 
-def _scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[[str], None]) -> openvino.Model:
+def scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[[str], None]) -> openvino.Model:
     """Return the graph with a scale for the weights and the input of every product, as NNCF finds them."""
     nncf = _nncf()
     progress(f"calibrating on {len(images)} pictures")
@@ -194,7 +198,7 @@ def _scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable
     return model
 
 
-def _scaled_inputs(model: openvino.Model) -> dict[str, str]:
+def scaled_inputs(model: openvino.Model) -> dict[str, str]:
     """Return the kind of each input that has a scale, by the name of its operation, in the order of the graph.
 
     The names of blocks differ by their numbers.
@@ -203,7 +207,7 @@ def _scaled_inputs(model: openvino.Model) -> dict[str, str]:
     return {name: re.sub(r"\d+", "N", name) for name in names}
 
 
-def _without(model: openvino.Model, names: Iterable[str]) -> openvino.Model:
+def without_scales(model: openvino.Model, names: Iterable[str]) -> openvino.Model:
     """Return the graph with these inputs in floating point; the weights they are multiplied with stay int8."""
     names, changed = frozenset(names), model.clone()
     for each in changed.get_ordered_ops():
@@ -211,10 +215,6 @@ def _without(model: openvino.Model, names: Iterable[str]) -> openvino.Model:
             each.output(0).replace(each.input_value(0))
     changed.set_rt_info(str(_GROUP), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     return changed
-
-
-def _finished(model: openvino.Model) -> openvino.Model:
-    return _without(model, ())
 
 
 def _log_softmax(logits: Floats) -> NDArray[np.float64]:
