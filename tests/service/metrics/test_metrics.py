@@ -189,6 +189,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.key_requests.labels("key1", "200").inc(0)
         metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
+        metrics.observe_audit(AuditReport("cuda:0", agrees=True, agreement=1.0))
         return metrics
 
     return start
@@ -202,6 +203,16 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
         if sample.name == name and sample.labels == labels
     ]
     return float(found)
+
+
+def test_what_an_engine_audited_is_shown_by_every_worker_and_the_newest_share_counts(
+    count_as: Callable[[str], Metrics],
+) -> None:
+    old, new, worker = count_as("engine-0"), count_as("engine-1"), count_as("worker-0")
+    old.observe_audit(AuditReport("cpu", agrees=True, agreement=1.0))
+    new.observe_audit(AuditReport("cpu", agrees=False, agreement=0.5))
+    assert scraped(worker, "vit_audit_agreement", device="cpu") == 0.5
+    assert scraped(worker, "vit_audit_images_total", device="cpu", outcome="agrees") == 1
 
 
 def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
