@@ -91,10 +91,15 @@ def write_int8(
     calibrated_on: int,
     dtype: Literal["float32", "bfloat16"],
     floating: tuple[str, ...],
+    made_by: tuple[str, ...] = ("nncf", "openvino", "torch"),
 ) -> Int8Record:
-    """Write a graph in int8 into the folder of its checkpoint, the record last."""
+    """Write a graph in int8 into the folder of its checkpoint, the record last.
+
+    Args:
+        agreement, kl, pictures, calibrated_on, dtype, floating: see `Int8Record`.
+        made_by: packages whose versions are recorded.
+    """
     openvino_package().save_model(model, folder / _GRAPH_FILE, compress_to_fp16=False)
-    versions = {name: importlib.metadata.version(name) for name in ("nncf", "openvino", "torch")}
     record = Int8Record(
         checkpoint=checkpoint_digest(checkpoint),
         graph=_digest_of(folder, _GRAPH_FILE, _MAX_GRAPH_BYTES),
@@ -105,7 +110,7 @@ def write_int8(
         calibrated_on=calibrated_on,
         dtype=dtype,
         floating=floating,
-        versions=versions,
+        versions={name: importlib.metadata.version(name) for name in made_by},
     )
     part = folder / f"{RECORD_FILE}.part"
     part.write_text(record.model_dump_json(indent=1) + "\n")

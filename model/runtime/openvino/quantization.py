@@ -12,7 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,6 +192,11 @@ def scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[
             model_type=nncf.ModelType.TRANSFORMER,
             preset=nncf.QuantizationPreset.MIXED,
             subset_size=len(images),
+            # Smoothing moves outliers of inputs into the weights. It costs DeiT-tiny more divergence (0.062 by
+            # default, 0.021 with an alpha of 0.5, 0.006 without, calibrated on some 100 views), and multiplications.
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(matmul=-1)
+            ),
         )
     except (RuntimeError, nncf.errors.ValidationError) as error:
         raise DeviceError(f"NNCF does not quantise this model: {str(error).strip().splitlines()[-1]}") from error
@@ -223,7 +228,7 @@ def _log_softmax(logits: Floats) -> NDArray[np.float64]:
     return values
 
 
-def _nncf() -> object:
+def _nncf() -> Any:
     openvino_package()  # which silences its telemetry, and with it NNCF's
     import nncf  # noqa: PLC0415  an optional package
 
