@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.errors import DeviceError
-from model.runtime.compilation import CompileMode
+from model.runtime.backend import CompileMode, Reference
 from model.runtime.float8 import calibration_images
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.openvino.int8_files import has_int8, read_graph, read_record
@@ -74,7 +74,7 @@ def chosen_graph(
     return None
 
 
-class Reference:
+class TorchReference:
     """Computes logits in float32, with torch and the checkpoint's own tensors, on the calling thread alone."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -81,7 +81,7 @@ def engine_of(
     on_audit: Callable[[AuditReport], None],
     *,
     load_timeout: float | None = None,
-    on_queue: Callable[[int], None] = lambda depth: None,
+    on_queue: Callable[[int], None] | None = None,
 ) -> LocalEngine:
     """Return an engine of this process; it calls `load` on its thread, and the others with each batch and audit."""
     return LocalEngine(

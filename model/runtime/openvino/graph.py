@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,6 +63,31 @@ class Requests:
             return list(request.infer([images], share_inputs=True, share_outputs=False).values())
         finally:
             self._free.put(request)
+
+    def start(self, images: NDArray[np.uint8], *, wait: bool) -> Callable[[], list[NDArray[np.float32]]] | None:
+        """Begin a batch, and return a function that waits for its outputs and must be called once.
+
+        Args:
+            wait: whether to wait while all requests are busy, instead of returning None.
+        """
+        try:
+            request = self._free.get(block=wait)
+        except queue.Empty:
+            return None
+
+        def outputs() -> list[NDArray[np.float32]]:
+            try:
+                request.wait()
+                return [output.data.copy() for output in request.output_tensors]
+            finally:
+                self._free.put(request)
+
+        try:
+            request.start_async([images], share_inputs=True)
+        except BaseException:
+            self._free.put(request)
+            raise
+        return outputs
 
     def run_all(self, images: NDArray[np.uint8]) -> None:
         """Run the same batch in all requests at the same time, which gives work to each stream."""

@@ -19,6 +19,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.local_files import open_file, parse_json, resolved_part
 from model.checkpoint.refusals import reading, validating
 from model.errors import CheckpointError
+from model.runtime.backend import INT8_RECORD as RECORD_FILE
 from model.runtime.batches import BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -26,7 +27,6 @@ from model.runtime.openvino.network import NetworkGraph
 if TYPE_CHECKING:
     import openvino
 
-RECORD_FILE: Final = "int8.json"
 _GRAPH_FILE: Final = "int8.xml"
 _WEIGHTS_FILE: Final = "int8.bin"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from model.network.vit import VisionTransformer
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import openvino_package
 from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork, Reference
-from model.runtime.postprocess import run_network
+from model.runtime.postprocess import on_host, run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def traced_network(
     streams: int,
     extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
     workers: int | None = None,
+    stage: Callable[[NetworkGraph], NetworkGraph] | None = None,
 ) -> OpenVinoNetwork:
     """Return a torch network as one of OpenVINO, once its outputs were compared with torch's.
 
@@ -41,11 +43,16 @@ def traced_network(
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
         threads, streams, workers: see `OpenVinoNetwork`.
         extras: what to compute beside logits and the last layer's attention row, see `BatchRequest.extras`.
+        stage: returns the graph as it will be read when it is kept: it is compiled as that one will be.
 
     Raises:
         DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
     """
+    if workers == 1:
+        torch.set_num_threads(1)  # of the calling thread
     graph, reference = trace(options, extras)
+    if stage is not None:
+        graph = stage(graph)
     network = OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
     network.require_close(reference)
     return network
@@ -74,7 +81,7 @@ def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Re
         model = _convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
         raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
-    return NetworkGraph(model, tuple(expected.tensors()), request), Reference(images, expected)
+    return NetworkGraph(model, tuple(expected.tensors()), request), Reference(images, on_host(expected, _CHECKED))
 
 
 def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
@@ -106,7 +113,7 @@ class _Traced(nn.Module):
         self.request = request
         self.folded = fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
 
-    def outputs(self, images: Tensor) -> BatchOutputs:
+    def outputs(self, images: Tensor) -> BatchOutputs[Tensor]:
         return run_network(self.model, self.normalise(images), self.request, self.folded)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:

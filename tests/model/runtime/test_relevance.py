@@ -17,8 +17,8 @@ from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.outputs import AttentionMap, MapRequest
 from model.runtime import postprocess
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.choice import BackendName
+from model.runtime.backend import BackendName
+from model.runtime.batches import BatchRequest, HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -189,9 +189,9 @@ class TestOpenVino:
         backend, whole = predictor._backend, OpenVinoNetwork.__call__
         assert isinstance(backend, OpenVino)
 
-        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
+        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
             output = whole(self, images, alone=alone)
-            return output if output.relevance is None else output._replace(relevance=output.relevance.flip(-1))
+            return output if output.relevance is None else output._replace(relevance=np.flip(output.relevance, -1))
 
         monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
         with caplog.at_level(logging.WARNING):

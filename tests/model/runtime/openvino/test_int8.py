@@ -117,7 +117,7 @@ class Watched:
 
     def __init__(self, name: str, network: Any, asked: list[str]) -> None:
         self._name, self._network, self._asked = name, network, asked
-        self.sizes, self.request = network.sizes, network.request
+        self.request = network.request
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self._asked.append(self._name)

@@ -19,7 +19,7 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.batches import BatchOutputs
+from model.runtime.batches import HostOutputs
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.openvino.graph import _LEAN, Requests, core
@@ -86,7 +86,7 @@ def test_warm_up_tries_every_size_on_every_stream(
     monkeypatch.setattr(Requests, "run_all", spy)
     monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
     both[1].warm_up()
-    wanted = {(1, size) for size in range(1, 9)} | {(2, size) for size in (1, 2, 3, 4, 6, 8)}
+    wanted = {(1, 1)} | {(2, size) for size in (1, 2, 4, 8)}
     assert (set(tried), len(tried)) == (wanted, len(wanted))
 
 
@@ -108,8 +108,8 @@ def test_a_small_network_has_graphs_for_a_few_sizes(both: tuple[Predictor, Predi
     images = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
     found = network(both[1])(images, alone=alone).tensors()["logits"]
     np.testing.assert_allclose(found, both[0].logits(images), atol=1e-4)
-    assert list(network(both[1])._beside) == [1, 2, 3, 4, 6, 8]
-    assert list(network(both[1])._alone) == [1, None]
+    assert list(network(both[1])._graphs) == [1, 2, 4, 8]
+    assert list(network(both[1])._lone) == [1]
 
 
 def test_a_larger_batch_is_cut_to_these_sizes(
@@ -128,9 +128,8 @@ def test_a_larger_batch_is_cut_to_these_sizes(
         predict(both[1], images, top_k=10).scores, predict(both[0], images, top_k=10).scores, atol=1e-4
     )
     np.testing.assert_allclose(both[1].logits(images), both[0].logits(images), atol=1e-3)
-    assert seen == [8, 8, 5] * 2
-    seen.clear()
-    with both[1]._backend._torch.threads:  # type: ignore[attr-defined]  # another batch computes
+    assert seen == [], "its pieces are computed at once"
+    with both[1]._backend._threads:  # type: ignore[attr-defined]  # another batch computes
         found = predict(both[1], images, top_k=10)
     assert seen == [8, 8, 4, 1]
     np.testing.assert_allclose(found.scores, predict(both[0], images, top_k=10).scores, atol=1e-4)
@@ -142,8 +141,8 @@ def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
     made = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=1
     )
-    assert list(network(made)._alone) == [1, 2, 3, 4, 6, 8]
-    assert network(made)._beside is network(made)._alone
+    assert list(network(made)._graphs) == [1, 2, 4, 8]
+    assert network(made)._graphs is network(made)._lone
     made.warm_up()
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
@@ -156,12 +155,11 @@ def test_a_large_network_has_one_graph_for_any_size(
     made = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
     )
-    assert network(made).sizes(alone=True) is network(made).sizes(alone=False) is None
-    assert list(network(made)._beside) == list(network(made)._alone) == [None]
+    assert (list(network(made)._graphs), list(network(made)._lone)) == ([None], [1])
     tried: list[int] = []
     monkeypatch.setattr(Requests, "run_all", lambda _, images: tried.append(len(images)))
     made.warm_up()
-    assert tried[::2] == tried[1::2] == [32, 24, 16, *range(8, 0, -1)]
+    assert tried == [32, 24, 16, *range(8, 0, -1), 1]
     images = np.random.default_rng(4).integers(0, 256, (19, 32, 32, 3), dtype=np.uint8)
     for alone in (True, False):
         found = network(made)(images, alone=alone).tensors()["logits"]
@@ -289,9 +287,9 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
 ) -> None:
     whole = OpenVinoNetwork.__call__
 
-    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
+    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
         output = whole(self, images, alone=alone)
-        return output._replace(logits=output.tensors()["logits"].flip(-1))
+        return output._replace(logits=np.flip(output.tensors()["logits"], -1))
 
     monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
     checkpoint = load_checkpoint("bundled")
