@@ -185,3 +185,16 @@ def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_pa
     finally:
         never.set()
         hung.join(PATIENCE)
+
+
+def test_no_graph_is_kept_where_one_in_int8_is_served_beside_it(tmp_path: Path) -> None:
+    """A start with the kept graph alone would not see the files of int8."""
+    pytest.importorskip("openvino")
+
+    def keeps(dtype: str) -> bool:
+        chosen = {"checkpoint": str(tmp_path), "device": "cpu", "dtype": dtype, "cache_dir": str(tmp_path / "cache")}
+        return loading._entry(load_settings(chosen)) is not None
+
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [True, True, False]
+    (tmp_path / "int8.json").write_text("{}")
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [False, True, False]
