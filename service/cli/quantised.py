@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ def add_int8(folder: Path, pictures: tuple[list[Path], list[Path]], least: float
 
     from model.checkpoint import load_checkpoint  # noqa: PLC0415
     from model.runtime.batches import BatchRequest  # noqa: PLC0415
-    from model.runtime.device import cpu_has_bfloat16  # noqa: PLC0415
+    from model.runtime.cpu import cpu_has_bfloat16  # noqa: PLC0415
     from model.runtime.openvino.int8_files import write_int8  # noqa: PLC0415
     from model.runtime.openvino.quantization import compare, graph_logits, quantise  # noqa: PLC0415
     from model.runtime.openvino.tracing import trace  # noqa: PLC0415
@@ -107,7 +107,7 @@ def add_int8(folder: Path, pictures: tuple[list[Path], list[Path]], least: float
     threads = torch.get_num_threads()
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
     graph, _ = trace(options, BatchRequest())
-    dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cpu_has_bfloat16() else "float32"
     quantised = quantise(graph.model, dtype, calibrated, threads=threads, least=least, progress=_report)
     reference = graph_logits(graph.model, "float32", tested, threads)
     found = compare(graph_logits(quantised.model, dtype, tested, threads), reference)

@@ -19,7 +19,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.local_files import open_file, parse_json, resolved_part
 from model.checkpoint.refusals import reading, validating
 from model.errors import CheckpointError
-from model.runtime.backend import INT8_RECORD as RECORD_FILE
+from model.runtime.backend import INT8_RECORD
 from model.runtime.batches import BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -112,15 +112,15 @@ def write_int8(
         floating=floating,
         versions={name: importlib.metadata.version(name) for name in made_by},
     )
-    part = folder / f"{RECORD_FILE}.part"
+    part = folder / f"{INT8_RECORD}.part"
     part.write_text(record.model_dump_json(indent=1) + "\n")
-    part.replace(folder / RECORD_FILE)
+    part.replace(folder / INT8_RECORD)
     return record
 
 
 def has_int8(checkpoint: Checkpoint) -> bool:
     """Return whether `vitserve convert --dtype int8` wrote the checkpoint's folder."""
-    return checkpoint.folder is not None and (checkpoint.folder / RECORD_FILE).exists()
+    return checkpoint.folder is not None and (checkpoint.folder / INT8_RECORD).exists()
 
 
 def read_record(checkpoint: Checkpoint) -> Int8Record:
@@ -129,10 +129,10 @@ def read_record(checkpoint: Checkpoint) -> Int8Record:
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model or another preprocessing.
     """
-    where = f"{checkpoint.source}/{RECORD_FILE}"
+    where = f"{checkpoint.source}/{INT8_RECORD}"
     if checkpoint.folder is None:
-        raise CheckpointError(f"{checkpoint.source}: no folder with {RECORD_FILE}: `vitserve convert` makes one")
-    data = _bytes_of(checkpoint.folder, RECORD_FILE, _MAX_RECORD_BYTES)
+        raise CheckpointError(f"{checkpoint.source}: no folder with {INT8_RECORD}: `vitserve convert` makes one")
+    data = _bytes_of(checkpoint.folder, INT8_RECORD, _MAX_RECORD_BYTES)
     value = parse_json(data, where)
     with validating(where):
         record = Int8Record.model_validate(value)
@@ -204,7 +204,7 @@ def _checked(checkpoint: Checkpoint, name: str, limit: int, digest: str) -> byte
     assert checkpoint.folder is not None, "see `read_record`"
     data = _bytes_of(checkpoint.folder, name, limit)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise CheckpointError(f"{checkpoint.source}/{name}: damaged, or not the file that {RECORD_FILE} is of")
+        raise CheckpointError(f"{checkpoint.source}/{name}: damaged, or not the file that {INT8_RECORD} is of")
     return data
 
 

@@ -182,7 +182,11 @@ def logits_alone(graph: openvino.Model) -> openvino.Model:
 
 
 def scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[[str], None]) -> openvino.Model:
-    """Return the graph with a scale for the weights and the input of every product, as NNCF finds them."""
+    """Return the graph with a scale for the weights and the input of every product, as NNCF finds them.
+
+    NNCF smooths inputs (Xiao et al. 2022). Without that, or with less, a graph of DeiT-tiny took longer, and did not agree
+    more often: docs/checkpoints.md has the figures.
+    """
     nncf = _nncf()
     progress(f"calibrating on {len(images)} pictures")
     try:
@@ -192,11 +196,6 @@ def scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[
             model_type=nncf.ModelType.TRANSFORMER,
             preset=nncf.QuantizationPreset.MIXED,
             subset_size=len(images),
-            # Smoothing moves outliers of inputs into the weights. It costs DeiT-tiny more divergence (0.062 by
-            # default, 0.021 with an alpha of 0.5, 0.006 without, calibrated on some 100 views), and multiplications.
-            advanced_parameters=nncf.AdvancedQuantizationParameters(
-                smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(matmul=-1)
-            ),
         )
     except (RuntimeError, nncf.errors.ValidationError) as error:
         raise DeviceError(f"NNCF does not quantise this model: {str(error).strip().splitlines()[-1]}") from error

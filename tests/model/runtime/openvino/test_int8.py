@@ -21,9 +21,10 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
+from model.runtime.backend import INT8_RECORD
 from model.runtime.batches import BatchRequest
 from model.runtime.device import choose_dtype
-from model.runtime.openvino.int8_files import RECORD_FILE, write_int8
+from model.runtime.openvino.int8_files import write_int8
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchOptions
 from tests.model.runtime.predictions import predict
@@ -89,7 +90,7 @@ def serve(folder: Path, dtype: str = "int8", **options: Any) -> Predictor:
 
 
 def change(folder: Path, **fields: Any) -> None:
-    path = folder / RECORD_FILE
+    path = folder / INT8_RECORD
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
@@ -163,7 +164,7 @@ def test_another_preprocessing_than_the_graphs_is_refused(folder: Path) -> None:
         Predictor(other, device="cpu", dtype="int8", max_batch=1)
 
 
-def cut(name: str) -> Callable[[Path], None]:
+def cut(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-5])
 
 
@@ -210,10 +211,10 @@ def huge(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut(RECORD_FILE), r"int8\.json: not JSON"),
-        (lambda folder: (folder / RECORD_FILE).write_text("[" * 5000), r"int8\.json: not JSON"),
-        (lambda folder: (folder / RECORD_FILE).write_text("[]"), r"int8\.json: .*valid dictionary"),
-        (lambda folder: (folder / RECORD_FILE).write_text(" " * (2 << 20)), r"int8\.json: larger than"),
+        (cut(INT8_RECORD), r"int8\.json: not JSON"),
+        (lambda folder: (folder / INT8_RECORD).write_text("[" * 5000), r"int8\.json: not JSON"),
+        (lambda folder: (folder / INT8_RECORD).write_text("[]"), r"int8\.json: .*valid dictionary"),
+        (lambda folder: (folder / INT8_RECORD).write_text(" " * (2 << 20)), r"int8\.json: larger than"),
         (lambda folder: change(folder, agreement=1.5), r"int8\.json: agreement: .*less than or equal to 1"),
         (lambda folder: change(folder, agreement=float("nan")), r"int8\.json: agreement"),
         (lambda folder: change(folder, graph="../../etc/passwd"), r"int8\.json: graph: .*pattern"),
@@ -242,5 +243,5 @@ def test_files_that_are_not_the_checkpoints_are_refused_in_one_line(
 
 
 def test_damaged_files_are_not_looked_at_in_another_dtype(folder: Path) -> None:
-    cut(RECORD_FILE)(folder)
+    cut(INT8_RECORD)(folder)
     assert serve(folder, "float32").dtype == "float32"
