@@ -34,6 +34,7 @@ from model.runtime.openvino.quantization import (
     logits_alone,
     scaled,
     scaled_inputs,
+    without_all_scales,
     without_scales,
 )
 from model.runtime.openvino.tracing import trace
@@ -43,7 +44,7 @@ from service.cli.quantised import CALIBRATED, TESTED, split_pictures, views_of
 if TYPE_CHECKING:
     import openvino
 
-_SHARES: Final = (0.0, 0.1, 0.25, 0.5, 1.0)
+_SHARES: Final = (0.0, 0.1, 0.25, 0.5)
 """Of the inputs of products, those that have no scale; the costly ones first."""
 
 _SOLE: Final = 48
@@ -89,6 +90,7 @@ def _make_graphs(arguments: argparse.Namespace, record: Record) -> None:
     for share in _SHARES:
         count = round(share * len(order))
         graphs[f"int8, {count} of {len(order)} inputs without a scale"] = without_scales(graph, order[:count])
+    graphs["int8, no scales, finer weights"] = without_all_scales(logits)
     labelled = _labelled(arguments, checkpoint.preprocess, halves[1])
     arguments.work.mkdir(parents=True, exist_ok=True)
     section = record.section(arguments.checkpoint, "graphs")

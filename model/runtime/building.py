@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, NewProcessNeeded
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large, first_line
 from model.runtime.batches import captured_sizes, powers_of_two
@@ -87,6 +87,7 @@ class Builder:
         self._least = LEAST_AGREEMENT if least_agreement is None else least_agreement
         self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
         self._int8 = chosen_graph(checkpoint, self._device, dtype, backend, compile_mode, self._least)
+        self._may_do_without = dtype == "auto"
         self._keep = keep if self._int8 is None else None
         # A library's network may do without a dtype, a Vision Transformer overflow in float16.
         risks = (torch.float16,) if is_vit else (torch.float16, torch.bfloat16)
@@ -98,6 +99,20 @@ class Builder:
         return self.build()
 
     def build(self) -> Built:
+        """Return the parts of a predictor; where the graph in int8 was not asked for and does not run, without it.
+
+        Raises: see `_build`.
+        """
+        try:
+            return self._build()
+        except DeviceError as error:
+            if self._int8 is None or not self._may_do_without or isinstance(error, NewProcessNeeded):
+                raise
+            logger.warning("the graph in int8 is not used: %s", error)
+            self._int8 = None
+            return self._build()
+
+    def _build(self) -> Built:
         """Return the parts of a predictor.
 
         Raises:

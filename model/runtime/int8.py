@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
-from model.errors import DeviceError
+from model.errors import CheckpointError, DeviceError
 from model.runtime.backend import CompileMode, Reference
 from model.runtime.float8 import calibration_images
 from model.runtime.openvino.backend import unsupported_reason
@@ -92,13 +92,13 @@ class TorchReference:
 def require_same_model(
     checkpoint: Checkpoint, logits: Callable[[NDArray[np.uint8]], NDArray[np.float32]], reference: Reference
 ) -> None:
-    """Raise DeviceError if logits are not those of the checkpoint, rounding apart."""
+    """Raise CheckpointError if logits are not those of the checkpoint, rounding apart."""
     images = calibration_images(checkpoint.preprocess, _TRIED)
     ours, theirs = (each - each.mean(axis=1, keepdims=True) for each in (logits(images), reference.logits(images)))
     norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
     correlation = float(np.mean((ours * theirs).sum(axis=1) / np.maximum(norms, 1e-12)))
     if not correlation >= _LEAST_CORRELATION:
-        raise DeviceError(
+        raise CheckpointError(
             f"{checkpoint.source}: the logits of its graph in int8 correlate with the checkpoint's by "
             f"{correlation:.2f}, and {_LEAST_CORRELATION} is the least: convert it again"
         )

@@ -101,7 +101,8 @@ def quantise(
 ) -> Quantised:
     """Return a graph in int8 that agrees with the float32 one on as many of the calibration pictures as is asked for.
 
-    As few inputs as possible are left without a scale: those that cost most when they alone have one.
+    As few inputs as possible are left without a scale: those that cost most when they alone have one. Where more than
+    half of them would be, none has a scale: that is no slower, and the weights may then be finer.
 
     Args:
         graph: the network in float32; its first output is the logits.
@@ -135,7 +136,11 @@ def quantise(
         # The best class of few pictures is close to another one's; the divergence tells of all of them.
         return found.agreement >= least and found.kl <= _LARGE * base
 
-    count = _fewest(len(order), suffices)
+    most = len(order) // 2
+    count = _fewest(most + 1, suffices)
+    if count > most:
+        progress("too many inputs need more than a scale: all are quantised as they are computed")
+        return Quantised(without_all_scales(only_logits), tuple(inputs))
     return Quantised(without_scales(whole, order[:count]), tuple(order[:count]))
 
 
@@ -184,8 +189,8 @@ def logits_alone(graph: openvino.Model) -> openvino.Model:
 def scaled(graph: openvino.Model, images: NDArray[np.uint8], progress: Callable[[str], None]) -> openvino.Model:
     """Return the graph with a scale for the weights and the input of every product, as NNCF finds them.
 
-    NNCF smooths inputs (Xiao et al. 2022). Without that, or with less, a graph of DeiT-tiny took longer, and did not agree
-    more often: docs/checkpoints.md has the figures.
+    NNCF smooths inputs (Xiao et al. 2022). Without that, a graph of DeiT-tiny takes longer: docs/checkpoints.md has the
+    figures.
     """
     nncf = _nncf()
     progress(f"calibrating on {len(images)} pictures")
@@ -219,6 +224,13 @@ def without_scales(model: openvino.Model, names: Iterable[str]) -> openvino.Mode
             each.output(0).replace(each.input_value(0))
     changed.set_rt_info(str(_GROUP), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     return changed
+
+
+def without_all_scales(graph: openvino.Model) -> openvino.Model:
+    """Return the graph with weights in int8, each row with a scale and a zero, and no scale for any input."""
+    nncf = _nncf()
+    compressed: openvino.Model = nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM)
+    return without_scales(compressed, ())
 
 
 def _log_softmax(logits: Floats) -> NDArray[np.float64]:

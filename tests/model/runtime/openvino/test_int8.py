@@ -21,6 +21,7 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
+from model.runtime import choice
 from model.runtime.backend import INT8_RECORD
 from model.runtime.batches import BatchRequest
 from model.runtime.device import choose_dtype
@@ -245,3 +246,17 @@ def test_files_that_are_not_the_checkpoints_are_refused_in_one_line(
 def test_damaged_files_are_not_looked_at_in_another_dtype(folder: Path) -> None:
     cut(INT8_RECORD)(folder)
     assert serve(folder, "float32").dtype == "float32"
+
+
+def test_a_graph_that_this_cpu_does_not_run_is_left_out_by_auto_and_refused_by_int8(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(choice.OpenVinoNetwork):
+        def __init__(self, *_: object, **__: object) -> None:
+            raise DeviceError("OpenVINO does not run this model: no kernel")
+
+    monkeypatch.setattr(choice, "OpenVinoNetwork", Refusing)
+    assert serve(folder, "auto").dtype != "int8"
+    assert "the graph in int8 is not used: OpenVINO does not run this model: no kernel" in caplog.messages
+    with pytest.raises(DeviceError, match="no kernel"):
+        serve(folder)
