@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.runtime.openvino.quantization import _fewest, by_cost, compare
+from model.runtime.openvino.quantization import _fewest, by_cost, compare, graph_logits, without_all_scales
 from tests.service.cli.command_line import run, write_checkpoint
 
 needs_nncf = pytest.mark.skipif(importlib.util.find_spec("nncf") is None, reason="nncf is not installed: extra int8")
@@ -95,6 +95,20 @@ def test_convert_writes_a_folder_that_is_served_in_int8(tmp_path: Path, capsys: 
     assert (found.dtype, found.audits) == ("int8", True)
     types = {each.get_type_name() for each in _graph(tmp_path / "out").get_ops()}
     assert "FakeQuantize" in types
+
+
+@needs_nncf
+def test_without_scales_of_inputs_the_weights_are_int8_and_the_logits_are_close(tmp_path: Path) -> None:
+    from tests.model.runtime.openvino.test_int8 import logits_graph, make
+
+    graph = logits_graph(make(tmp_path / "checkpoint"))
+    found = without_all_scales(graph)
+    types = {each.element_type.get_type_name() for op in found.get_ops() for each in op.outputs()}
+    assert "u8" in types
+    assert "FakeQuantize" not in {each.get_type_name() for each in found.get_ops()}
+    images = np.random.default_rng(0).integers(0, 256, (10, 16, 16, 3), np.uint8)
+    ours, theirs = (graph_logits(each, "float32", images, 1) for each in (found, graph))
+    assert 0 < np.linalg.norm(ours - theirs) < 0.1 * np.linalg.norm(theirs)
 
 
 def _graph(folder: Path) -> Any:
