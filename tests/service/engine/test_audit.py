@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ class Audited:
     def notify_all(self) -> None:
         """Wake nobody: there is one thread."""
 
-    def classify(self, *reds: int, **requested: object) -> None:
+    def classify(self, *reds: int, **requested: Any) -> None:
         for red in reds:
             self.streams.put(request_for(red, **requested), 1)
         self.streams._launch_all(self.runner, self.streams._queue, 4)

@@ -251,11 +251,10 @@ def test_damaged_files_are_not_looked_at_in_another_dtype(folder: Path) -> None:
 def test_a_graph_that_this_cpu_does_not_run_is_left_out_by_auto_and_refused_by_int8(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Refusing(choice.OpenVinoNetwork):
-        def __init__(self, *_: object, **__: object) -> None:
-            raise DeviceError("OpenVINO does not run this model: no kernel")
+    def refuse(*_: object, **__: object) -> None:
+        raise DeviceError("OpenVINO does not run this model: no kernel")
 
-    monkeypatch.setattr(choice, "OpenVinoNetwork", Refusing)
+    monkeypatch.setattr(choice, "OpenVinoNetwork", refuse)
     assert serve(folder, "auto").dtype != "int8"
     assert "the graph in int8 is not used: OpenVINO does not run this model: no kernel" in caplog.messages
     with pytest.raises(DeviceError, match="no kernel"):
