@@ -369,6 +369,11 @@ class RequestedOutputs:
         """Return whether an output is requested that does not come out of the classification's pass."""
         return self.map is not None and self.map.needs_pass
 
+    @property
+    def classes_alone(self) -> bool:
+        """Return whether nothing but classes is requested, and perhaps their logits."""
+        return self.map is None and self.embedding is None
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:

@@ -85,6 +85,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
+        folder=files.folder if isinstance(files, Folder) else None,
     )
     if files.path(CALIBRATION_FILE) is None:
         return checkpoint

@@ -58,8 +58,10 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set.
-        float8_agreement: share of that set on which they must agree, 0...1.
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
+            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
+            `vitserve convert` measured it.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -78,14 +80,14 @@ class Predictor:
         checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
+        agreement: how often float8 gives bfloat16's best class, or int8 float32's, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says.
+        DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
+        CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
-        float8_agreement: float | None = None,
+        least_agreement: float | None = None,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -113,7 +115,7 @@ class Predictor:
             device=device,
             device_name=device_name,
             dtype=dtype,
-            float8_agreement=float8_agreement,
+            least_agreement=least_agreement,
             compile_mode=compile_mode,
             backend=backend,
             max_batch=max_batch,
@@ -148,6 +150,7 @@ class Predictor:
         self.parameters, self.agreement = built.parameters, built.agreement
         self.max_batch, self.streams = built.max_batch, built.streams
         self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
+        self._reference = built.reference
         self._scores = Scores(checkpoint)
         self.lazy = False
 
@@ -376,6 +379,16 @@ class Predictor:
         shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+
+    @property
+    def audits(self) -> bool:
+        """Return whether `reference_class` says more than `predict` does."""
+        return self._reference is not None
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
+        assert self._reference is not None, "see `audits`"
+        return int(self._reference.logits(image[np.newaxis]).argmax())
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -209,10 +209,10 @@ def test_a_model_that_agrees_too_seldom_is_refused(
 ) -> None:
     monkeypatch.setattr(module, "agreement", lambda *_, **__: 0.97)
     with pytest.raises(
-        DeviceError, match=r"^dtype 'float8': it gives bfloat16's best class on 97.0% of 64 views .*98.0%"
+        DeviceError, match=r"^dtype 'float8': it gives bfloat16's best class on 97.0% of 64 views .*99.0%"
     ):
         predictor()
-    assert (predictor(float8_agreement=0.97).agreement or "").startswith("bfloat16's best class on 97.0%")
+    assert (predictor(least_agreement=0.97).agreement or "").startswith("bfloat16's best class on 97.0%")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_product_in_float8_uses_a_workspace_of_the_graph(
 def test_on_cuda_float8_is_close_to_float32(changes: dict[str, object]) -> None:
     if reason := float8_module.unsupported_reason(GPU):
         pytest.skip(reason)
-    found = Predictor(of_real_size(**changes), device="cuda", dtype="float8", max_batch=4, float8_agreement=0)
+    found = Predictor(of_real_size(**changes), device="cuda", dtype="float8", max_batch=4, least_agreement=0)
     found.warm_up()
     assert found.compiled == "compiled"
     close_to_the_cpu(found, tolerance=0.15)

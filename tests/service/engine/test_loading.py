@@ -78,7 +78,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9, "keep": None}
+    fixed = {"compile_mode": "auto", "graphs": False, "least_agreement": 0.9, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
@@ -240,3 +240,16 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(tmp_path: Path
     ) as refused:
         load_predictor(load_settings(given | {"coverage": 0.96}))
     assert "\n" not in str(refused.value)
+
+
+def test_no_graph_is_kept_where_one_in_int8_is_served_beside_it(tmp_path: Path) -> None:
+    """A start with the kept graph alone would not see the files of int8."""
+    pytest.importorskip("openvino")
+
+    def keeps(dtype: str) -> bool:
+        chosen = {"checkpoint": str(tmp_path), "device": "cpu", "dtype": dtype, "cache_dir": str(tmp_path / "cache")}
+        return loading._entry(load_settings(chosen)) is not None
+
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [True, True, False]
+    (tmp_path / "int8.json").write_text("{}")
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [False, True, False]
