@@ -42,6 +42,7 @@ class Audited:
         )
         for name in ("_wake", "_wake_explanations", "_wake_audit"):
             setattr(self.streams, name, self)
+        self.streams._audits = True  # as `run` finds it
 
     def __enter__(self) -> None:
         """Take the lock, which nobody else wants."""
