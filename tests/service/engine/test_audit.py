@@ -173,6 +173,6 @@ def test_an_audit_that_fails_ends_and_the_engine_goes_on() -> None:
 
 def test_a_float_model_is_not_audited() -> None:
     audited = Audited()
-    audited.runner.audits = False
+    audited.streams._audits = False
     audited.classify(2)
     assert audited.audit() == []
