@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -43,7 +44,8 @@ class Server:
         command: python's arguments; `{port}` is filled in.
         environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
         distribution: package whose version the record names.
-        candidates: configurations that are tried, the default first.
+        candidates: configurations that are tried, the default first; a peer's are with the module of transformers.
+        openvino: a peer's with vitserve's graph in OpenVINO.
         extra: environment that every candidate has.
     """
 
@@ -53,6 +55,7 @@ class Server:
     distribution: str
     environment: str | None = None
     candidates: Sequence[Config] = field(default_factory=lambda: [{}])
+    openvino: Sequence[Config] = ()
     extra: Config = field(default_factory=dict)
 
     @property
@@ -282,6 +285,14 @@ def _same(data: bytes) -> bytes:
     return data
 
 
+def _base64(data: bytes) -> bytes:
+    """KServe v2 as JSON, for servers without the binary extension."""
+    parameters = {"content_type": "base64"}
+    text = base64.b64encode(data).decode()
+    tensor = {"name": "image", "shape": [1, 1], "datatype": "BYTES", "parameters": parameters, "data": [text]}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
 JPEG = {"Content-Type": "image/jpeg"}
 FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
 OURS = Protocol("/classify", JPEG, _same, _json("predictions", 0, "index"))
@@ -289,8 +300,26 @@ OURS_ATTENTION = Protocol("/classify?attention=true", JPEG, _same, _json("predic
 OURS_RELEVANCE = Protocol("/classify?attention=relevance", JPEG, _same, _json("predictions", 0, "index"))
 
 
-def _peer(threads: int, decoders: int, wait: float, **more: str) -> dict[str, str]:
-    return {"PEER_THREADS": str(threads), "PEER_DECODERS": str(decoders), "PEER_WAIT_MS": str(wait), **more}
+def _peer(threads: int, decoders: int, wait: float, **more: object) -> dict[str, str]:
+    named = {"THREADS": threads, "DECODERS": decoders, "WAIT_MS": wait, **more}
+    return {f"PEER_{name}": str(value) for name, value in named.items()}
+
+
+def _openvino(threads: int, decoders: int, wait: float, **more: object) -> dict[str, str]:
+    return _peer(threads, decoders, wait, ENGINE="openvino", **more)
+
+
+def _v2(name: str, environment: str, module: str, distribution: str, **candidates: Sequence[Config]) -> Server:
+    """A server that speaks the Open Inference Protocol with its binary extension."""
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Inference-Header-Content-Length": str(_TRITON_HEADER_BYTES),
+    }
+    # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
+    extra = {"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))} if environment == "pytriton" else {}
+    protocol = Protocol("/v2/models/vit/infer", headers, _triton, _triton_top1)
+    command = ("-m", f"benchmarks.peers.{module}")
+    return Server(name, command, protocol, distribution, environment, extra=extra, **candidates)
 
 
 VITSERVE = Server(
@@ -298,12 +327,7 @@ VITSERVE = Server(
     ("-m", "service", "serve"),
     OURS,
     "vitserve",
-    candidates=[
-        {},
-        {"VIT_STREAMS": "1"},
-        {"VIT_DECODE_THREADS": "1"},
-        {"VIT_BACKEND": "torch"},
-    ],
+    candidates=[{}, {"VIT_STREAMS": "1"}, {"VIT_BACKEND": "torch"}],
 )
 
 SERVERS = [
@@ -313,7 +337,13 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(1, 2, 5), _peer(2, 2, 0)],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 0), _peer(1, 2, 0, BATCH=1)],
+        openvino=[
+            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
+            _openvino(2, 3, 0, BATCH=1, STREAMS=2),
+            _openvino(2, 2, 5),
+            _openvino(2, 2, 0),
+        ],
     ),
     Server(
         "LitServe",
@@ -321,7 +351,13 @@ SERVERS = [
         Protocol("/predict", FORM, _multipart, _json("index")),
         "litserve",
         "litserve",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20), _peer(2, 2, 5, PEER_FAST_QUEUE="1")],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 5, FAST_QUEUE=1), _peer(1, 1, 5, WORKERS=2), _peer(2, 2, 20)],
+        openvino=[
+            _openvino(2, 2, 5),
+            _openvino(2, 2, 5, FAST_QUEUE=1),
+            _openvino(1, 1, 5, WORKERS=2),
+            _openvino(1, 1, 5, WORKERS=2, BATCH=8),
+        ],
     ),
     Server(
         "mosec",
@@ -329,7 +365,18 @@ SERVERS = [
         Protocol("/inference", JPEG, _same, _json("index")),
         "mosec",
         "mosec",
-        candidates=[_peer(1, 1, 5), _peer(2, 2, 5), _peer(1, 2, 5), _peer(2, 1, 5)],
+        candidates=[
+            _peer(2, 2, 5, BATCH=16),
+            _peer(1, 2, 5, BATCH=16),
+            _peer(1, 1, 5, BATCH=16),
+            _peer(2, 2, 5, BATCH=8),
+        ],
+        openvino=[
+            _openvino(2, 2, 5, BATCH=16),
+            _openvino(1, 2, 5, BATCH=16),
+            _openvino(1, 2, 5, BATCH=8, WORKERS=2),
+            _openvino(2, 2, 5, BATCH=8),
+        ],
     ),
     Server(
         "Ray Serve",
@@ -337,7 +384,8 @@ SERVERS = [
         Protocol("/", JPEG, _same, _json("index")),
         "ray",
         "ray",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20)],
+        candidates=[_peer(2, 2, 20), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 20), _openvino(2, 2, 5)],
         extra={"RAY_USAGE_STATS_ENABLED": "0"},
     ),
     Server(
@@ -346,23 +394,34 @@ SERVERS = [
         Protocol("/classify", FORM, _multipart, _json(0, "index")),
         "bentoml",
         "bentoml",
-        candidates=[_peer(2, 2, 0), _peer(1, 1, 0), _peer(2, 2, 0, PEER_MAX_LATENCY_MS="60000")],
+        candidates=[_peer(2, 2, 0, MAX_LATENCY_MS=60000), _peer(1, 1, 0, MAX_LATENCY_MS=60000, WORKERS=2)],
+        openvino=[_openvino(2, 2, 0, MAX_LATENCY_MS=60000), _openvino(1, 1, 0, MAX_LATENCY_MS=60000, WORKERS=2)],
         extra={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(PEERS / "bentoml" / "home")},
     ),
-    Server(
+    _v2(
         "Triton (pytriton)",
-        ("-m", "benchmarks.peers.pytriton_app"),
-        Protocol(
-            "/v2/models/vit/infer",
-            {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(_TRITON_HEADER_BYTES)},
-            _triton,
-            _triton_top1,
-        ),
-        "nvidia-pytriton",
         "pytriton",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 0), _peer(1, 2, 5)],
-        # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
-        extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
+        "pytriton_app",
+        "nvidia-pytriton",
+        candidates=[_peer(2, 2, 0), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=8)],
+    ),
+    Server(
+        "MLServer",
+        ("-m", "benchmarks.peers.mlserver_app"),
+        Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
+        "mlserver",
+        "mlserver",
+        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+    ),
+    _v2(
+        "KServe",
+        "kserve",
+        "kserve_app",
+        "kserve",
+        candidates=[_peer(2, 2, 0, BATCH=1), _peer(1, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2), _openvino(2, 3, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""
