@@ -78,7 +78,7 @@ def _alone(folder: Path, streams: int, seconds: float) -> float:
     size = checkpoints.VIT224.size
     command = [sys.executable, "-c", _APP, "-m", str(graph.ensure(folder)), "-d", "CPU", "-infer_precision", "bf16"]
     command += ["-nstreams", str(streams), "-nthreads", "2", "-t", str(round(seconds)), "-hint", "none"]
-    command += ["-shape", f"[{_BATCH},{size},{size},3]", "-layout", "[N,H,W,C]"]
+    command += ["-shape", f"[{_BATCH},{size},{size},3]", "-layout", "[NHWC]"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"Throughput:\s+([\d.]+) FPS", done.stdout)
     if found is None:

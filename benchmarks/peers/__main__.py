@@ -5,8 +5,9 @@
     pace    half of the best peer's rate as an open loop: the tail that a caller sees
     report  no measurement: print the tables of a record
 
-Servers are started before the first of them is measured and stay up, idle but for the one that is loaded. Every
-measurement is saved as soon as it is made; the same command goes on where the record stops.
+Servers are started before the first of them is measured, and all but the one that is loaded are held (SIGSTOP): some
+poll while they are idle. Every measurement is saved as soon as it is made; the same command goes on where the record
+stops.
 """
 
 from __future__ import annotations
@@ -127,13 +128,14 @@ class Comparison:
                 self._failed()[rows[number][0]] = reason[-500:]
             for number, (running_, _) in started.items():
                 name, server, config = rows[number]
-                self._check(name, server, running_)
+                with running_.thawed():
+                    self._check(name, server, running_)
                 self._of("configs", name, dict(config))
             for turn in range(self._arguments.rounds):
                 self.turn(turn, rows, started)
 
     def turn(self, turn: int, rows: Sequence[Row], started: Started) -> None:
-        """One round; the limit in C++ is measured in turn with the servers."""
+        """One round; the limit in C++ is measured once, after the first."""
         for number, (running_, load) in started.items():
             name = rows[number][0]
             done = self._of("rounds", name, [])
@@ -142,10 +144,9 @@ class Comparison:
                 done.append(found.as_json() | {"start_seconds": round(running_.start_seconds, 2)})
                 _tell(f"round {turn + 1}", name, found, {})
                 self._record.save()
-        limit = self._section.setdefault("limit", [])
-        if len(limit) <= turn and (PEERS / "opencv").exists():
-            limit.append(self._limit())
-            print(f"round {turn + 1}  in-process: {limit[-1]['rate']}/s", flush=True)
+        if "limit" not in self._section and (PEERS / "opencv").exists():
+            limit = self._section["limit"] = self._limit()
+            print(f"in-process: {limit['rate']}/s", flush=True)
             self._record.save()
 
     def _limit(self) -> dict[str, Any]:
@@ -173,8 +174,9 @@ class Comparison:
         """The open loop, once for each server."""
         for number, (running_, load) in started.items():
             name = rows[number][0]
-            self._warm(running_, load)
-            found = load.open(running_.url, rate=rate, seconds=2 * self._arguments.seconds)
+            with running_.thawed():
+                self._warm(running_, load)
+                found = load.open(running_.url, rate=rate, seconds=2 * self._arguments.seconds)
             self._of("pace", name, []).append(found.as_json())
             _tell("pace", name, found, {})
             self._record.save()
@@ -210,7 +212,9 @@ class Comparison:
             for number, (name, server, config) in enumerate(rows):
                 settings = {**config, **self._record.data.get("settings", {})}
                 try:
-                    running_ = stack.enter_context(running(server, self._model, settings, picture=self._first))
+                    running_ = stack.enter_context(
+                        running(server, self._model, settings, picture=self._first, held=True)
+                    )
                 except ServerFailed as error:
                     failed[number] = str(error)
                     print(f"{name}: {error}", file=sys.stderr)
@@ -220,8 +224,9 @@ class Comparison:
 
     def _load(self, started: Running, load: Loader, seconds: float) -> Load:
         """Warm a server and load it as much as it bears."""
-        self._warm(started, load)
-        return load.closed(started.url, connections=self._arguments.connections, seconds=seconds)
+        with started.thawed():
+            self._warm(started, load)
+            return load.closed(started.url, connections=self._arguments.connections, seconds=seconds)
 
     def _warm(self, started: Running, load: Loader) -> None:
         """Load it until two runs in a row agree, or the time for that is up."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +15,7 @@ from benchmarks.peers.common import Decoder, Options, classifier_of
 options = Options.from_environment()
 
 
-class Vit(Model):  # type: ignore[misc]
+class Vit(Model):
     """The model."""
 
     def __init__(self) -> None:
@@ -25,18 +27,20 @@ class Vit(Model):  # type: ignore[misc]
 
     async def predict(self, payload: InferRequest, *_: Any, **__: Any) -> InferResponse:
         """The best class of a picture."""
-        data = payload.inputs[0].as_numpy().ravel()[0]
-        answer = await asyncio.get_running_loop().run_in_executor(self.threads, self.classify, data)
+        text = payload.inputs[0].data[0]
+        answer = await asyncio.get_running_loop().run_in_executor(self.threads, self.classify, text)
         outputs = [
             InferOutput("index", [1, 1], "INT32", [int(answer["index"])]),
             InferOutput("score", [1, 1], "FP32", [answer["score"]]),
         ]
         return InferResponse(payload.id, self.name, outputs)
 
-    def classify(self, data: bytes) -> dict[str, float]:
+    def classify(self, text: str) -> dict[str, float]:
         """What is done off the event loop."""
-        return self.classifier([self.decode(data)])[0]
+        return self.classifier([self.decode(base64.b64decode(text))])[0]
 
 
 if __name__ == "__main__":
-    ModelServer(http_port=options.port, enable_grpc=False, workers=1, access_log_format=None).start([Vit()])
+    logging.disable(logging.INFO)  # a line for each request
+    server = ModelServer(http_port=options.port, enable_grpc=False, workers=1, enable_latency_logging=False)
+    server.start([Vit()])

@@ -84,7 +84,7 @@ def _model(model: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:
     pace = f" at {model['pace_rate']}/s" if "pace_rate" in model else " at the pace"
     header = ("", "answered/s", "rounds", "p50 ms", "p99 ms", "not 200", f"p50 ms{pace}", f"p99 ms{pace}", "top-1")
     lines = [table(header, rows), ""]
-    if limit := medians(model.get("limit", [])):
+    if limit := model.get("limit"):
         lines += [f"- in-process, OpenCV and AsyncInferQueue without HTTP: {limit['rate']:.0f} pictures/s"]
     lines += [f"- {name}: {ratio:.2f}" for name, ratio in ratios(model).items()]
     configs = model.get("configs", {})
