@@ -3,8 +3,8 @@
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS dependencies
-# For `strip`.
-RUN apt-get update && apt-get install --yes --no-install-recommends binutils
+# For `strip`, and to compile the kernel that resizes pictures.
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 ENV PIP_CONSTRAINT=/build/constraints.txt \

@@ -53,7 +53,7 @@ $(VENV)/.made:
 	@touch $@
 
 # Only torch and what it needs come from TORCH_INDEX_URL; the next line finds it installed and keeps it.
-$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample.c
 	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
 		"and small packages such as FastAPI, NumPy and Pillow ..."
 	@$(if $(NVIDIA_DRIVER)$(TORCH_INDEX_URL),:,[ "$$(uname)" != Linux ] || echo "No NVIDIA driver is found." \
@@ -79,7 +79,8 @@ run: $(VENV)/.run
 # One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
 # another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
 # fails, and another process goes on; a run that takes or stands still for 20 minutes ends and names the tests that run.
-TEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
+# What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
 
 test: $(VENV)/.test
 	$(TEST)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.compilation import CompilationState, CompileMode
+from model.runtime.backend import CompilationState, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.device import choose_device

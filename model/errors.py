@@ -107,3 +107,9 @@ def first_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
     return f"{where}: {message}" if where else message
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

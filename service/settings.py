@@ -248,6 +248,11 @@ class Settings(BaseSettings):
         description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
         "where it is installed and torch is not to compile",
     )
+    cache_dir: Name | None = Field(
+        None,
+        description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
+        "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
     streams: int | None = Field(
         None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"

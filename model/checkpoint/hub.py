@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.local_files import resolved_part
-from model.checkpoint.refusals import first_line
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_line
 
 _HUB_ID: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?"

@@ -12,6 +12,9 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -30,6 +33,35 @@ _KINDS: Final = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+Signature = tuple[int, int, int] | None
+"""Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing."""
+
+_recorded: ContextVar[dict[Path, Signature] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[dict[Path, Signature]]:
+    """Give all paths that are looked at in this context, absolute: of files, folders, and of nothing.
+
+    While each leads to the same content, or to nothing still, the same call reads the same checkpoint.
+    """
+    paths: dict[Path, Signature] = {}
+    token = _recorded.set(paths)
+    try:
+        yield paths
+    finally:
+        _recorded.reset(token)
+
+
+def signature(path: Path) -> Signature:
+    """Return what tells whether a file or folder was changed or replaced."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def resolved_source(path: Path, where: str) -> Path | None:
@@ -135,6 +167,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _resolved(path: Path, where: str) -> Path | None:
+    paths = _recorded.get()
+    if paths is not None:
+        paths.setdefault(path.absolute(), signature(path))
     try:
         return Path(os.path.realpath(path, strict=True))
     except (FileNotFoundError, NotADirectoryError):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from model.errors import CheckpointError, first_problem
+from model.errors import CheckpointError, first_line, first_problem
 
 MAX_TENSORS: Final = 10_000
 MAX_NAME: Final = 1000
@@ -53,12 +53,6 @@ def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     if mapping.get(key) is None:
         raise CheckpointError(f"{where}: {key} is missing")
     return mapping[key]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def first_and_count(names: list[str]) -> str:

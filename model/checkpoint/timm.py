@@ -29,8 +29,10 @@ from model.network import library
 FORMAT: Final = "timm"
 
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
+_WRAPPER: Final = "timm_wrapper"
+"""The `model_type` of transformers' wrapper around timm's models."""
 _WRAPPED: Final = "timm_model."
-"""What transformers' wrapper puts before the names."""
+"""What it puts before the names."""
 _UNUSED_ARGS: Final = frozenset(
     {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
     | {f"rope_{kind}_coords" for kind in ("shift", "jitter", "rescale")}
@@ -41,7 +43,9 @@ _UNUSED_ARGS: Final = frozenset(
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around its models."""
     config = files.config
-    return config is not None and isinstance(config.get("architecture"), str) and "pretrained_cfg" in config
+    if config is None or not isinstance(config.get("architecture"), str):
+        return False
+    return "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
@@ -51,7 +55,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert config is not None
     options.refuse_architecture(where)
     name = config["architecture"]
-    pretrained = config["pretrained_cfg"]
+    pretrained = required(config, "pretrained_cfg", where)
     if not isinstance(pretrained, dict):
         raise CheckpointError(f"{where}: pretrained_cfg: expected an object")
     network: NetworkConfig
@@ -109,7 +113,7 @@ def _given(where: str, config: dict[str, Any], demanded: tuple[str, ...]) -> dic
         raise CheckpointError(f"{where}: model_args: expected an object")
     arguments = {key: value for key, value in given.items() if key not in _UNUSED_ARGS}
     # transformers' wrapper says in `model_args` alone how its model pools.
-    is_wrapped = config.get("model_type") == "timm_wrapper"
+    is_wrapped = config.get("model_type") == _WRAPPER
     for key in demanded[:1] if is_wrapped else demanded:
         value = required(config, key, where)
         if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
@@ -139,7 +143,7 @@ def preprocess_of(pretrained: Mapping[str, Any], where: str) -> PreprocessConfig
     crop_pct = required(pretrained, "crop_pct", where)
     if not isinstance(crop_pct, int | float) or isinstance(crop_pct, bool) or not 0.01 <= crop_pct <= 1:
         raise CheckpointError(f"{where}: pretrained_cfg.crop_pct {crop_pct!r}: expected a number above 0, at most 1")
-    crop_mode = required(pretrained, "crop_mode", where)
+    crop_mode = pretrained.get("crop_mode") or "center"  # as timm takes it
     if not isinstance(crop_mode, str) or crop_mode not in _RESIZE:
         raise CheckpointError(f"{where}: pretrained_cfg.crop_mode {crop_mode!r}: expected one of {sorted(_RESIZE)}")
     if pretrained.get("crop_border_pixels"):

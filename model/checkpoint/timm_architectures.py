@@ -18,52 +18,34 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from model.checkpoint.tensors import fuse_pairs, renamed
-from model.checkpoint.timm_eva import POOL, EvaArguments, join, pair
-from model.config import Activation, ResNetStem, Size, ViTConfig
+from model.checkpoint.timm_eva import POOL, CommonArguments, EvaArguments, join
+from model.config import Activation, ResNetStem, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
 
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
 
 
-class TimmArguments(BaseModel):
+class TimmArguments(CommonArguments):
     """Arguments of timm's `VisionTransformer`, with that class's own defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    img_size: Annotated[Size, BeforeValidator(pair)]
-    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
-    in_chans: Annotated[int, Field(ge=1, le=4)] = 3
-    patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "token"
-    embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768
-    depth: Annotated[int, Field(ge=1, le=256)] = 12
-    num_heads: Annotated[int, Field(ge=1, le=256)] = 12
-    mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
-    qkv_bias: bool = True
     qk_norm: bool = False
     scale_attn_norm: bool = False
     scale_mlp_norm: bool = False
     proj_bias: bool = True
-    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    class_token: bool = True
     pos_embed: Literal["learn", "sincos2d", "none", ""] = "learn"
-    no_embed_class: bool = False
     reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
     pre_norm: bool = False
     final_norm: bool = True
     fc_norm: bool | None = None
     pool_include_prefix: bool = False
-    dynamic_img_size: bool = False
-    """Whether the model resizes its own positions to the input."""
     norm_layer: Literal["layernorm"] | None = None
     act_layer: Activation | None = None
     # Not timm's own names: what its entry points pass as Python objects.
-    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
     distilled: bool = False
     rel_pos: bool = False

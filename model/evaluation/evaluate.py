@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.images.preprocess import preprocess
-from model.outputs import RequestedOutputs
+from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
 from model.runtime.predictor import Predictor
 
 
@@ -82,11 +82,30 @@ def predict_uploads(
 
 def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
     """Return all scores, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
+    return _predict_batches(predictor, len(pixels), _reader(pixels), progress)
 
-    def read(batch: range) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
 
-    return _predict_batches(predictor, len(pixels), read, progress)
+def predict_embeddings(
+    predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False
+) -> NDArray[np.float32]:
+    """Return what the head reads, float32 [N, D], of images that are uint8 [N, C, H, W].
+
+    Raises:
+        DatasetError: no images, or of one it is not finite.
+    """
+    if not len(pixels):
+        raise DatasetError("nothing to evaluate: no images")
+    request = RequestedOutputs(1, embedding=EmbeddingRequest())
+    answers = _outputs(predictor, len(pixels), _reader(pixels), request, "features", progress)
+    embeddings = [answer.embedding for answer in answers if answer.embedding is not None]
+    features: NDArray[np.float32] = np.stack(embeddings)
+    if not np.isfinite(features).all():
+        raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")
+    return features
+
+
+def _reader(pixels: NDArray[np.uint8]) -> Callable[[range], NDArray[np.uint8]]:
+    return lambda batch: np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
 
 
 def _predict_batches(
@@ -95,13 +114,26 @@ def _predict_batches(
     """Return the scores, float32 [count, K] in class order, of images that `read` gives as uint8 [B, H, W, C]."""
     classes = predictor.checkpoint.config.num_classes
     scores = np.empty((count, classes), dtype=np.float32)
-    with tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar:
+    answers = _outputs(predictor, count, read, RequestedOutputs(classes), "evaluate", progress)
+    for row, answer in zip(scores, answers, strict=True):
+        row[answer.indices] = answer.scores
+    return scores
+
+
+def _outputs(
+    predictor: Predictor,
+    count: int,
+    read: Callable[[range], NDArray[np.uint8]],
+    request: RequestedOutputs,
+    name: str,
+    progress: bool,
+) -> Iterator[Outputs]:
+    """Yield what is requested of each image, in order; `name` stands before the progress bar."""
+    with tqdm(total=count, desc=name, unit="img", disable=None if progress else True) as bar:
         for start in range(0, count, predictor.max_batch):
             batch = range(start, min(start + predictor.max_batch, count))
-            for row, answer in zip(batch, predictor.predict(read(batch), RequestedOutputs(classes)), strict=True):
-                scores[row, answer.indices] = answer.scores
+            yield from predictor.predict(read(batch), request)
             bar.update(len(batch))
-    return scores
 
 
 def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]) -> Evaluation:

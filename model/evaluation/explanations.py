@@ -22,7 +22,7 @@ from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, MapRequest, Method
-from model.runtime.postprocess import Postprocess
+from model.runtime.scores import Scores
 
 RANDOM: Final = "random"
 RESAMPLES: Final = 2000
@@ -96,20 +96,20 @@ class ExplanationResults:
 
 def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    postprocess = Postprocess(checkpoint)
+    scores = Scores(checkpoint)
 
     def score(pixels: Tensor) -> Tensor:
-        return postprocess.scores(model(pixels).logits)
+        return torch.from_numpy(scores.scores(model(pixels).logits.float().numpy()))
 
     return score
 
 
 def model_evidence(model: VisionTransformer, checkpoint: Checkpoint) -> Evidence:
     """Return the function from normalised pixels and classes to the evidence that the service would answer."""
-    postprocess = Postprocess(checkpoint)
+    scores = Scores(checkpoint)
 
     def evidence(pixels: Tensor, classes: Tensor) -> Tensor:
-        return postprocess.evidence(model(pixels).logits, classes)[1]
+        return torch.from_numpy(scores.evidence(model(pixels).logits.float().numpy(), classes.numpy())[1])
 
     return evidence
 
@@ -131,7 +131,8 @@ def cls_maps(model: VisionTransformer) -> Maps:
     @torch.no_grad()
     def maps(pixels: Tensor, classes: Tensor) -> Tensor:
         attention = model(pixels, (config.depth - 1,)).attention
-        return cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
+        rows = attention[:, 0].float().cpu().numpy()
+        return torch.from_numpy(cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0])
 
     return maps
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_line
 from model.network.vit import VisionTransformer, ViTOutput, meta_model
 
 INSTALL: Final = "pip install -e '.[timm]'"
@@ -110,6 +110,20 @@ def meta_network(config: NetworkConfig) -> Classifier:
         return LibraryNetwork(config)
 
 
+def linear_head(config: LibraryConfig) -> str:
+    """Return the name of the linear layer that a network ends in, with a bias.
+
+    Raises:
+        CheckpointError: it ends in something else, or a library does not make this network.
+    """
+    module: Any = meta_network(config).module
+    last = module.get_classifier()
+    names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
+    if not names or last.bias is None or last.in_features != config.width:
+        raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
+    return names[0]
+
+
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     """Return the tensors of an architecture that a checkpoint holds, without storage.
 
@@ -170,7 +184,7 @@ def _timm() -> Any:
         import timm  # noqa: PLC0415  an optional package, which takes seconds
     except (ImportError, OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"timm cannot be imported: {_first_line(error)} (its torchvision has to be of the same build as torch)"
+            f"timm cannot be imported: {first_line(error)} (its torchvision has to be of the same build as torch)"
         ) from error
     return timm
 
@@ -181,8 +195,4 @@ def _timms_errors(what: str) -> Iterator[None]:
     try:
         yield
     except _ERRORS as error:
-        raise CheckpointError(f"{what}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        raise CheckpointError(f"{what}: {first_line(error)}") from error

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import NetworkConfig, ViTConfig
+from model.config import ViTConfig
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling
+from model.outputs import Pooling, embedding_name
 
 _LAYER_SCALE_START = 1e-5
 
@@ -270,21 +270,6 @@ class VisionTransformer(nn.Module):
         if with_patches and embedding_name(config, "mean") == "mean":
             embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
         return embeddings
-
-
-def embedding_name(config: NetworkConfig, pool: Pooling) -> Pooling:
-    """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
-    if not isinstance(config, ViTConfig):
-        return "head"
-    if config.projection_width is not None:
-        return pool
-    if config.pool == "cls" and not config.distillation_head:
-        same: Pooling = "cls"
-    elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):
-        same = "mean"
-    else:
-        return pool
-    return "head" if pool == same else pool
 
 
 def _token(count: int, width: int) -> nn.Parameter:

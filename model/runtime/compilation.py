@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
+from model.runtime.backend import Compilation, CompilationState, CompileMode
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.postprocess import run_network
 
@@ -30,43 +29,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Classifier)
 
-CompileMode = Literal["auto", "on", "max", "off"]
-
-Network = Callable[[Tensor, BatchRequest], BatchOutputs]
+Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
 """(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
 
 _RECOMPILE_LIMIT: Final = 256
 """How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
-
-
-class CompilationState(enum.Enum):
-    """The states of compiling the network."""
-
-    OFF = "off"
-    SKIPPED = "skipped"
-    COMPILING = "compiling"
-    COMPILED = "compiled"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """The state of the compilation; as a string it is one line for `/model`.
-
-    Attributes:
-        state: what became of it.
-        reason: why it was skipped or failed; empty in other states.
-        graphs: what became of the CUDA graphs, where that is not a matter of course.
-    """
-
-    state: CompilationState
-    reason: str = ""
-    graphs: str = ""
-
-    def __str__(self) -> str:
-        texts = {CompilationState.SKIPPED: self.reason, CompilationState.FAILED: f"failed: {self.reason}"}
-        text = texts.get(self.state, self.state.value)
-        return f"{text}; {self.graphs}" if self.graphs else text
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
@@ -152,7 +119,7 @@ def compiled_network(
     for block in twin.blocks:
         block.forward = compiled(block.forward)
 
-    def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+    def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         if request.of_network == BatchRequest():
             return whole(pixels)
         return run_network(twin, pixels, request, folded)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 import torch
 
-from model.errors import DeviceError, NewProcessNeeded
+from model.errors import DeviceError
 from model.runtime.backend import first_line
+from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.float8 import unsupported_reason as float8_unsupported
 
 DTYPES = {
@@ -83,21 +82,3 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def batch_too_large(device: str, batch: int) -> DeviceError:
-    """Return the error of a largest batch that the device's memory does not hold: half of it may be."""
-    message = f"{device}: not enough memory for batches of {batch}"
-    if batch == 1:
-        return DeviceError(message)
-    return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
-
-
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
-    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.torch_version import TorchVersion
 
 from model.config import PreprocessConfig
@@ -85,7 +85,11 @@ def exact_products(model: VisionTransformer) -> Iterator[None]:
 
 
 def agreement(
-    model: VisionTransformer, logits: Callable[[NDArray[np.uint8]], Tensor], images: NDArray[np.uint8], *, batch: int
+    model: VisionTransformer,
+    logits: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
+    images: NDArray[np.uint8],
+    *,
+    batch: int,
 ) -> float:
     """Return the share of images whose best class in FP8 is the one in bfloat16.
 
@@ -96,13 +100,13 @@ def agreement(
         batch: most images to compute together.
     """
 
-    def best() -> Tensor:
+    def best() -> NDArray[np.int64]:
         parts = [logits(images[start : start + batch]) for start in range(0, len(images), batch)]
-        return torch.cat([part.argmax(dim=1) for part in parts])
+        return np.concatenate([part.argmax(axis=1) for part in parts])
 
     with exact_products(model):
         expected = best()
-    return (best() == expected).float().mean().item()
+    return float((best() == expected).mean())
 
 
 def calibration_images(config: PreprocessConfig) -> NDArray[np.uint8]:

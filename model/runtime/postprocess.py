@@ -1,4 +1,4 @@
-"""The network's pass over normalised pixels, and postprocessing of its logits, the same on every device.
+"""The network's pass in torch over normalised pixels, and how its outputs come from a device to the host.
 
 What is made on a device comes to the host in one piece, beside logits and embeddings where these are asked for.
 """
@@ -19,16 +19,14 @@ from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.batches import BatchOutputs, BatchRequest
-
-_TINY: Final = 1e-30
-"""What is divided by at least: all logits, or all scores, may be equal."""
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs
+from model.runtime.scores import has_independent_scores
 
 
 def run_network(
     model: Classifier, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
-) -> BatchOutputs:
-    """Return the output of a model for normalised pixels [B, C, H, W]; see `Postprocess` for the rest.
+) -> BatchOutputs[Tensor]:
+    """Return the output of a model for normalised pixels [B, C, H, W]; see `Scores` for the rest.
 
     Args:
         folded: see `token_relevance`.
@@ -60,57 +58,25 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-class Postprocess:
-    """Turns logits into the top-k scores, on whichever device they are, as the checkpoint says."""
+def on_host(outputs: BatchOutputs[Tensor], count: int) -> HostOutputs:
+    """Return the outputs of the first images as arrays, floats as float32."""
+    values = {name: tensor[:count] for name, tensor in outputs.tensors().items()}
+    return BatchOutputs.of(
+        {name: (each.float() if each.is_floating_point() else each).cpu().numpy() for name, each in values.items()}
+    )
+
+
+class TopK:
+    """Turns logits into the top-k scores on a device, as `Scores` does on the host."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._temperature = checkpoint.temperature
-        config = checkpoint.config
-        is_compared = isinstance(config, ViTConfig) and config.normalized_head
-        self._independent = checkpoint.multi_label or (config.num_classes == 1 and not is_compared)
+        self._temperature, self._independent = checkpoint.temperature, has_independent_scores(checkpoint)
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Return the score of each class, float32 [B, K], 0...1, from logits [B, K]."""
-        logits = logits.float() / self._temperature
-        return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
-
-    def best_evidence(self, scores: Tensor) -> Tensor:
-        """Return the evidence of each image's best class, float32 [B], of its score: 1 unless classes are independent.
-
-        Args:
-            scores: float32 [B].
-        """
-        return scores if self._independent else torch.ones_like(scores)
-
-    def evidence(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the score of one class of each image, and how much speaks for it on a scale common to its classes.
-
-        Where scores are independent of each other, the evidence is the score. Else it is how far the class's logit
-        lies above the mean of all logits, relative to the best class's, squared; or the class's score relative to the
-        best one's where that is more. So of two classes that share the score, each has the whole evidence, even where
-        there is no third to be compared with. It does not depend on a constant that is added to all logits.
-
-        Args:
-            logits: [B, K].
-            classes: int64 [B].
-
-        Returns:
-            float32 [B], 0...1, twice: the evidence of the best class is 1 unless scores are independent.
-        """
-        scores, column = self.scores(logits), classes.unsqueeze(1)
-        score = scores.gather(1, column).squeeze(1)
-        if self._independent:
-            return score, score
-        logits = logits.double()
-        best, mean = logits.amax(dim=1), logits.mean(dim=1)
-        above = (logits.gather(1, column).squeeze(1) - mean).clamp_min(0) / (best - mean).clamp_min(_TINY)
-        relative = score / scores.amax(dim=1).clamp_min(_TINY)
-        return score, torch.maximum(above.square().float(), relative).clamp(0, 1)
-
-    def __call__(self, output: BatchOutputs, top_k: int) -> BatchOutputs:
+    def __call__(self, output: BatchOutputs[Tensor], top_k: int) -> BatchOutputs[Tensor]:
         """Return the output of a network with the `top_k` best classes of each image."""
         assert output.logits is not None
-        scores = self.scores(output.logits)
+        logits = output.logits.float() / self._temperature
+        scores = logits.sigmoid() if self._independent else logits.softmax(dim=-1)
         # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
         finite = scores.isfinite().all(dim=-1)
         best = scores.topk(top_k, dim=-1)
@@ -127,7 +93,7 @@ _PACKED: Final = {
 """What is packed, in this order where it is there. The rest is `BatchRequest.beside`."""
 
 
-def pack(outputs: BatchOutputs) -> Tensor:
+def pack(outputs: BatchOutputs[Tensor]) -> Tensor:
     """Join outputs on their device: int32 [B, width], what is `beside` left out.
 
     Floats keep their bits (they are viewed as int32, never converted), so that what is unpacked is what was packed.
@@ -137,12 +103,12 @@ def pack(outputs: BatchOutputs) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-def beside(outputs: BatchOutputs) -> dict[str, Tensor]:
+def beside(outputs: BatchOutputs[Tensor]) -> dict[str, Tensor]:
     """Return the outputs that are not packed, by name."""
     return {name: tensor for name, tensor in outputs.tensors().items() if name not in _PACKED}
 
 
-def unpack(packed: Tensor, request: BatchRequest, config: NetworkConfig) -> BatchOutputs:
+def unpack(packed: Tensor, request: BatchRequest, config: NetworkConfig) -> BatchOutputs[Tensor]:
     """Split what `pack` joined into tensors that keep nothing of its memory."""
     shapes: dict[str, tuple[int, ...]] = {"scores": (request.top_k,), "indices": (request.top_k,), "finite": ()}
     if request.layers and isinstance(config, ViTConfig):

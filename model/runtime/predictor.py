@@ -7,63 +7,46 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
-from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
     Outputs,
-    Pooling,
     RequestedOutputs,
+    embedding_name,
     faded,
 )
-from model.runtime.backend import Backend, Images, first_line
-from model.runtime.batches import BatchRequest, captured_sizes, launch_size, powers_of_two, sizes_in_use
-from model.runtime.choice import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode
-from model.runtime.cuda.batch_launcher import DeviceOps
-from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
-from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.postprocess import Postprocess, one_thread
-from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_cpu import ThreadPolicy
+from model.runtime.backend import BackendName, Built, Compilation, CompileMode, Images, batch_too_large, first_line
+from model.runtime.batches import BatchRequest, launch_size, sizes_in_use
+from model.runtime.scores import Scores
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+    from model.runtime.cuda.batch_launcher import DeviceOps
+    from model.runtime.openvino.store import Keep, KeptCheckpoint
 
 logger = logging.getLogger(__name__)
 
 _FILL_SECONDS: Final = 2.0
 """How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
 
-_CALIBRATION_BATCH: Final = 16
-"""Small: its memory is taken before that of the largest batch."""
-
-_DEFAULT_STREAMS: Final = 2
-"""On a GPU, one batch is uploaded, or its answer read, while the other computes."""
-
 _LEAST_NORM: Final = 1e-12
 """What an embedding is divided by at least, as in torch's `normalize`."""
-
-DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
-"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
-
-_DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
-"""Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
 
 
 class Predictor:
@@ -88,6 +71,7 @@ class Predictor:
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
+        keep: keeps the graphs of OpenVINO for a later start; None keeps none.
 
     Attributes:
         device: name of the device: `cpu` or `cuda:N`.
@@ -108,7 +92,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
-        float8_agreement: float = LEAST_AGREEMENT,
+        float8_agreement: float | None = None,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -117,67 +101,50 @@ class Predictor:
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
         ops: DeviceOps | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        self.checkpoint = checkpoint
-        self.config = checkpoint.config
-        if dtype == "float8" and not isinstance(checkpoint.config, ViTConfig):
-            raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
-        torch_device = choose_device(device)
-        torch_dtype = choose_dtype(dtype, torch_device)
-        on_cpu = torch_device.type == "cpu"
-        self.device = device_name or str(torch_device)
-        self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
-        sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[torch_device.type])))
-        self.max_batch = sizes[-1]
-        policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
-        self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
+        from model.runtime.building import Builder  # noqa: PLC0415  torch takes a second to import
 
-        self.agreement: str | None = None
-        self._postprocess = Postprocess(checkpoint)
-
-        def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
-            model = checkpoint.network()
-            options = TorchOptions(
-                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
-            )
-            self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
-            if options.float8 and isinstance(model, VisionTransformer):
-                self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
-            return chosen
-
-        self._backend, self.backend_reason = build(torch_dtype)
-        # A library's network may do without a dtype, a Vision Transformer overflow in float16.
-        risks = (torch.float16,) if isinstance(checkpoint.config, ViTConfig) else (torch.float16, torch.bfloat16)
-        if dtype == "auto" and torch_dtype in risks:
+        builder = Builder(
+            checkpoint,
+            device=device,
+            device_name=device_name,
+            dtype=dtype,
+            float8_agreement=float8_agreement,
+            compile_mode=compile_mode,
+            backend=backend,
+            max_batch=max_batch,
+            threads=threads,
+            streams=streams,
+            launch_sizes=launch_sizes,
+            graphs=graphs,
+            ops=ops,
+            keep=keep,
+        )
+        self._take(checkpoint, builder.build())
+        if builder.may_overflow:
             try:
                 self.check()
             except DeviceError as error:
                 if isinstance(checkpoint.config, ViTConfig) and not isinstance(error, NotFinite):
                     raise
                 logger.warning("%s: computing in float32 instead", error)
-                self._backend, self.backend_reason = build(torch.float32)
-        self.backend = self._backend.name
+                self._take(checkpoint, builder.build_in_float32())
 
-    def _require_agreement(self, model: VisionTransformer, backend: Backend, least: float) -> str:
-        """Return how often the model in float8 gives bfloat16's best class.
+    @classmethod
+    def of_parts(cls, checkpoint: KeptCheckpoint, built: Built) -> Self:
+        """Return a predictor whose parts are there already, without torch."""
+        predictor = cls.__new__(cls)
+        predictor._take(checkpoint, built)
+        return predictor
 
-        Raises:
-            DeviceError: too seldom, or the model does not run, or has no classes.
-        """
-        if not self.checkpoint.config.num_classes:
-            raise DeviceError(
-                "dtype 'float8': it is checked by the best class, and the model has none: choose bfloat16"
-            )
-        images = calibration_images(self.checkpoint.preprocess)
-        with self._device_errors(), torch.inference_mode():
-            share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))
-        text = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
-        if share < least:
-            raise DeviceError(f"dtype 'float8': it gives {text}, and {least:.1%} are required: choose bfloat16")
-        logger.info("float8 gives %s", text)
-        return text
+    def _take(self, checkpoint: Checkpoint | KeptCheckpoint, built: Built) -> None:
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
+        self.parameters, self.agreement = built.parameters, built.agreement
+        self.max_batch, self.streams = built.max_batch, built.streams
+        self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
+        self._scores = Scores(checkpoint)
 
     @property
     def compilation(self) -> Compilation:
@@ -193,6 +160,12 @@ class Predictor:
     def batch_sizes(self) -> tuple[int, ...] | None:
         """Return the sizes launched when compiled (smaller batches are padded up); None: any up to `max_batch`."""
         return self._backend.batch_sizes
+
+    def defers(self, requested: RequestedOutputs) -> bool:
+        """Return whether an image's outputs take something that is loaded only then, for a second or two."""
+        if requested.map is None and requested.embedding is None:
+            return False
+        return self._backend.defers(BatchRequest.of([requested], self.config))
 
     def launch_size(self, count: int) -> int:
         """Return the size that a batch of `count` images is launched at."""
@@ -250,9 +223,10 @@ class Predictor:
         """Turn what torch raises in this context into one line."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise batch_too_large(self.device, self.max_batch) from error
         except RuntimeError as error:
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(error, torch.OutOfMemoryError):
+                raise batch_too_large(self.device, self.max_batch) from error
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
     def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
@@ -270,20 +244,18 @@ class Predictor:
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
         request = BatchRequest.of(requests, self.config)
-        with torch.inference_mode():
-            tensors = self._backend.predict(images, request).tensors()
-            scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
-            logits = tensors["logits"].float().numpy() if request.logits else None
-            embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
-            maps = self._maps_of_pass(tensors, request, requests)
-        maps |= self._maps_of_own_pass(images, requests, tensors)
+        arrays = self._backend.predict(images, request).tensors()
+        scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
+        logits = arrays["logits"] if request.logits else None
+        maps = self._maps_of_pass(arrays, request, requests)
+        maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
                 indices=indices[place, : each.top_k],
                 map=maps.get(place),
                 logits=None if logits is None or not each.logits else logits[place],
-                embedding=None if each.embedding is None else self._embedding(embeddings, each.embedding, place),
+                embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
             )
             for place, each in enumerate(requests)
@@ -299,32 +271,32 @@ class Predictor:
             raise ValueError(f"{requests} requests for {count} images")
 
     def _embedding(
-        self, embeddings: Mapping[Pooling, NDArray[np.float32]], request: EmbeddingRequest, place: int
+        self, arrays: Mapping[str, NDArray[Any]], request: EmbeddingRequest, place: int
     ) -> NDArray[np.float32]:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
-        embedding: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
+        embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
             embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
         return embedding
 
     def _maps_of_pass(
-        self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]
+        self, arrays: Mapping[str, NDArray[Any]], request: BatchRequest, requests: Sequence[RequestedOutputs]
     ) -> dict[int, AttentionMap]:
         """Return the maps that come out of the classification's pass, by the places of their images."""
         maps: dict[int, AttentionMap] = {}
         if not isinstance(self.config, ViTConfig):
             return maps
         if request.layers:
-            maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
+            maps = attention_maps(arrays["attention"], request.layers, [each.map for each in requests], self.config)
         if request.relevance:
             places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
-            values, kept_mass = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
-            classes = tensors["indices"][places, 0]
-            maps |= self._of_classes(places, MapRequest("relevance"), classes, values, kept_mass, tensors)
+            values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
+            classes = arrays["indices"][places, 0]
+            maps |= self._of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays)
         return maps
 
     def _maps_of_own_pass(
-        self, images: Images, requests: Sequence[RequestedOutputs], tensors: Mapping[str, Tensor]
+        self, images: Images, requests: Sequence[RequestedOutputs], arrays: Mapping[str, NDArray[Any]]
     ) -> dict[int, AttentionMap]:
         """Return the maps that need passes of their own, each of its request's class or of the best one.
 
@@ -332,7 +304,7 @@ class Predictor:
         """
         passes: dict[tuple[MapRequest, bool], list[int]] = {}
         directions: dict[int, Floats] = {}
-        classes = tensors["indices"][:, 0].clone()
+        classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
             if each.map is not None and each.map.needs_pass:
                 if each.map.class_index is not None:
@@ -344,10 +316,10 @@ class Predictor:
         maps: dict[int, AttentionMap] = {}
         for (request, is_directed), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
-            targets = np.stack([directions[place] for place in places]) if is_directed else labels.numpy()
-            values, kept_mass = (part.numpy() for part in self._backend.explain(pixels, targets, request))
+            targets = np.stack([directions[place] for place in places]) if is_directed else labels
+            values, kept_mass = self._backend.explain(pixels, targets, request)
             if request.method in CLASS_SPECIFIC and not is_directed:
-                maps |= self._of_classes(places, request, labels, values, kept_mass, tensors)
+                maps |= self._of_classes(places, request, labels, values, kept_mass, arrays)
             else:
                 maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
         return maps
@@ -356,24 +328,24 @@ class Predictor:
         self,
         places: Sequence[int],
         request: MapRequest,
-        classes: Tensor,
+        classes: NDArray[np.int64],
         values: Floats,
         kept_mass: Floats,
-        tensors: Mapping[str, Tensor],
+        arrays: Mapping[str, NDArray[Any]],
     ) -> dict[int, AttentionMap]:
         """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
 
         Args:
-            tensors: of the batch; without logits, the classes are the best ones.
+            arrays: of the batch; without logits, the classes are the best ones.
         """
-        postprocess, logits = self._postprocess, tensors.get("logits")
+        logits = arrays.get("logits")
         if logits is None:
-            score = tensors["scores"][places, 0]
-            evidence = postprocess.best_evidence(score)
+            score = arrays["scores"][places, 0]
+            evidence = self._scores.best_evidence(score)
         else:
-            score, evidence = postprocess.evidence(logits[places], classes)
+            score, evidence = self._scores.evidence(logits[places], classes)
         requests = (replace(request, class_index=label) for label in classes.tolist())
-        shown = faded(values, evidence.numpy())
+        shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
 
@@ -385,11 +357,13 @@ class Predictor:
         """
         if self.checkpoint.embed_texts is None:
             raise ValueError(f"{self.checkpoint.name} has no text tower")
+        import torch  # noqa: PLC0415  of which the tower is
+
+        from model.runtime.postprocess import one_thread  # noqa: PLC0415
+
         with one_thread(torch.device("cpu")):
             return self.checkpoint.embed_texts(texts)
 
-    @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        logits: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
-        return logits
+        return self._backend.logits(images)

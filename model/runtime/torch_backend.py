@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import NetworkConfig, PreprocessConfig, ViTConfig
-from model.errors import DeviceError, NotFinite
+from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
@@ -24,18 +24,11 @@ from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.backend import first_line
+from model.runtime.backend import Compilation, CompilationState, CompileMode, first_line, require_finite, trial_images
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.compilation import (
-    Compilation,
-    CompilationState,
-    CompileMode,
-    choose_kernels,
-    plan_compilation,
-    strict_compiler,
-)
+from model.runtime.compilation import choose_kernels, plan_compilation, strict_compiler
 from model.runtime.float8 import use_float8
-from model.runtime.postprocess import Postprocess, run_network
+from model.runtime.postprocess import run_network
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +96,6 @@ class TorchBackend(ABC):
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
             self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
-        self.postprocess = Postprocess(options.checkpoint)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
@@ -124,7 +116,7 @@ class TorchBackend(ABC):
             use_float8(self._plain)
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
         return run_network(self._plain, self._normalise(pixels), request, self._folded)
 
@@ -134,10 +126,11 @@ class TorchBackend(ABC):
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
         assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
-        return explain(self._plain, self._normalise(self.upload(images)), self.upload(targets), request)
+        maps, kept_mass = explain(self._plain, self._normalise(self.upload(images)), self.upload(targets), request)
+        return maps.numpy(), kept_mass.numpy()
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""
@@ -148,23 +141,15 @@ class TorchBackend(ABC):
         with torch.inference_mode():
             for size in sizes:
                 for turn, request in enumerate(self.usual):
-                    self.require_finite(compute(self.upload(self.trial_images(size, turn)), request))
+                    self.require_finite(compute(self.upload(trial_images(self.config, size, turn)), request))
 
-    def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
-        """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
+    def defers(self, request: BatchRequest) -> bool:
+        """See `Backend.defers`: all is loaded."""
+        return False
 
-        Neither does for the other: where black normalises to 0, a model answers it whatever its weights are.
-        """
-        shape = (count, *self.config.image_size, self.config.in_channels)
-        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        images[(turn + 1) % 2 :: 2] = 0
-        return images
-
-    def require_finite(self, logits: Tensor) -> None:
-        """Raise NotFinite unless all logits are finite."""
-        if not logits.isfinite().all():
-            name = self._options.dtype_name
-            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {name}")
+    def require_finite(self, values: Tensor) -> None:
+        """Raise NotFinite unless all logits or scores are finite."""
+        require_finite(values.float().cpu().numpy(), str(self._device), self._options.dtype_name)
 
     def _compile(self) -> None:
         """Compile a network that shares the weights, run it, then let it take over."""

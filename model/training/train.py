@@ -189,9 +189,6 @@ def round_and_calibrate(
 ) -> CalibratedCheckpoint:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    The temperature is left at 1 where the validation images are fewer than `MIN_CALIBRATION_IMAGES`, or where all are
-    answered right, so that a lower temperature would always look better.
-
     Args:
         checkpoint: float32; its temperature is not used.
         validation: images that were not trained on, in the checkpoint's size.
@@ -200,15 +197,27 @@ def round_and_calibrate(
     Raises:
         CheckpointError: a weight is not finite, or too large for the stored dtype.
     """
-    rounded = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
-    stored = replace(checkpoint, tensors=rounded, temperature=1.0)
+    stored = rounded(checkpoint)
     predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
     logits = _log_scores(predictor, validation, progress=progress)
-    truth = torch.from_numpy(validation.labels)
-    all_right = bool((logits.argmax(dim=1) == truth).all())
-    if not all_right and len(truth) >= MIN_CALIBRATION_IMAGES:
-        stored = replace(stored, temperature=fit_temperature(logits, truth))
+    stored = replace(stored, temperature=calibrating_temperature(logits, torch.from_numpy(validation.labels)))
     return CalibratedCheckpoint(stored, predictor, *_measure_calibrated(logits, validation, stored))
+
+
+def calibrating_temperature(logits: Tensor, truth: Tensor) -> float:
+    """Return the temperature that is fitted to logits [N, K] of images that were not trained on.
+
+    It is 1 where they are fewer than `MIN_CALIBRATION_IMAGES`, or where all are answered right, so that a lower
+    temperature would always look better.
+    """
+    all_right = bool((logits.argmax(dim=1) == truth).all())
+    return 1.0 if all_right or len(truth) < MIN_CALIBRATION_IMAGES else fit_temperature(logits, truth)
+
+
+def rounded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the very numbers that are stored and served, float32, and without its temperature."""
+    tensors = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors, temperature=1.0)
 
 
 def _log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:

@@ -38,6 +38,9 @@ class ModelRunner(Protocol):
     def check(self) -> None:
         """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
 
+    def defers(self, requested: RequestedOutputs) -> bool:
+        """Return whether `predict` of an image would first load something, for a second or two."""
+
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
@@ -14,9 +16,16 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from model.runtime.openvino.store import Entry
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
+
+_MATTER: Final = (
+    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
+    *("checkpoint_folder", "device", "dtype", "agreement", "backend", "compile", "max_batch", "threads", "streams"),
+)
+"""The settings that change a graph, or what it is run with."""
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
@@ -51,14 +60,21 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
+    entry = _entry(settings)
+    if entry is not None:
+        from model.runtime.openvino.kept import kept_predictor  # noqa: PLC0415  an optional package
+
+        kept = kept_predictor(entry, lambda: checkpoint_from(settings))
+        if kept is not None:
+            _log_facts(kept)
+            return kept, _info(settings, kept)
+    from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.device import unusable_reason  # noqa: PLC0415
+    from model.runtime.openvino.store import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
-    checkpoint = checkpoint_from(settings)
-    for assumption in checkpoint.assumed:
-        logger.info("%s: assumed: %s", checkpoint.name, assumption)
-    for note in checkpoint.notes:
-        logger.info("%s: %s", checkpoint.name, note)
+    with recording() as files:
+        checkpoint = checkpoint_from(settings)
     predictor = Predictor(
         checkpoint,
         device=device,
@@ -71,11 +87,64 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         threads=settings.threads or _torchs_threads(device),
         streams=settings.streams,
         graphs=settings.compile != "no-graphs",
+        keep=None if entry is None else Keep(entry, files),
     )
+    _log_facts(predictor)
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+    return predictor, _info(settings, predictor)
+
+
+def _log_facts(predictor: Predictor) -> None:
+    checkpoint = predictor.checkpoint
+    for assumption in checkpoint.assumed:
+        logger.info("%s: assumed: %s", checkpoint.name, assumption)
+    for note in checkpoint.notes:
+        logger.info("%s: %s", checkpoint.name, note)
+
+
+def _info(settings: Settings, predictor: Predictor) -> ModelInfo:
+    facts = attributes(ModelInfo.__dataclass_fields__, predictor.checkpoint, predictor)
+    return ModelInfo(**facts | {"name": settings.model_name or predictor.checkpoint.name})
+
+
+def _entry(settings: Settings) -> Entry | None:
+    """Return where graphs of these settings are kept, or None where none are."""
+    may_compile = settings.compile in ("on", "max") and settings.backend == "auto"
+    on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
+    folder = cache_folder(settings)
+    if folder is None or on_gpu or may_compile or settings.backend == "torch":
+        return None
+    if importlib.util.find_spec("openvino") is None:
+        return None
+    from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package
+
+    return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
+
+
+def cache_folder(settings: Settings, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder that the settings name for graphs, or None where none are kept."""
+    if settings.cache_dir == "off":
+        return None
+    if settings.cache_dir is not None:
+        return Path(settings.cache_dir).expanduser().absolute() / "graphs"
+    base = environment.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:  # no home
+        return None
+    return home / "vitserve" / "graphs"
+
+
+def _resolved(value: object) -> object:
+    """Return a setting's value; of one that names a file or folder here, the absolute path."""
+    if not isinstance(value, str) or value == "bundled":
+        return value
+    try:
+        path = Path(value).expanduser().absolute()
+        return str(path) if path.exists() else value
+    except (OSError, ValueError, RuntimeError):
+        return value
 
 
 @functools.cache

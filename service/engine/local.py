@@ -72,7 +72,7 @@ class LocalEngine:
         on_batch: Callable[[BatchReport], None],
         batch_timeout: float = math.inf,
         load_timeout: float | None = None,
-        on_queue: Callable[[int], None] = lambda depth: None,
+        on_queue: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
@@ -93,7 +93,7 @@ class LocalEngine:
             queue_size=queue_size,
             max_delay=max_delay,
             deliver=lambda outcomes, report: self._call_loop(self._deliver, outcomes, report),
-            on_queue=on_queue,
+            on_queue=on_queue or (lambda depth: None),
             clock=clock,
         )
         self._texts = TextFeatures(self._texts_of_runner)
@@ -284,6 +284,7 @@ class LocalEngine:
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)
+            self._call_loop(self._expire)  # what the queue found out of time waits for its timer, and nothing else does
             self._call_loop(self._change, state, reason)
 
     def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:

@@ -78,7 +78,7 @@ def engine_of(
     on_batch: Callable[[BatchReport], None],
     *,
     load_timeout: float | None = None,
-    on_queue: Callable[[int], None] = lambda depth: None,
+    on_queue: Callable[[int], None] | None = None,
 ) -> LocalEngine:
     """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(

@@ -149,6 +149,7 @@ class FakePredictor:
     warm_ups: int = 0
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
+    slow_embeddings: bool = False
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
@@ -161,6 +162,9 @@ class FakePredictor:
     def check(self) -> None:
         if self.device_is_dead:
             raise DeviceError(f"{self.device}: the model does not run")
+
+    def defers(self, requested: RequestedOutputs) -> bool:
+        return requested.embedding is not None and self.slow_embeddings
 
     def launch_size(self, count: int) -> int:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)

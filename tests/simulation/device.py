@@ -123,6 +123,9 @@ class Device:
             self.failing = True
             raise DeviceError(f"{self.device}: the model does not run")
 
+    def defers(self, requested: RequestedOutputs) -> bool:
+        return False
+
     def launch_size(self, count: int) -> int:
         return count
 

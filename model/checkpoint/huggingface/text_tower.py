@@ -20,9 +20,9 @@ from torch import Tensor
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface import clip
 from model.checkpoint.huggingface.family import Count, HiddenActivation
-from model.checkpoint.refusals import first_line, validating
+from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import TensorSource, take_all
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_line
 from model.network.text_tower import TextConfig, TextTower
 
 PREFIXES: Final = ("text_model.", "text_projection.")

@@ -128,8 +128,8 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
-    """Return what VIT_LABELS says; without it a request brings its labels."""
-    if labels is None:
+    """Return what VIT_LABELS says; without it, or with numbers, which say nothing, a request brings its labels."""
+    if labels in (None, "numbers"):
         return ()
     if not is_list(labels):
         return read_labels(labels, None)

@@ -76,3 +76,12 @@ def completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor
     if config.norm_after_pool and "fc_norm.weight" not in tensors:
         return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def edge_of_flat(inputs: int, where: str) -> tuple[int, int]:
+    """Return channels and edge of patches that a linear layer reads."""
+    for channels in (1, 3):
+        edge = math.isqrt(inputs // channels)
+        if channels * edge * edge == inputs and edge:
+            return channels, edge
+    raise CheckpointError(f"{where}: patches of {inputs} numbers are no square ones of 1 or 3 channels")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -25,14 +24,15 @@ from model.checkpoint.state_dicts.home_made import Recognised, recognise
 from model.checkpoint.state_dicts.key_map import mapped
 from model.checkpoint.state_dicts.layout import (
     completed,
+    edge_of_flat,
     in_order,
     names_a_fused_projection,
     with_patches,
     with_registers,
 )
+from model.checkpoint.state_dicts.question import question, timms_name
 from model.checkpoint.state_dicts.torchvision import MODELS, published_preset
 from model.checkpoint.tensors import TensorSource, renamed
-from model.checkpoint.timm import preprocess_of
 from model.checkpoint.timm_architectures import (
     TimmArguments,
     architecture_arguments,
@@ -141,10 +141,10 @@ def _of_vit(
     if not has_head and "num_classes" not in given:
         asked["num_classes"] = 0
     if not name:
-        name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
-        raise _question(files, options, name, given, asked, tensors)
+        name, asked = (timms_name(tensors, asked) if library == "timm" else None) or (OWN, asked)
+        raise question(files, options, name, given, asked, tensors)
     if asked or preprocess is None or (has_head and options.labels is None and files.labels is None):
-        raise _question(files, options, name, given, asked, tensors)
+        raise question(files, options, name, given, asked, tensors)
     assert config is not None
     labels = None if files.labels is None or not has_head else indexed_labels(files.labels, config.num_classes, where)
     shaped = in_order(with_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
@@ -168,7 +168,7 @@ def _of_library(files: SingleFile, options: CheckpointOptions, name: str, given:
     """Read the state dict of a network that timm's own code runs; its classes and channels are those of the file."""
     where, tensors, published = files.place, mapped(files.tensors(), options.keys), library.published(name)
     if options.preprocess is None or (options.labels is None and files.labels is None):
-        raise _question(files, options, name, given, {}, tensors, published)
+        raise question(files, options, name, given, {}, tensors, published)
     preprocess = options.preprocess_or(None, where)
     heads = published.get("classifier") or "head"
     head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
@@ -347,7 +347,7 @@ def _own(
     wide, deep = stored.shape("blocks.0.attn.qkv.weight"), stored.shape("blocks.0.mlp.fc2.weight")
     patch = stored.shape("patch_embed.proj.weight")
     width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
-    channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
+    channels, edge = (patch[1], patch[2]) if len(patch) == 4 else edge_of_flat(patch[1], where)
     stem = _stem(tensors, stated.get("conv_stem"), where)
     if stem is not None:
         channels, edge = stored.shape("patch_embed.backbone.0.weight")[1], edge * stem.stride
@@ -457,15 +457,6 @@ def _head(stored: TensorSource) -> dict[str, Any]:
     return fields
 
 
-def _flat(inputs: int, where: str) -> tuple[int, int]:
-    """Return channels and edge of patches that a linear layer reads."""
-    for channels in (1, 3):
-        edge = math.isqrt(inputs // channels)
-        if channels * edge * edge == inputs and edge:
-            return channels, edge
-    raise CheckpointError(f"{where}: patches of {inputs} numbers are no square ones of 1 or 3 channels")
-
-
 def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
     patch = probe.patch_size
     if probe.stem is not None:
@@ -522,111 +513,3 @@ def _assumed(
         for key, value in zip(_UNSAID, values, strict=True)
         if key not in stated
     )
-
-
-def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return timm's name of an architecture that has these sizes and parts, else `vit` and what is asked of that."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-    patch = shapes["patch_embed.proj.weight"]
-    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool", "num_classes"}
-    parts = {
-        "ls1.gamma",
-        "q_norm",
-        "norm_pre",
-        "pre_logits",
-        "dist_token",
-        "reg_token",
-        "norm_in",
-        "attn_pool",
-        "backbone",
-    }
-    if (
-        asked.keys() <= usual
-        and len(patch) == 4
-        and patch[1] <= 4
-        and not any(part in name for name in shapes for part in parts)
-    ):
-        for size in ("tiny", "small", "base", "large"):
-            own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
-            hidden = shapes["blocks.0.mlp.fc1.weight"][0]
-            if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], depth, hidden):
-                return f"vit_{size}_patch{patch[3]}_224", {key: asked[key] for key in asked if key == "num_classes"}
-    return OWN, asked
-
-
-def _question(
-    files: SingleFile,
-    options: CheckpointOptions,
-    name: str,
-    given: dict[str, Any],
-    asked: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    published: Mapping[str, Any] | None = None,
-) -> CheckpointError:
-    """Return the error that asks for all that is missing at once, with the command that would serve the file.
-
-    Args:
-        published: what timm says of the architecture's first weights, if its own code runs it.
-    """
-    arguments = ",".join([name, *(f"{key}={_written(value)}" for key, value in {**given, **asked}.items())])
-    command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture", arguments]
-    missing = [*asked] or ([] if options.architecture else ["architecture"])
-    if options.preprocess is None:
-        missing.append("preprocessing")
-    has_head = published is not None or "head.weight" in tensors
-    needs_labels = has_head and options.labels is None and files.labels is None
-    if needs_labels:
-        missing.append("labels")
-    command += ["--preprocess", options.preprocess or _preprocess(tensors, published)]
-    command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
-    for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
-        command += [flag, value] if value else []
-    hints = []
-    if "num_heads" in asked:
-        wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
-        hints.append(f"N is the number of heads, a divisor of {wide}")
-    usual = [key for key in asked if key not in ("num_heads", "num_classes")]
-    if usual:
-        hints.append(f"what stands here for {', '.join(usual)} is only usual: see what its code has")
-    if "norm_order" in asked:
-        hints.append("norm_order is pre, post or res_post")
-    if "num_classes" in asked:
-        hints.append(
-            "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its folder "
-            "is read with it"
-        )
-    if "qkv_order" in asked:
-        hints.append("qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one")
-    if "pos_embed" in asked:
-        hints.append("rotary positions leave no tensor: a network that has them needs timm's name")
-    if options.preprocess is None:
-        hints.append(
-            "MEAN and STD are those of its training, for pixels of 0...1"
-            if published is None
-            else "this preprocessing is that of timm's first weights of the name, and yours may have another"
-        )
-    hint = f" ({'; '.join(hints)})" if hints else ""
-    return CheckpointError(
-        f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
-        f"{shlex.join(command)}{hint}"
-    )
-
-
-def _preprocess(tensors: Mapping[str, Tensor], published: Mapping[str, Any] | None) -> str:
-    if published is not None:
-        return preprocess_of(published, "timm").model_dump_json(exclude_defaults=True)
-    stem = tensors.get("patch_embed.backbone.0.weight")
-    shape = tuple(tensors["patch_embed.proj.weight"].shape if stem is None else stem.shape)
-    channels, edge = (shape[1], shape[2]) if len(shape) == 4 else _flat(shape[1], "patch_embed.proj.weight")
-    tokens = tuple(tensors["pos_embed"].shape)[1] if "pos_embed" in tensors and stem is None else 0
-    pixels = math.isqrt(tokens) * edge or "SIZE"
-    mean, deviation = (", ".join([word] * channels) for word in ("MEAN", "STD"))
-    return (
-        f'{{"size": [{pixels}, {pixels}], "resize": "squash", "resize_size": [{pixels}, {pixels}], '
-        f'"interpolation": "bilinear", "mean": [{mean}], "std": [{deviation}]}}'
-    )
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

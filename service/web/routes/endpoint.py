@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
@@ -53,7 +55,23 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Application(FastAPI):
-    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open.
+
+    Attributes:
+        endpoints: by method and path those whose path has no parameters, which are found without matching all paths.
+    """
+
+    endpoints: Mapping[tuple[str, str], Endpoint] = MappingProxyType({})
+
+    def set_routes(self, routes: Sequence[BaseRoute]) -> None:
+        """Set all routes; the first that takes a method and a path answers."""
+        self.router.routes = list(routes)
+        self.endpoints = {
+            (method, route.path): route
+            for route in reversed(routes)
+            if isinstance(route, Endpoint) and not route.param_convertors
+            for method in route.methods or ()
+        }
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, which names the operations that take a key."""
@@ -64,9 +82,10 @@ class Application(FastAPI):
         return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the router answer."""
+        """Let the endpoint of the path answer, or the router."""
         scope["app"] = self
-        await self.router(scope, receive, send)
+        endpoint = self.endpoints.get((scope.get("method", ""), scope.get("path", "")))
+        await (self.router if endpoint is None else endpoint.handle)(scope, receive, send)
 
 
 class Endpoint(APIRoute):

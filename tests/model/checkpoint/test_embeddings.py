@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.network.vit import embedding_name
-from model.outputs import POOLINGS, Pooling, embedding_width
+from model.outputs import POOLINGS, Pooling, embedding_name, embedding_width
 from tests.model.checkpoint import test_huggingface, test_timm
 from tests.model.checkpoint.folders import edit, edit_tensors, timm_folder
 from tests.model.checkpoint.parity import pictures, relative_error

@@ -14,7 +14,15 @@ from safetensors.torch import load_file
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from model.checkpoint.timm_architectures import architectures
 from model.network import library
-from tests.model.checkpoint.folders import FOLDERS, edit, edit_tensors, huggingface_folder, native_folder, refusal
+from tests.model.checkpoint.folders import (
+    FOLDERS,
+    edit,
+    edit_tensors,
+    huggingface_folder,
+    native_folder,
+    refusal,
+    timm_folder,
+)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -86,7 +94,6 @@ def test_known_unused_tensors_of_a_family_are_left_out(tmp_path: Path) -> None:
         ("timm", "config.json", "pretrained_cfg.std"),
         ("timm", "config.json", "pretrained_cfg.input_size"),
         ("timm", "config.json", "pretrained_cfg.crop_pct"),
-        ("timm", "config.json", "pretrained_cfg.crop_mode"),
         ("timm", "config.json", "pretrained_cfg.interpolation"),
         ("timm", "config.json", "label_names"),
         ("timm", "config.json", "num_classes"),
@@ -115,6 +122,23 @@ def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: st
     message = refusal(folder)
     assert name in message
     assert file in message
+
+
+def test_transformers_wrapper_without_timms_description_is_told_what_is_missing(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    edit(folder / "config.json", lambda config: config.update(model_type="timm_wrapper", pretrained_cfg=None))
+    assert refusal(folder) == f"{folder}/config.json: pretrained_cfg is missing"
+    edit(folder / "config.json", lambda config: config.pop("pretrained_cfg"))
+    assert refusal(folder) == f"{folder}/config.json: pretrained_cfg is missing"
+
+
+def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    named = load_checkpoint(str(folder)).preprocess
+    edit(folder / "config.json", lambda config: config["pretrained_cfg"].update(crop_mode=None))
+    assert load_checkpoint(str(folder)).preprocess == named
+    edit(folder / "config.json", lambda config: config["pretrained_cfg"].pop("crop_mode"))
+    assert load_checkpoint(str(folder)).preprocess == named
 
 
 @pytest.mark.parametrize(

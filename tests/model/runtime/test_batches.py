@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime import predictor as predictor_module
-from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, piece_sizes, sizes_in_use
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, piece_sizes, sizes_in_use
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.runtime.predictions import predict
@@ -38,10 +37,11 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
     images = np.arange(19, dtype=np.uint8).reshape(19, 1, 1, 1)
     seen: list[int] = []
 
-    def compute(piece: np.ndarray) -> BatchOutputs:
+    def compute(piece: np.ndarray) -> HostOutputs:
         seen.append(len(piece))
-        logits = torch.from_numpy(piece.reshape(-1, 1)).float()
-        return BatchOutputs(logits, logits.reshape(-1, 1, 1, 1).expand(-1, layers, 3, 4) if layers else None)
+        logits = piece.reshape(-1, 1).astype(np.float32)
+        rows = np.broadcast_to(logits.reshape(-1, 1, 1, 1), (len(piece), layers, 3, 4))
+        return BatchOutputs(logits, rows if layers else None)
 
     output = compute_in_pieces(images, compute)
     assert seen == [16, 3]

@@ -11,10 +11,18 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import CheckpointError, InputError
-from model.network.vit import VisionTransformer, embedding_name
-from model.outputs import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
+from model.network.vit import VisionTransformer
+from model.outputs import (
+    POOLINGS,
+    EmbeddingRequest,
+    MapRequest,
+    Pooling,
+    RequestedOutputs,
+    embedding_name,
+    parse_embedding,
+)
 from model.runtime.backend import Images
-from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.batches import BatchRequest, HostOutputs
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
@@ -27,9 +35,7 @@ BACKENDS = (
     "stand-in",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(
-            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="openvino does not run here"
-        ),
+        marks=pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="openvino does not run here"),
     ),
 )
 KINDS: dict[str, dict[str, Any]] = {
@@ -138,7 +144,7 @@ def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch:
     passes: list[BatchRequest] = []
     inner = predictor._backend.predict
 
-    def counted(images: Images, request: BatchRequest) -> BatchOutputs:
+    def counted(images: Images, request: BatchRequest) -> HostOutputs:
         passes.append(request)
         return inner(images, request)
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.postprocess import Postprocess, pack, unpack
+from model.runtime.postprocess import TopK, pack, unpack
+from model.runtime.scores import Scores
 
 CONFIG = ViTConfig(image_size=(2, 3), patch_size=1, width=8, depth=2, heads=4, mlp_width=8, num_classes=9)
 
 
-def outputs(attention: bool = True, relevance: bool = True) -> BatchOutputs:
+def outputs(attention: bool = True, relevance: bool = True) -> BatchOutputs[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand((3, 4), generator=generator)
     scores[1] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42])
@@ -51,20 +52,23 @@ def test_nothing_unpacked_changes_when_the_memory_is_used_again() -> None:
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
-def postprocess(classes: int, *, temperature: float = 1.0, multi_label: bool = False) -> Postprocess:
+def checkpoint(classes: int, temperature: float, multi_label: bool) -> Checkpoint:
     config = ViTConfig(image_size=(2, 3), patch_size=1, width=8, depth=2, heads=4, mlp_width=8, num_classes=classes)
     preprocess = PreprocessConfig(
         size=(2, 3), resize="squash", resize_size=(2, 3), interpolation="nearest", mean=(0.5,) * 3, std=(0.5,) * 3
     )
     labels = tuple(map(str, range(classes)))
-    checkpoint = Checkpoint("m", "m", "made", "vit", config, preprocess, labels, {}, temperature, multi_label)
-    return Postprocess(checkpoint)
+    return Checkpoint("m", "m", "made", "vit", config, preprocess, labels, {}, temperature, multi_label)
 
 
-def evidence_of(logits: list[float], post: Postprocess) -> list[float]:
+def postprocess(classes: int, *, temperature: float = 1.0, multi_label: bool = False) -> Scores:
+    return Scores(checkpoint(classes, temperature, multi_label))
+
+
+def evidence_of(logits: list[float], post: Scores) -> list[float]:
     """The evidence of every class of one image."""
-    rows = torch.tensor([logits] * len(logits), dtype=torch.float32)
-    evidence: list[float] = post.evidence(rows, torch.arange(len(logits)))[1].tolist()
+    rows = np.array([logits] * len(logits), dtype=np.float32)
+    evidence: list[float] = post.evidence(rows, np.arange(len(logits)))[1].tolist()
     return evidence
 
 
@@ -96,9 +100,30 @@ def test_a_class_that_is_ruled_out_has_none_and_one_that_shares_the_score_has_al
 
 
 def test_where_scores_are_independent_the_evidence_is_the_score() -> None:
-    post, logits = postprocess(3, temperature=2.0, multi_label=True), torch.tensor([[4.0, -2.0, 0.0]])
-    score, evidence = post.evidence(logits.repeat(3, 1), torch.arange(3))
-    torch.testing.assert_close(evidence, (logits[0] / 2).sigmoid())
-    torch.testing.assert_close(score, evidence)
-    torch.testing.assert_close(post.best_evidence(score), score)
-    torch.testing.assert_close(postprocess(3).best_evidence(score), torch.ones(3))
+    logits = np.array([[4.0, -2.0, 0.0]], dtype=np.float32)
+    post = postprocess(3, temperature=2.0, multi_label=True)
+    score, evidence = post.evidence(logits.repeat(3, axis=0), np.arange(3))
+    np.testing.assert_allclose(evidence, torch.from_numpy(logits[0] / 2).sigmoid().numpy(), rtol=1e-6)
+    np.testing.assert_array_equal(score, evidence)
+    np.testing.assert_array_equal(post.best_evidence(score), score)
+    np.testing.assert_array_equal(postprocess(3).best_evidence(score), np.ones(3))
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("top_k", [1, 5, 100])
+def test_scores_on_the_host_are_those_of_a_device(multi_label: bool, temperature: float, top_k: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 8, (6, 100)).astype(np.float32)
+    logits[1, 3], logits[2, 4], logits[3] = np.inf, np.nan, 1e30
+    scores = postprocess(100, temperature=temperature, multi_label=multi_label)
+    found = scores(BatchOutputs(logits), top_k)
+    expected = TopK(checkpoint(100, temperature, multi_label))(BatchOutputs(torch.from_numpy(logits)), top_k).tensors()
+    assert found.finite is not None
+    assert found.scores is not None
+    assert found.indices is not None
+    np.testing.assert_array_equal(found.finite, expected["finite"].numpy())
+    clear = [0, 4, 5]
+    np.testing.assert_allclose(found.scores[clear], expected["scores"].numpy()[clear], rtol=2e-6, atol=1e-7)
+    if top_k < 100:
+        np.testing.assert_array_equal(found.indices[clear], expected["indices"].numpy()[clear])
+    assert [str(each.dtype) for each in (found.scores, found.indices)] == ["float32", "int64"]

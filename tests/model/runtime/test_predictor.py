@@ -16,14 +16,13 @@ from model.errors import DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest
-from model.runtime.choice import BackendName
-from model.runtime.compilation import CompilationState
-from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.runtime.backend import BackendName, CompilationState, trial_images
+from model.runtime.cpu import cpu_has_bfloat16
+from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
-from model.runtime.postprocess import Postprocess
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise, TorchOptions
-from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
+from model.runtime.scores import Scores
+from model.runtime.torch_backend import Normalise
 from tests.model.runtime.predictions import predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -120,9 +119,7 @@ BACKENDS = (
     "torch",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(
-            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="OpenVINO is not installed"
-        ),
+        marks=pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="OpenVINO is not installed"),
     ),
 )
 
@@ -171,9 +168,9 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
         assert got.request == request
         score, evidence = None, None
         if request.class_index is not None:
-            logits = torch.from_numpy(predictor.logits(images[[place]]))
+            logits = predictor.logits(images[[place]])
             score, evidence = (
-                part.item() for part in Postprocess(checkpoint).evidence(logits, torch.tensor([request.class_index]))
+                part.item() for part in Scores(checkpoint).evidence(logits, np.array([request.class_index]))
             )
             assert got.score == pytest.approx(score, abs=1e-4)
         assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
@@ -226,7 +223,7 @@ def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
 def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: BackendName, dtype: str) -> None:
-    if backend == "openvino" and unsupported_reason(torch.device("cpu"), getattr(torch, dtype)):
+    if backend == "openvino" and unsupported_reason("cpu", dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
     # Black normalises to 0; every other colour overflows as it is embedded.
@@ -263,10 +260,7 @@ def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkey
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
-    checkpoint, cpu = make_checkpoint(), torch.device("cpu")
-    options = TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,))
-    backend = TorchCpu(options, ThreadPolicy(None))
-    shown = np.concatenate([backend.trial_images(count, turn) for turn in (0, 1)])
+    shown = np.concatenate([trial_images(make_checkpoint().config, count, turn) for turn in (0, 1)])
     black = (shown == 0).all(axis=(1, 2, 3))
     assert black.sum() == count
     assert (shown[~black].std(axis=(1, 2, 3)) > 50).all()

@@ -15,7 +15,7 @@ from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.compilation import CompilationState, CompileMode
+from model.runtime.backend import CompilationState, CompileMode
 from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps

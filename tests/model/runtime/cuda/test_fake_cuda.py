@@ -14,9 +14,9 @@ from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.float8 import Float8Linear
-from model.runtime.batches import BatchRequest
+from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.cuda.backend import Cuda
-from model.runtime.postprocess import Postprocess
+from model.runtime.postprocess import TopK
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
@@ -149,15 +149,15 @@ FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 def test_a_planted_fault_is_found(
     fault: Callable[[Tensor], object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = Postprocess.scores
+    whole = TopK.__call__
 
-    def faulty(postprocess: Postprocess, logits: Tensor) -> Tensor:
-        fault(logits)
-        return scores(postprocess, logits)
+    def faulty(self: TopK, output: BatchOutputs[Tensor], top_k: int) -> BatchOutputs[Tensor]:
+        fault(output.tensors()["logits"])
+        return whole(self, output, top_k)
 
     with started(BEIT, torch.float16) as (backend,):
         launch(backend, PLAIN)
-        monkeypatch.setattr(Postprocess, "scores", faulty)
+        monkeypatch.setattr(TopK, "__call__", faulty)
         with pytest.raises(NotCapturable, match=words):
             launch(backend, PLAIN)
 

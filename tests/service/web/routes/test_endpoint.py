@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
+from service.web.routes.endpoint import Application, Endpoint
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 
@@ -23,6 +26,19 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
+
+
+async def nothing(request: Request) -> Response:
+    return Response(request.url.path)
+
+
+def test_of_two_endpoints_of_a_path_the_first_that_takes_the_method_answers() -> None:
+    methods = (["GET"], ["GET", "POST"], ["GET"], ["GET"])
+    paths = ("/a", "/a", "/a", "/models/{name}")
+    routes = [Endpoint(path, nothing, methods=method) for path, method in zip(paths, methods, strict=True)]
+    application = Application(openapi_url=None)
+    application.set_routes(routes)
+    assert application.endpoints == {("GET", "/a"): routes[0], ("POST", "/a"): routes[1]}
 
 
 @on_a_loop
