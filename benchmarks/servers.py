@@ -83,12 +83,14 @@ class Running:
     Attributes:
         start_seconds: until it was ready, and had compiled.
         answer_seconds: until its first answer.
+        held: whether it is held while it is not `thawed`.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, mark: str) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.start_seconds = self.answer_seconds = 0.0
+        self.held = False
         self._port = port
         self._log = log
         self._mark = f"{_MARK}={mark}"
@@ -106,13 +108,15 @@ class Running:
     def thawed(self) -> Iterator[None]:
         """Let all of its processes run, then hold them: some servers poll while idle, and take a fifth of a core.
 
-        They are held before the first time, too, where `running` was told so.
+        They are held before the first time, too. Nothing is done where `running` was not told to hold it.
         """
-        self._signal(signal.SIGCONT)
+        if self.held:
+            self._signal(signal.SIGCONT)
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            if self.held:
+                self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -186,6 +190,7 @@ def running(
         try:
             found.answer_seconds = _wait(server, found, picture, timeout) - started
             found.start_seconds = time.monotonic() - started
+            found.held = held
             if held:
                 found._signal(signal.SIGSTOP)
             yield found

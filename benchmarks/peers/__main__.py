@@ -211,9 +211,11 @@ class Comparison:
             failed: dict[int, str] = {}
             for number, (name, server, config) in enumerate(rows):
                 settings = {**config, **self._record.data.get("settings", {})}
+                # Ours is not held: it polls nothing, and its watchdog ends a process that has stood still.
+                held = server is not VITSERVE
                 try:
                     running_ = stack.enter_context(
-                        running(server, self._model, settings, picture=self._first, held=True)
+                        running(server, self._model, settings, picture=self._first, held=held)
                     )
                 except ServerFailed as error:
                     failed[number] = str(error)

@@ -57,7 +57,8 @@ class Limit:
         if self._crop:
             left, top = (size[0] - self._crop) // 2, (size[1] - self._crop) // 2
             picture = picture[top : top + self._crop, left : left + self._crop]
-        return picture.astype(np.uint8, copy=False)
+        result: Pixels = picture.astype(np.uint8, copy=False)
+        return result
 
     def top1(self) -> list[int]:
         """The best class of each picture."""
