@@ -75,6 +75,7 @@ COPY deploy/healthcheck.py ./
 ENV PATH=/opt/venv/bin:$PATH \
     VIT_HOST=0.0.0.0 \
     VIT_PORT=8000 \
+    VIT_CACHE_DIR=/cache/vitserve \
     HF_HOME=/cache/huggingface \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     TRITON_CACHE_DIR=/cache/triton \
@@ -85,7 +86,7 @@ ENV PATH=/opt/venv/bin:$PATH \
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for backend in torch auto; do \
-        VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
+        VIT_CACHE_DIR=off VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
 # A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
 VOLUME /cache
 EXPOSE 8000

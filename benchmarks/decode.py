@@ -80,6 +80,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["resize"], help="leave the rest of the record as it is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "decode.json"
     resizes = [measure_resize(*target, arguments.rounds) for target in RESIZES]
     if arguments.only:
@@ -111,7 +112,6 @@ def main() -> int:
         "answers": answers,
         "resize": {"when": now(), "device": device(), "pillow": PIL.__version__, "rows": resizes},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{device()}; Pillow {PIL.__version__}; {source}; medians of {arguments.rounds} rounds, one thread\n")
     print_tables(speeds, answers)

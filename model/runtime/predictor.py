@@ -78,6 +78,7 @@ class Predictor:
         dtype: what it computes in.
         agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
+        lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
@@ -132,10 +133,11 @@ class Predictor:
                 self._take(checkpoint, builder.build_in_float32())
 
     @classmethod
-    def of_parts(cls, checkpoint: KeptCheckpoint, built: Built) -> Self:
-        """Return a predictor whose parts are there already, without torch."""
+    def of_parts(cls, checkpoint: KeptCheckpoint, built: Built, *, lazy: bool) -> Self:
+        """Return a predictor whose parts are there already, without torch; see `OpenVinoNetwork` for `lazy`."""
         predictor = cls.__new__(cls)
         predictor._take(checkpoint, built)
+        predictor.lazy = lazy
         return predictor
 
     def _take(self, checkpoint: Checkpoint | KeptCheckpoint, built: Built) -> None:
@@ -145,6 +147,7 @@ class Predictor:
         self.max_batch, self.streams = built.max_batch, built.streams
         self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
         self._scores = Scores(checkpoint)
+        self.lazy = False
 
     @property
     def compilation(self) -> Compilation:

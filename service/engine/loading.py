@@ -16,7 +16,7 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry
+    from model.runtime.openvino.store import Entry, KeptCheckpoint
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,11 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     )
 
 
-def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
+def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
+
+    Args:
+        lazy: whether graphs that were kept are compiled when they are first needed, for few pictures.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
@@ -62,12 +65,11 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = _entry(settings)
     if entry is not None:
-        from model.runtime.openvino.kept import kept_predictor  # noqa: PLC0415  an optional package
+        from model.runtime.kept import kept_predictor  # noqa: PLC0415
 
-        kept = kept_predictor(entry, lambda: checkpoint_from(settings))
+        kept = kept_predictor(entry, lambda: checkpoint_from(settings), lazy=lazy)
         if kept is not None:
-            _log_facts(kept)
-            return kept, _info(settings, kept)
+            return kept, _described(settings, kept.checkpoint, kept)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
     from model.runtime.openvino.store import Keep  # noqa: PLC0415
@@ -89,23 +91,18 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         graphs=settings.compile != "no-graphs",
         keep=None if entry is None else Keep(entry, files),
     )
-    _log_facts(predictor)
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    return predictor, _info(settings, predictor)
+    return predictor, _described(settings, checkpoint, predictor)
 
 
-def _log_facts(predictor: Predictor) -> None:
-    checkpoint = predictor.checkpoint
+def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
-
-
-def _info(settings: Settings, predictor: Predictor) -> ModelInfo:
-    facts = attributes(ModelInfo.__dataclass_fields__, predictor.checkpoint, predictor)
-    return ModelInfo(**facts | {"name": settings.model_name or predictor.checkpoint.name})
+    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
+    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
 
 
 def _entry(settings: Settings) -> Entry | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import queue
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,19 +103,41 @@ class Requests:
                 self._free.put(request)
 
 
-def compile_sizes(
-    graph: openvino.Model, dtype: str, sizes: Iterable[int | None], *, threads: int, streams: int, workers: int
-) -> dict[int | None, Requests]:
-    """Compile a graph for each of several batch sizes (see `Requests`), on so many threads at the same time."""
+class Graphs:
+    """A graph compiled for each of several batch sizes, or for any (see `Requests`); each when it is first needed.
 
-    def compile_one(size: int | None) -> Requests:
-        return Requests(graph, dtype, threads=threads, streams=streams, size=size)
+    Args:
+        sizes: ascending; None alone is any.
 
-    sizes = list(sizes)
-    if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
-        return {size: compile_one(size) for size in sizes}
-    with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
-        return dict(zip(sizes, pool.map(compile_one, sizes), strict=True))
+    Attributes:
+        sizes: these.
+    """
+
+    def __init__(
+        self, graph: openvino.Model, dtype: str, sizes: tuple[int | None, ...], *, threads: int, streams: int
+    ) -> None:
+        self.sizes = sizes
+        self._make = functools.partial(Requests, graph, dtype, threads=threads, streams=streams)
+        self._made: dict[int | None, Requests] = {}
+        self._making = threading.Lock()
+
+    def compile(self, workers: int) -> None:
+        """Compile all, on so many threads at the same time."""
+        if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
+            made = [self._make(size=size) for size in self.sizes]
+        else:
+            with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
+                made = list(pool.map(lambda size: self._make(size=size), self.sizes))
+        self._made = dict(zip(self.sizes, made, strict=True))
+
+    def of(self, count: int) -> Requests:
+        """Return what computes so many images, of `sizes`."""
+        size = None if None in self.sizes else count
+        made = self._made.get(size)
+        if made is None:
+            with self._making:
+                made = self._made[size] = self._made.get(size) or self._make(size=size)
+        return made
 
 
 def _of_size(graph: openvino.Model, size: int) -> openvino.Model:

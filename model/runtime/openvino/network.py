@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError
 from model.runtime.backend import require_close
 from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, joined, pieces
-from model.runtime.openvino.graph import Requests, compile_sizes
+from model.runtime.openvino.graph import Graphs, Requests
 
 if TYPE_CHECKING:
     import openvino
@@ -70,6 +70,7 @@ class OpenVinoNetwork:
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
         workers: threads that compile.
+        lazy: whether each size is compiled when it is first needed, for few pictures.
 
     Attributes:
         dtype: what it computes in, of `PRECISIONS`.
@@ -80,18 +81,29 @@ class OpenVinoNetwork:
     """
 
     def __init__(
-        self, graph: NetworkGraph, dtype: str, *, threads: int, streams: int, workers: int | None = None
+        self,
+        graph: NetworkGraph,
+        dtype: str,
+        *,
+        threads: int,
+        streams: int,
+        workers: int | None = None,
+        lazy: bool = False,
     ) -> None:
         self.version = importlib.metadata.version("openvino")
         self.request = graph.request
         self.dtype = dtype
         self._names, self._streams = graph.outputs, streams
         self._sizes = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
-        compiled = partial(compile_sizes, graph.model, dtype, threads=threads, workers=workers or threads)
+        of = partial(Graphs, graph.model, dtype, threads=threads)
+        self._graphs = of(self._sizes or (None,), streams=streams)
+        # One stream is on all threads already.
+        self._lone = self._graphs if streams == 1 else of((1,), streams=1)
+        if lazy:
+            return
         try:
-            self._graphs = compiled(self._sizes or [None], streams=streams)
-            # One stream is on all threads already.
-            self._lone = self._graphs if streams == 1 else compiled([1], streams=1)
+            for graphs in {self._graphs, self._lone}:
+                graphs.compile(workers or threads)
         except RuntimeError as error:
             raise _does_not_run(error) from error
 
@@ -119,7 +131,7 @@ class OpenVinoNetwork:
         if not alone or self._streams == 1:
             return compute_in_pieces(images, lambda piece: self._named(self._for(len(piece)).infer(piece)), self._sizes)
         if len(images) == 1:
-            return self._named(self._lone[1].infer(images))
+            return self._named(self._lone.of(1).infer(images))
         parts = np.array_split(images, min(self._streams, len(images)))
         return self._at_once([each for part in parts for each in pieces(part, self._sizes)])
 
@@ -147,7 +159,7 @@ class OpenVinoNetwork:
         return joined(done)
 
     def _for(self, count: int) -> Requests:
-        return self._graphs.get(count) or self._graphs[None]
+        return self._graphs.of(count)
 
     def _named(self, outputs: Sequence[NDArray[np.float32]]) -> HostOutputs:
         return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
@@ -157,7 +169,7 @@ class OpenVinoNetwork:
         if self._sizes is None or len(images) in self._sizes:
             self._for(len(images)).run_all(images)
         if len(images) == 1 and self._lone is not self._graphs:
-            self._lone[1].run_all(images)
+            self._lone.of(1).run_all(images)
 
 
 def weights_bytes(model: openvino.Model, dtype: str) -> int:

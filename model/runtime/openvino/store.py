@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,8 +178,7 @@ class Entry:
             raise _Damaged(f"it belongs to uid {status.st_uid}, or anybody may write into it")
 
     def _manifest(self, place: Path) -> Manifest:
-        descriptor = os.open(place / _MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
+        with _opened(place / _MANIFEST) as file:
             checksum, _, body = file.read(_MAX_MANIFEST).partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != checksum:
             raise _Damaged(f"{_MANIFEST} is not what was written")
@@ -224,6 +223,11 @@ class Entry:
         (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         if self._make_room(_size(written)):
             self._put(written, self._folder / self.key(request.extras))
+
+    def unpinned(self, files: Iterable[Path]) -> str | None:
+        """Return a commit of the hub that files are of and no setting names: the next start asks the hub again."""
+        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
+        return next((found[1] for found in commits if found and found[1] not in self._facts), None)
 
     def _put(self, written: Path, place: Path) -> None:
         """Rename an entry to its place; whoever has the one that was there mapped into memory keeps it."""
@@ -297,6 +301,9 @@ class Keep:
             return
         written, graph = self._staged.pop(extras)
         try:
+            if unpinned := self._entry.unpinned(self._files):
+                logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
+                return
             files = {str(path): digest_of(path) for path in self._files}
             for path, before in self._files.items():
                 if signature(path) != before:
@@ -327,8 +334,17 @@ def changed_file(manifest: Manifest) -> str | None:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Return a regular file, open for reading; what is none, such as a pipe, is not waited for."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _Damaged(f"{path.name} is no regular file")
+    return file
 
 
 def _size(folder: Path) -> int:

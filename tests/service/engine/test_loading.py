@@ -68,7 +68,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9}
+    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]

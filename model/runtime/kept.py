@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 class _Torch:
     """Loads the checkpoint of a kept graph with torch, when it is needed."""
 
-    def __init__(self, entry: Entry, manifest: Manifest, threads: ThreadPolicy, read: Callable[[], Checkpoint]) -> None:
+    def __init__(
+        self, entry: Entry, manifest: Manifest, threads: ThreadPolicy, read: Callable[[], Checkpoint], *, lazy: bool
+    ) -> None:
+        self._lazy = lazy
         self._entry, self._manifest, self._threads, self._read = entry, manifest, threads, read
         self._tower: Callable[[Sequence[str]], Floats] | None = None
 
@@ -68,7 +71,7 @@ class _Torch:
         manifest = self._manifest
         threads, streams = manifest.threads, manifest.streams
         if kept := self._entry.load(extras):
-            return OpenVinoNetwork(kept[1], manifest.dtype, threads=threads, streams=streams)
+            return OpenVinoNetwork(kept[1], manifest.dtype, threads=threads, streams=streams, lazy=self._lazy)
         import torch  # noqa: PLC0415
 
         from model.checkpoint.local_files import recording  # noqa: PLC0415
@@ -87,12 +90,13 @@ class _Torch:
         return network
 
 
-def kept_predictor(entry: Entry, read: Callable[[], Checkpoint]) -> Predictor | None:
+def kept_predictor(entry: Entry, read: Callable[[], Checkpoint], *, lazy: bool = False) -> Predictor | None:
     """Return a predictor of graphs that were kept, or None where there are none, or they no longer compile.
 
     Args:
         entry: where they are kept.
         read: reads the checkpoint, with torch.
+        lazy: see `OpenVinoNetwork`.
     """
     found = entry.load()
     if found is None:
@@ -100,10 +104,11 @@ def kept_predictor(entry: Entry, read: Callable[[], Checkpoint]) -> Predictor | 
     manifest, graph = found
     threads = ThreadPolicy(manifest.threads)
     try:
-        network = OpenVinoNetwork(graph, manifest.dtype, threads=manifest.threads, streams=manifest.streams)
+        sizes = {"threads": manifest.threads, "streams": manifest.streams}
+        network = OpenVinoNetwork(graph, manifest.dtype, **sizes, lazy=lazy)
     except DeviceError:
         return None
-    later = _Torch(entry, manifest, threads, read)
+    later = _Torch(entry, manifest, threads, read, lazy=lazy)
     checkpoint = manifest.checkpoint
     if checkpoint.zero_shot is not None:
         checkpoint = checkpoint.model_copy(update={"embed_texts": later.embed_texts})
@@ -119,4 +124,4 @@ def kept_predictor(entry: Entry, read: Callable[[], Checkpoint]) -> Predictor | 
         backend=backend,
         reason=manifest.reason,
     )
-    return Predictor.of_parts(checkpoint, built)
+    return Predictor.of_parts(checkpoint, built, lazy=lazy)
