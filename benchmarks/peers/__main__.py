@@ -140,8 +140,17 @@ class Comparison:
             name = rows[number][0]
             done = self._of("rounds", name, [])
             if len(done) <= turn:
-                found = self._load(running_, load, self._arguments.seconds)
-                done.append(found.as_json() | {"start_seconds": round(running_.start_seconds, 2)})
+                with running_.thawed():
+                    self._warm(running_, load)
+                    before = running_.processor_seconds()
+                    found = load.closed(
+                        running_.url, connections=self._arguments.connections, seconds=self._arguments.seconds
+                    )
+                    spent = running_.processor_seconds() - before
+                # wrk counts answers for a whole number of seconds.
+                answered = found.rate * max(1, round(self._arguments.seconds))
+                more = {"start_seconds": round(running_.start_seconds, 2), "cpu_ms": round(1000 * spent / answered, 3)}
+                done.append(found.as_json() | more)
                 _tell(f"round {turn + 1}", name, found, {})
                 self._record.save()
         if "limit" not in self._section and (PEERS / "opencv").exists():
