@@ -155,7 +155,7 @@ class Entry:
         try:
             self._require_own(self._folder)
             self._require_own(place)
-            manifest = self._manifest(place)
+            manifest = self._manifest(place, extras)
             for name, digest in manifest.graph.items():
                 if name not in (_GRAPH, _WEIGHTS) or _digest(place / name) != digest:
                     raise _Damaged(f"{name} is not the file that was written")
@@ -163,7 +163,8 @@ class Entry:
                 logger.info("%s is not as it was: the graph is made again", changed)
                 return None
             graph = NetworkGraph(_read(place, manifest), manifest.outputs, manifest.request)
-            os.utime(place)
+            with suppress(OSError):  # a folder that may only be read
+                os.utime(place)
         except FileNotFoundError:
             return None
         except (_Damaged, ValidationError, OSError, RuntimeError, ValueError) as error:
@@ -180,7 +181,7 @@ class Entry:
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
             raise _Damaged(f"it belongs to uid {status.st_uid}, or anybody may write into it")
 
-    def _manifest(self, place: Path) -> Manifest:
+    def _manifest(self, place: Path, extras: BatchRequest) -> Manifest:
         with _opened(place / _MANIFEST) as file:
             checksum, _, body = file.read(_MAX_MANIFEST).partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != checksum:
@@ -188,7 +189,8 @@ class Entry:
         manifest = Manifest.model_validate_json(body)
         if manifest.key != self._facts:
             raise _Damaged("it is of other versions or settings")
-        if set(manifest.graph) != {_GRAPH, _WEIGHTS} or not set(manifest.outputs) <= set(BatchOutputs._fields):
+        known = set(manifest.graph) == {_GRAPH, _WEIGHTS} and set(manifest.outputs) <= set(BatchOutputs._fields)
+        if not known or manifest.request.extras != extras:
             raise _Damaged(f"{_MANIFEST} is of another graph")
         return manifest
 

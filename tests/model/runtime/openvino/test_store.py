@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -329,3 +330,22 @@ def test_a_commit_of_the_hub_has_to_be_named(tmp_path: Path) -> None:
     files = [Path(f"/hub/models--owner--name/snapshots/{commit}/config.json")]
     assert Entry(tmp_path, {"checkpoint": "owner/name"}).unpinned(files) == commit
     assert Entry(tmp_path, {"checkpoint": f"owner/name@{commit}"}).unpinned(files) is None
+
+
+def test_an_entry_that_may_only_be_read_is_used(
+    copied: Path, checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(store.os, "utime", refuse)
+    assert later_start(checkpoint_folder, copied.parent) is not None
+
+
+def test_a_graph_of_other_outputs_in_the_place_of_another_is_made_again(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = Entry(copied.parent, {})
+    copied.rename(copied.with_name(entry.key(BatchRequest(relevance=True))))
+    assert entry.load(BatchRequest(relevance=True)) is None
+    assert "manifest.json is of another graph" in caplog.text
