@@ -332,7 +332,7 @@ def test_an_entry_that_may_only_be_read_is_used(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(store.os, "utime", refuse)
+    monkeypatch.setattr(os, "utime", refuse)
     assert later_start(checkpoint_folder, copied.parent) is not None
 
 
