@@ -80,7 +80,7 @@ class Ours:
                 checkpoint,
                 device=device,
                 dtype=dtype,
-                float8_agreement=0,  # random weights are sure of nothing
+                least_agreement=0,  # random weights are sure of nothing
                 compile_mode=compile_mode,
                 backend="torch",
                 launch_sizes=sorted({1, *batches}) if batches else None,

@@ -354,6 +354,7 @@ class RequestedOutputs:
         embedding: which embedding, if any.
         labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
             scores from the embedding, so that none of them reaches an engine.
+        label_set: whether to return the set of labels, of a model that has a coverage.
     """
 
     top_k: int
@@ -361,11 +362,17 @@ class RequestedOutputs:
     logits: bool = False
     embedding: EmbeddingRequest | None = None
     labels: tuple[str, ...] = ()
+    label_set: bool = False
 
     @property
     def needs_pass(self) -> bool:
         """Return whether an output is requested that does not come out of the classification's pass."""
         return self.map is not None and self.map.needs_pass
+
+    @property
+    def classes_alone(self) -> bool:
+        """Return whether nothing but classes is requested, and perhaps their logits."""
+        return self.map is None and self.embedding is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +385,8 @@ class Outputs:
         logits: float32 [num_classes], before the temperature.
         embedding: float32 [D], `embedding_width` of the request.
         finite: whether all scores of the image are finite; the other values mean nothing where they are not.
+        label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
+            model abstains. See `model.conformal`.
     """
 
     scores: NDArray[np.float32]
@@ -386,3 +395,4 @@ class Outputs:
     logits: NDArray[np.float32] | None = None
     embedding: NDArray[np.float32] | None = None
     finite: bool = True
+    label_set: NDArray[np.int64] | None = None

@@ -224,6 +224,13 @@ class Settings(BaseSettings):
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
     )
+    coverage: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="`0.95`: answers have the set of labels that holds the right one so often, of a checkpoint that "
+        "`vitserve calibrate` has calibrated. Default: no sets",
+    )
     model_name: str | None = Field(
         None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
     )
@@ -234,17 +241,25 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"] = Field(
         "auto",
         description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
-        "the blocks, on GPUs of compute capability 8.9 and later",
+        "the blocks, on GPUs of compute capability 8.9 and later; `int8`, on a CPU, is for folders that `vitserve "
+        "convert --dtype int8` wrote, where `auto` takes it as well",
     )
     agreement: float = Field(
-        0.98,
+        0.99,
         ge=0,
         le=1,
-        description="share of the calibration set on which `float8` must have the best class of bfloat16, or the start "
-        "is refused",
+        description="share of pictures on which `float8` must have the best class of bfloat16, or `int8` that of "
+        "float32, or it is not served",
+    )
+    audit: float = Field(
+        0.001,
+        ge=0,
+        le=1,
+        description="share of the pictures that are computed again in float32 when the device is idle, where `int8` is "
+        "served; 0: none",
     )
     compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
         "auto",

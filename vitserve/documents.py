@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -34,6 +34,30 @@ class Prediction(BaseModel):
         """Return the classes `indices` with their float32 `scores`, in the order given."""
         pairs = zip(indices, scores, strict=True)
         return [cls(label=labels[index], index=index, score=significant(score)) for index, score in pairs]
+
+
+MAX_SET: Final = 100
+"""Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage."""
+
+
+class SetFields(TypedDict, total=False):
+    """Fields of an answer by a model with a coverage."""
+
+    set: list[str]
+    set_size: int
+    abstained: Literal[True]
+
+
+def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> SetFields:
+    """Return the fields of the set of the classes `indices`; none where the model has no coverage."""
+    if indices is None:
+        return {}
+    fields: SetFields = {"set_size": len(indices)}
+    if len(indices) <= MAX_SET:
+        fields["set"] = [labels[index] for index in indices]
+    if not indices:
+        fields["abstained"] = True
+    return fields
 
 
 class RegionDocument(BaseModel):
@@ -92,6 +116,14 @@ class Classification(BaseModel):
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     model: str
     predictions: Annotated[list[Prediction], Field(description="highest score first")]
+    set: Annotated[
+        list[str] | None,
+        Field(description="with VIT_COVERAGE: labels that hold the right one so often, best first; absent beyond 100"),
+    ] = None
+    set_size: Annotated[int | None, Field(description="with VIT_COVERAGE: labels in the set, however many")] = None
+    abstained: Annotated[
+        Literal[True] | None, Field(description="no label fits: the picture is unlike those of the calibration")
+    ] = None
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
     timings_ms: Timings
@@ -189,7 +221,8 @@ class ModelDescription(BaseModel):
     device: str
     dtype: str
     agreement: Annotated[
-        str | None, Field(description="`float8`: how often it gives the best class of bfloat16, and on what")
+        str | None,
+        Field(description="`float8`, `int8`: how often it gives the best class of bfloat16, of float32, and on what"),
     ] = None
     backend: Annotated[str, Field(description="what runs the network, with its version")]
     compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
@@ -207,3 +240,5 @@ class ModelDescription(BaseModel):
         list[str],
         Field(description="what the checkpoint does not say and was chosen, each with the setting that says it"),
     ] = []
+    coverage: Annotated[float | None, Field(description="how often sets hold the right label; null: no sets")] = None
+    calibrated_on: Annotated[int | None, Field(description="pictures that the sets are made by")] = None

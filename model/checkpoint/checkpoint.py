@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from model.checkpoint.refusals import first_and_count, validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import as_float32
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
+from model.conformal import Calibration
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
@@ -46,7 +48,9 @@ class Checkpoint:
         notes: what else was done with the files (tensors left aside, names inferred).
         zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
         embed_texts: that tower: texts to features, float32 [N, D].
+        folder: the local native folder it was read from, where a graph in int8 may lie beside it.
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
+        calibration: what the sets of labels are made by, where the checkpoint was calibrated.
     """
 
     name: str
@@ -64,7 +68,9 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
+    folder: Path | None = None
     antialias: bool = True
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that contradict each other.

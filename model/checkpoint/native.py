@@ -1,8 +1,15 @@
-"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`."""
+"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`.
+
+`vitserve calibrate` writes `calibration.json` beside them. It names the weights and the preprocessing that it is for: a
+folder whose calibration is another model's is refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -12,14 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
+from model.checkpoint.local_files import open_file
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.refusals import validating
+from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
+from model.conformal import CALIBRATION_FILE, Calibration
+from model.errors import CheckpointError
 
 FORMAT = "vitserve"
 
+_BLOCK = 1 << 20
 
 Architecture = TypeVar("Architecture", bound=NetworkConfig)
 
@@ -61,7 +72,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
             runs_in_library(native.architecture.architecture, where)
         else:
             native = NativeConfig[ViTConfig].model_validate(files.config)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         name=native.name,
         source=files.source,
         format=FORMAT,
@@ -74,13 +85,68 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
+        folder=files.folder if isinstance(files, Folder) else None,
     )
+    if files.path(CALIBRATION_FILE) is None:
+        return checkpoint
+    return _calibrated(checkpoint, native.preprocess, files, options)
+
+
+def _calibrated(
+    checkpoint: Checkpoint, preprocess: PreprocessConfig, files: Files, options: CheckpointOptions
+) -> Checkpoint:
+    """Return a checkpoint with its folder's calibration, unless the operator changes what the model sees.
+
+    Args:
+        preprocess: of the folder.
+
+    Raises:
+        CheckpointError: the calibration is not what was written for this model.
+    """
+    where = files.where(CALIBRATION_FILE)
+    with validating(where):
+        calibration = Calibration.model_validate(files.json(CALIBRATION_FILE))
+    if calibration.digest != _digest(calibration, files):
+        raise CheckpointError(
+            f"{where}: is not what vitserve calibrate wrote for these weights and this preprocessing: remove the "
+            "file, and calibrate again"
+        )
+    if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
+        note = f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image size"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    return replace(checkpoint, temperature=calibration.temperature, calibration=calibration)
+
+
+def _digest(calibration: Calibration, files: Files) -> str:
+    """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
+    with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
+        weights = hashlib.sha256()
+        for block in iter(partial(file.read, _BLOCK), b""):
+            weights.update(block)
+    config = files.config or {}
+    model = [weights.hexdigest(), config.get("architecture"), config.get("preprocess")]
+    text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_calibration(folder: Path, calibration: Calibration) -> None:
+    """Write the calibration of the weights in a native folder, in the place of another; raises `OSError`.
+
+    Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or the new one.
+    """
+    files = Folder(folder, str(folder))
+    signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
+    part = folder / f"{CALIBRATION_FILE}.part"
+    part.write_text(signed.model_dump_json() + "\n")
+    part.replace(folder / CALIBRATION_FILE)
 
 
 def write(
     folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float16, training: dict[str, Any] | None = None
 ) -> None:
     """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
+
+    A calibration goes with its weights, unless these are rounded.
 
     Args:
         folder, checkpoint: where to write what.
@@ -107,9 +173,12 @@ def write(
     config.write_text(json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
     # safetensors makes files that only their owner reads; a service often runs as another user.
     weights.chmod(config.stat().st_mode)
+    (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # of the weights that were here
     # Renamed only when complete: a reader sees the old folder or the new one, never half a file.
     weights.replace(folder / WEIGHTS_FILE)
     config.replace(folder / CONFIG_FILE)
+    if checkpoint.calibration is not None and dtype == torch.float32:
+        write_calibration(folder, checkpoint.calibration)
 
 
 def describe_architecture(config: NetworkConfig) -> str:

@@ -76,6 +76,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         rows["text tower"] = f"labels stand in {json.dumps(templates[:2], ensure_ascii=False)[1:-1]}" + (
             f" and {len(templates) - 2} more" if len(templates) > 2 else ""
         )
+    if checkpoint.calibration is not None:
+        rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
     if checkpoint.assumed:
         rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:

@@ -22,6 +22,9 @@ CompileMode = Literal["auto", "on", "max", "off"]
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
 """A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
 
+INT8_RECORD: Final = "int8.json"
+"""The file beside a checkpoint that has a graph in int8: see `model.runtime.openvino.int8_files`."""
+
 _TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.5)}
 """Largest norm of the difference between two ways of computing an output, relative to the output's own norm: in
 float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16 is off by
@@ -117,6 +120,13 @@ class Backend(Protocol):
         """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
 
 
+class Reference(Protocol):
+    """Computes logits in float32, to compare those of a dtype of fewer bits with."""
+
+    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the logits of images uint8 [B, H, W, C], float32 [B, classes]; the calling thread alone computes."""
+
+
 class Built(NamedTuple):
     """What a predictor is made of; see the attributes of `Predictor`."""
 
@@ -129,6 +139,7 @@ class Built(NamedTuple):
     streams: int
     backend: Backend
     reason: str
+    reference: Reference | None = None
 
 
 def stacked(images: Images) -> NDArray[np.uint8]:

@@ -53,8 +53,9 @@ class BatchRequest:
         embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
-            # The evidence of a class that a caller names is made of all logits.
-            logits=any(request.logits for request in requests) or any(each.class_index is not None for each in maps),
+            # The evidence of a class that a caller names is made of all logits, and so is a set of labels.
+            logits=any(request.logits or request.label_set for request in requests)
+            or any(each.class_index is not None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,

@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, NewProcessNeeded
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large, first_line
 from model.runtime.batches import captured_sizes, powers_of_two
@@ -19,6 +19,7 @@ from model.runtime.cpu import ThreadPolicy
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
+from model.runtime.int8 import TorchReference, chosen_graph, require_same_model
 from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
 
@@ -57,7 +58,7 @@ class Builder:
         device: str,
         device_name: str | None,
         dtype: str,
-        float8_agreement: float | None,
+        least_agreement: float | None,
         compile_mode: CompileMode,
         backend: BackendName,
         max_batch: int | None,
@@ -83,9 +84,11 @@ class Builder:
             torch.set_num_threads(threads)
         self._threads = ThreadPolicy(torch.get_num_threads())
         self._streams = streams or (min(_DEFAULT_STREAMS, self._threads.count) if on_cpu else _DEFAULT_STREAMS)
-        self._least = LEAST_AGREEMENT if float8_agreement is None else float8_agreement
+        self._least = LEAST_AGREEMENT if least_agreement is None else least_agreement
         self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
-        self._keep = keep
+        self._int8 = chosen_graph(checkpoint, self._device, dtype, backend, compile_mode, self._least)
+        self._may_do_without = dtype == "auto"
+        self._keep = keep if self._int8 is None else None
         # A library's network may do without a dtype, a Vision Transformer overflow in float16.
         risks = (torch.float16,) if is_vit else (torch.float16, torch.bfloat16)
         self.may_overflow = dtype == "auto" and self._dtype in risks
@@ -96,10 +99,25 @@ class Builder:
         return self.build()
 
     def build(self) -> Built:
+        """Return the parts of a predictor; where the graph in int8 was not asked for and does not run, without it.
+
+        Raises: see `_build`.
+        """
+        try:
+            return self._build()
+        except DeviceError as error:
+            if self._int8 is None or not self._may_do_without or isinstance(error, NewProcessNeeded):
+                raise
+            logger.warning("the graph in int8 is not used: %s", error)
+            self._int8 = None
+            return self._build()
+
+    def _build(self) -> Built:
         """Return the parts of a predictor.
 
         Raises:
-            DeviceError: the backend is not available here, or float8 agrees too seldom with bfloat16.
+            DeviceError: the backend is not available here, or float8 agrees too seldom with bfloat16, or the graph in
+                int8 is another model's.
             CheckpointError: the weights are not what the config says.
         """
         model = self._checkpoint.network()
@@ -115,14 +133,23 @@ class Builder:
         )
         parameters = count_parameters(model)
         backend, reason = choose_backend(
-            options, self._backend, threads=self._threads, streams=self._streams, ops=self._ops, keep=self._keep
+            options,
+            self._backend,
+            threads=self._threads,
+            streams=self._streams,
+            ops=self._ops,
+            keep=self._keep,
+            int8=None if self._int8 is None else self._int8.graph,
         )
-        agrees = None
+        agrees, reference = None, None
+        if self._int8 is not None:
+            agrees, reference = self._int8.agreement, TorchReference(self._checkpoint)
+            require_same_model(self._checkpoint, backend.logits, reference)
         if self._float8 and isinstance(model, VisionTransformer):
             agrees = self._require_agreement(model, backend)
         return Built(
             device=self._name,
-            dtype=options.dtype_name,
+            dtype=options.dtype_name if self._int8 is None else "int8",
             gpu_uuid=None if self._device.type == "cpu" else gpu_identifier(self._device),
             parameters=parameters,
             agreement=agrees,
@@ -130,6 +157,7 @@ class Builder:
             streams=self._streams,
             backend=backend,
             reason=reason,
+            reference=reference,
         )
 
     def _require_agreement(self, model: VisionTransformer, backend: Backend) -> str:

@@ -14,7 +14,7 @@ from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
-from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
 from model.runtime.openvino.store import Keep, MadeOf
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.scores import Scores
@@ -32,6 +32,7 @@ def choose_backend(
     streams: int,
     ops: DeviceOps | None = None,
     keep: Keep | None = None,
+    int8: NetworkGraph | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
@@ -39,6 +40,7 @@ def choose_backend(
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
         keep: keeps graphs of OpenVINO that were made and compared.
+        int8: the network's logits as a graph in int8, which needs OpenVINO.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
@@ -57,8 +59,11 @@ def choose_backend(
         stage = None if keep is None else keep.stage
         try:
             network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
+            classifier = None
+            if int8 is not None:
+                classifier = OpenVinoNetwork(int8, options.dtype_name, threads=threads.count, streams=streams)
         except DeviceError as error:
-            if requested == "openvino":
+            if requested == "openvino" or int8 is not None:
                 raise
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
@@ -83,7 +88,8 @@ def choose_backend(
 
             fallback = LazyTorch(lambda: torchs)
             fallback.load()
-            return OpenVino(network, Scores(options.checkpoint), threads, fallback, with_extras, save), why
+            scores = Scores(options.checkpoint)
+            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), why
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from model.conformal import CALIBRATION_FILE
 from model.errors import DeviceError, VitError
 from model.runtime.backend import Built
 from model.runtime.batches import BatchRequest
@@ -40,9 +42,11 @@ class _Torch:
             checkpoint = self._read()
         except (VitError, ImportError) as error:
             raise RuntimeError(f"what torch is to compute cannot be loaded: {error}") from error
-        if changed := changed_file(self._manifest):
+        if changed := changed_file(self._manifest, but=CALIBRATION_FILE):
             raise RuntimeError(f"{changed} changed since the start: what torch is to compute needs a reload")
-        return checkpoint
+        # A calibration that was written since does not change the weights: it is for the next start.
+        kept = self._manifest.checkpoint
+        return replace(checkpoint, temperature=kept.temperature, calibration=kept.calibration)
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts; see `Checkpoint.embed_texts`. One thread calls it."""

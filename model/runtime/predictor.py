@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import ViTConfig
+from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.outputs import (
@@ -57,8 +58,10 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set.
-        float8_agreement: share of that set on which they must agree, 0...1.
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
+            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
+            `vitserve convert` measured it.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -74,16 +77,17 @@ class Predictor:
         keep: keeps the graphs of OpenVINO for a later start; None keeps none.
 
     Attributes:
+        checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
+        agreement: how often float8 gives bfloat16's best class, or int8 float32's, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says.
+        DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
+        CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
-        float8_agreement: float | None = None,
+        least_agreement: float | None = None,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -111,7 +115,7 @@ class Predictor:
             device=device,
             device_name=device_name,
             dtype=dtype,
-            float8_agreement=float8_agreement,
+            least_agreement=least_agreement,
             compile_mode=compile_mode,
             backend=backend,
             max_batch=max_batch,
@@ -136,18 +140,33 @@ class Predictor:
     def of_parts(cls, checkpoint: KeptCheckpoint, built: Built, *, lazy: bool) -> Self:
         """Return a predictor whose parts are there already, without torch; see `OpenVinoNetwork` for `lazy`."""
         predictor = cls.__new__(cls)
-        predictor._take(checkpoint, built)
+        predictor._take(cast("Checkpoint", checkpoint), built)
         predictor.lazy = lazy
         return predictor
 
-    def _take(self, checkpoint: Checkpoint | KeptCheckpoint, built: Built) -> None:
+    def _take(self, checkpoint: Checkpoint, built: Built) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
         self.parameters, self.agreement = built.parameters, built.agreement
         self.max_batch, self.streams = built.max_batch, built.streams
         self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
+        self._reference = built.reference
         self._scores = Scores(checkpoint)
         self.lazy = False
+
+    coverage: float | None = None
+    _label_sets: LabelSets | None = None
+
+    def set_coverage(self, coverage: float) -> None:
+        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
+        self._label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        self.coverage = coverage
+
+    @property
+    def calibrated_on(self) -> int | None:
+        """Return how many pictures sets of labels are made by, or None where the checkpoint was not calibrated."""
+        calibration = self.checkpoint.calibration
+        return None if calibration is None else len(calibration.scores)
 
     @property
     def compilation(self) -> Compilation:
@@ -250,6 +269,7 @@ class Predictor:
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
+        sets = self._sets(logits, requests)
         maps = self._maps_of_pass(arrays, request, requests)
         maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
@@ -260,9 +280,17 @@ class Predictor:
                 logits=None if logits is None or not each.logits else logits[place],
                 embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
+                label_set=sets.get(place),
             )
             for place, each in enumerate(requests)
         ]
+
+    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
+        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
+        places = [place for place, each in enumerate(requests) if each.label_set]
+        if self._label_sets is None or logits is None or not places:
+            return {}
+        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
@@ -351,6 +379,16 @@ class Predictor:
         shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+
+    @property
+    def audits(self) -> bool:
+        """Return whether `reference_class` says more than `predict` does."""
+        return self._reference is not None
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
+        assert self._reference is not None, "see `audits`"
+        return int(self._reference.logits(image[np.newaxis]).argmax())
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -21,7 +21,7 @@ from model.config import PreprocessConfig
 from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
-from model.evaluation.calibration import fit_temperature
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES, fit_temperature
 from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
@@ -42,9 +42,6 @@ _MARGIN: Final = 256 / 224
 
 STORED_DTYPE: Final = torch.float16
 """Dtype of the weights on disk."""
-
-MIN_CALIBRATION_IMAGES: Final = 30
-"""The fewest validation images that a temperature is fitted to; from fewer it would be noise."""
 
 
 @dataclass(frozen=True)

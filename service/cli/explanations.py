@@ -32,7 +32,7 @@ Picture = tuple[str, Callable[[], bytes]]
 
 _STEPS: Final = 28
 _OWN_FLAGS: Final = ("steps", "limit", "seed", "csv", "figure")
-_OTHER_FLAGS: Final = ("url", "robustness", "card")
+_OTHER_FLAGS: Final = ("url", "unknown", "robustness", "card")
 _COLUMNS: Final = (
     *("picture", "method", "class", "label", "deletion", "insertion", "mosaic", "quarters", "absent", "highest"),
 )

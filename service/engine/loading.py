@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from model.runtime.backend import INT8_RECORD
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry, KeptCheckpoint
+    from model.runtime.openvino.store import Entry
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        float8_agreement=settings.agreement,
+        least_agreement=settings.agreement,
         compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
@@ -96,11 +97,13 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
     return predictor, _described(settings, checkpoint, predictor)
 
 
-def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
+def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
+    if settings.coverage is not None:
+        predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
 
@@ -112,6 +115,8 @@ def _entry(settings: Settings) -> Entry | None:
     folder = cache_folder(settings)
     if folder is None or on_gpu or may_compile or settings.backend == "torch":
         return None
+    if settings.dtype == "int8" or (settings.dtype == "auto" and Path(settings.checkpoint, INT8_RECORD).exists()):
+        return None  # the float graph, and torch, are needed beside it
     if importlib.util.find_spec("openvino") is None:
         return None
     from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package

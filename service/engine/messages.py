@@ -102,6 +102,8 @@ class ModelInfo:
     agreement: str | None = None
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
+    coverage: float | None = None
+    calibrated_on: int | None = None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

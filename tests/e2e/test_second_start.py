@@ -28,7 +28,7 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     queries = ["top_k=5", "attention=relevance", "attention=true"]
 
     def answers(server: Served) -> list[object]:
-        found = []
+        found: list[object] = []
         for query in queries:
             for file in files:
                 answer = server.classify(file, query).raise_for_status().json()

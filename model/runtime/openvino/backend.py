@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
 from model.runtime.backend import Compilation, CompilationState, Images, require_finite, stacked, trial_images
-from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.batches import UNCUT, BatchRequest, HostOutputs
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -80,6 +80,7 @@ class OpenVino:
         fallback: torch's backend, which takes the same threads.
         with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
         keep: keeps the network's graph for a later start.
+        int8: computes batches of which nothing but classes and their logits is asked.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class OpenVino:
         fallback: LazyTorch,
         with_extras: Callable[[BatchRequest], OpenVinoNetwork],
         keep: Callable[[], None] | None = None,
+        int8: OpenVinoNetwork | None = None,
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
         self._network = network
+        self._classifier = int8 or network
         self._scores, self._threads, self._torch = scores, threads, fallback
         self._with_extras, self._keep = with_extras, keep
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
@@ -111,6 +114,8 @@ class OpenVino:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
                 threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
         network = self._networks.get(extras)
+        if not (request.layers or request.embeddings or request.relevance):
+            network = self._classifier
         if network is None or not network.request.covers(request):
             return self._torch.load().predict(images, request)
         with self._threads as alone:
@@ -143,20 +148,21 @@ class OpenVino:
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
-        return self._network(images, alone=True).tensors()["logits"]
+        return self._classifier(images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
         if self._torch.loaded is not None:
             # Its largest batch would take a fifth of the engine's start.
             self._torch.loaded.exercise(sizes[:1])
-        for turn, size in enumerate(sizes):
+        # A larger batch is cut to pieces.
+        for turn, size in enumerate(dict.fromkeys(min(size, UNCUT) for size in sizes)):
             images = trial_images(self._scores.config, size, turn)
             require_finite(self.logits(images), "cpu", self._network.dtype)
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
-        self._network.fill_caches(trial_images(self._scores.config, size, 0))
+        self._classifier.fill_caches(trial_images(self._scores.config, size, 0))
 
     def compile(self) -> None:
         """Keep the graph, which is compiled already, for a later start; nobody waits for it."""

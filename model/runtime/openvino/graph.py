@@ -6,7 +6,7 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,25 +119,28 @@ class Graphs:
         self.sizes = sizes
         self._make = functools.partial(Requests, graph, dtype, threads=threads, streams=streams)
         self._made: dict[int | None, Requests] = {}
-        self._making = threading.Lock()
+        self._making = {size: threading.Lock() for size in sizes}
 
-    def compile(self, workers: int) -> None:
-        """Compile all, on so many threads at the same time."""
-        if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
-            made = [self._make(size=size) for size in self.sizes]
-        else:
-            with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
-                made = list(pool.map(lambda size: self._make(size=size), self.sizes))
-        self._made = dict(zip(self.sizes, made, strict=True))
-
-    def of(self, count: int) -> Requests:
+    def of(self, count: int | None) -> Requests:
         """Return what computes so many images, of `sizes`."""
         size = None if None in self.sizes else count
         made = self._made.get(size)
         if made is None:
-            with self._making:
+            with self._making[size]:
                 made = self._made[size] = self._made.get(size) or self._make(size=size)
         return made
+
+
+def compile_all(all_graphs: Iterable[Graphs], workers: int) -> None:
+    """Compile each size of several graphs, on so many threads at the same time."""
+    tasks = [(graphs, size) for graphs in all_graphs for size in graphs.sizes]
+    if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
+        for graphs, size in tasks:
+            graphs.of(size)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
+        for done in [pool.submit(graphs.of, size) for graphs, size in tasks]:
+            done.result()
 
 
 def _of_size(graph: openvino.Model, size: int) -> openvino.Model:

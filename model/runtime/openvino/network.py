@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError
 from model.runtime.backend import require_close
 from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, joined, pieces
-from model.runtime.openvino.graph import Graphs, Requests
+from model.runtime.openvino.graph import Graphs, Requests, compile_all
 
 if TYPE_CHECKING:
     import openvino
@@ -102,8 +102,7 @@ class OpenVinoNetwork:
         if lazy:
             return
         try:
-            for graphs in {self._graphs, self._lone}:
-                graphs.compile(workers or threads)
+            compile_all({self._graphs, self._lone}, workers or threads)
         except RuntimeError as error:
             raise _does_not_run(error) from error
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -26,13 +27,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
+from model.conformal import CALIBRATION_FILE, Calibration
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -76,6 +78,7 @@ class KeptCheckpoint(BaseModel):
     assumed: tuple[str, ...]
     notes: tuple[str, ...]
     zero_shot: ZeroShot | None
+    calibration: Calibration | None
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = Field(None, exclude=True)
 
 
@@ -220,8 +223,11 @@ class Entry:
             OSError, ValueError: it cannot be written.
         """
         graph = {name: _digest(written / name) for name in (_GRAPH, _WEIGHTS)}
-        given = {"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens}
-        body = Manifest(key=self._facts, graph=graph, **given, **facts).model_dump_json().encode()
+        given: dict[str, Any] = {
+            **{"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens},
+            **facts,
+        }
+        body = Manifest(key=self._facts, graph=graph, **given).model_dump_json().encode()
         (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         if self._make_room(_size(written)):
             self._put(written, self._folder / self.key(request.extras))
@@ -321,18 +327,20 @@ class Keep:
 
 
 def digest_of(path: Path) -> str | None:
-    """Return a hash of a file's bytes, or of the names in a folder; None where there is neither."""
+    """Return a hash of a file's bytes, or of the names in a folder but a calibration's; None where there is neither."""
     try:
         if path.is_dir():
-            return hashlib.sha256(b"\0".join(sorted(os.fsencode(each.name) for each in path.iterdir()))).hexdigest()
+            names = (os.fsencode(each.name) for each in path.iterdir() if not each.name.startswith(CALIBRATION_FILE))
+            return hashlib.sha256(b"\0".join(sorted(names))).hexdigest()
         return _digest(path) if path.is_file() else None
     except OSError:
         return None
 
 
-def changed_file(manifest: Manifest) -> str | None:
-    """Return the name of a file that no longer has the content that the graph was made of, or None."""
-    return next((path for path, content in manifest.files.items() if digest_of(Path(path)) != content), None)
+def changed_file(manifest: Manifest, *, but: str = "") -> str | None:
+    """Return the path of a file, of another name than `but`, that no longer has the content as it was, or None."""
+    files = {Path(path): content for path, content in manifest.files.items()}
+    return next((str(path) for path in files if path.name != but and digest_of(path) != files[path]), None)
 
 
 def _digest(path: Path) -> str:
@@ -340,7 +348,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> io.BufferedReader:
     """Return a regular file, open for reading; what is none, such as a pipe, is not waited for."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

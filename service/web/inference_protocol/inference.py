@@ -61,6 +61,10 @@ def _evidence(outputs: Outputs) -> NDArray[np.float32] | None:
     return None if evidence is None else np.array([evidence], np.float32)
 
 
+def _set_size(outputs: Outputs) -> NDArray[np.int64] | None:
+    return None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64)
+
+
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -77,6 +81,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     ),
     "evidence": Output("FP32", lambda info: [1], lambda outputs, _: _evidence(outputs)),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
+    "set_size": Output("INT64", lambda info: [1], lambda outputs, _: _set_size(outputs)),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
@@ -94,6 +99,7 @@ def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
     lacking = set() if info.config.num_classes or info.zero_shot is not None else {*_OF_CLASSES}
     lacking |= set() if methods else {"attention"}
     lacking |= set() if "relevance" in methods or info.zero_shot is not None else {"evidence"}
+    lacking |= {"set_size"} if info.coverage is None else set()
     return {name: output for name, output in OUTPUTS.items() if name not in lacking}
 
 
@@ -202,6 +208,7 @@ class Selection:
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
                 labels=labels,
+                label_set=info.coverage is not None,
             ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
@@ -278,7 +285,7 @@ async def _compute(
     results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
     for result in results if pipeline.model().config.num_classes else ():
-        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
+        pipeline.metrics.observe_classes(result.outputs)
     return results
 
 

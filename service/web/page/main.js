@@ -142,9 +142,8 @@ function showProgress() {
   byId("progress").value = round.length ? queue.progress : 0;
   byId("cancel").disabled = !busy && !pictures.some(({ asking }) => asking);
   byId("again").disabled = !service || busy || !(pictures.some(mayBeTried) || panels.some((panel) => panel.failed));
-  const stopped = round.filter(({ state }) => state === "cancelled").length;
-  const failed = round.filter(({ state }) => state === "failed").length;
-  const rest = [stopped && `${stopped} cancelled`, failed && `${failed} failed`].filter(Boolean).map((text) => `, ${text}`).join("");
+  const ended = ["cancelled", "failed"].map((end) => [round.filter(({ state }) => state === end).length, end]);
+  const rest = ended.map(([count, end]) => (count ? `, ${count} ${end}` : "")).join("");
   const text = round.length ? `${done} of ${round.length} done${rest}` : "Waiting for the service";
   if (byId("progress-text").textContent !== text) byId("progress-text").textContent = text;
   arrange();
@@ -182,7 +181,7 @@ function showAnswer() {
   byId("top-k-row").hidden = hasNothing(shown);
   byId("timing").hidden = state === "failed" && !answer;
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
-  byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
+  byId("timing").textContent = answer ? `${answer.abstained ? "Not sure: no label fits. " : ""}${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }
 

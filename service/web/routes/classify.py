@@ -23,7 +23,15 @@ from service.web.problems import problem_of
 from service.web.routes.attention import map_fields, region_document
 from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
 from service.web.upload import UploadedFile
-from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Prediction, Timings
+from vitserve.documents import (
+    Attention,
+    BatchClassification,
+    Classification,
+    FailedItem,
+    Prediction,
+    Timings,
+    set_fields,
+)
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
 
@@ -103,7 +111,8 @@ class _Classifier:
         map_request = None if method is None else parse_maps(config, self._labels, method=method)[0]
         embedding = EmbeddingRequest() if query.embedding else None
         top_k = query.top_k or min(DEFAULT_TOP_K, config.num_classes)
-        self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels)
+        label_set = self._info.coverage is not None
+        self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels, label_set=label_set)
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -113,13 +122,14 @@ class _Classifier:
         decoded, result = await pipeline.compute(file, self._deadline, self._requested)
         image_id = await pipeline.pictures.put(decoded.picture)
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
+        pipeline.metrics.observe_classes(result.outputs)
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
         render = partial(self._render, decoded, result, image_id)
         return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
         outputs, attention = result.outputs, None
+        label_set = None if outputs.label_set is None else outputs.label_set.tolist()
         if outputs.map is not None:
             of_labels = bool(self._requested.labels) and outputs.map.request.class_index is not None
             # A map of a label of the request cannot be asked for again by the picture's id.
@@ -131,6 +141,7 @@ class _Classifier:
                 id=image_id,
                 model=self._info.name,
                 predictions=Prediction.ranked(self._labels, outputs.indices.tolist(), outputs.scores.tolist()),
+                **set_fields(self._labels, label_set),
                 attention=attention,
                 embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(

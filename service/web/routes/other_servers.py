@@ -67,6 +67,8 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
+    With VIT_COVERAGE they are those in the set of labels: none where the model abstains.
+
     The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
     pipeline = pipeline_of(request)
@@ -75,13 +77,17 @@ async def predictions(request: Request) -> Response:
     info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
     labels = labels_of_request(request.query_params.get("labels"), info.zero_shot, info.config)
     names = labels or info.labels
-    requested = RequestedOutputs(min(DEFAULT_TOP_K, len(names)), labels=labels)
+    label_set = info.coverage is not None
+    requested = RequestedOutputs(min(DEFAULT_TOP_K, len(names)), labels=labels, label_set=label_set)
 
     async def scores(file: bytearray) -> dict[str, float]:
         _, result = await pipeline.compute(file, pipeline.deadline(request), requested)
         pipeline.metrics.images.inc()
+        outputs = result.outputs
+        pipeline.metrics.count_abstained(outputs)
+        count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
         by_label: dict[str, float] = {}
-        for index, score in zip(result.outputs.indices.tolist(), result.outputs.scores.tolist(), strict=True):
+        for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
             by_label.setdefault(names[index], significant(score))
         return by_label
 

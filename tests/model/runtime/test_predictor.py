@@ -12,10 +12,11 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import DeviceError, NotFinite
+from model.conformal import Calibration, label_sets_of, scores_and_energies
+from model.errors import CheckpointError, DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
-from model.outputs import MapRequest
+from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.backend import BackendName, CompilationState, trial_images
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
@@ -136,6 +137,27 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: Backe
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
         np.testing.assert_allclose(found.logits, predictor.logits(images), atol=1e-4)
     assert predict(predictor, images, top_k=3).logits is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: BackendName) -> None:
+    images = make_images(9)
+    plain = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    energies = scores_and_energies(plain.logits(images), 2.0)[1]
+    middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
+    calibration = Calibration.of("made", 99, 2.0, np.linspace(0, 0.25, 99), middle)
+    checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
+    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    predictor.set_coverage(0.8)
+    requests = [RequestedOutputs(1, label_set=place != 3) for place in range(9)]
+    found = [each.label_set for each in predictor.predict(images, requests)]
+    assert found.pop(3) is None
+    expected = label_sets_of(calibration, 0.8, "test")(np.delete(predictor.logits(images), 3, axis=0))
+    assert [each.tolist() for each in found if each is not None] == [each.tolist() for each in expected]
+    assert {len(each) > 0 for each in expected} == {False, True}
+    with pytest.raises(CheckpointError, match="test: is not calibrated"):
+        plain.set_coverage(0.8)
+    assert (predictor.calibrated_on, plain.calibrated_on, plain.coverage) == (99, None, None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,6 +15,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import LibraryConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES
 from model.evaluation.evaluate import predict_embeddings, predict_scores
 from model.images.preprocess import preprocess
 from model.network.library import LibraryNetwork, library_config, linear_head
@@ -22,7 +23,6 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.probe import PENALTIES, Head, choose_penalty, head_names, head_path, run, with_head
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.train import MIN_CALIBRATION_IMAGES
 from tests.model.checkpoint import whole_models
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 from tests.service.cli.command_line import write_checkpoint

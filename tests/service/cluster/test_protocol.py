@@ -82,7 +82,8 @@ def results(draw: st.DrawFn) -> InferenceResult:
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
-    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding)
+    label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
     return InferenceResult(outputs, draw(SMALL), *times, draw(TRACEPARENTS))
 
 

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from model.outputs import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from tests.service.fakes import answer, expected_embedding, expected_logits, model_info, text_feature
+from tests.service.fakes import (
+    CLASSES,
+    answer,
+    expected_embedding,
+    expected_indices,
+    expected_logits,
+    model_info,
+    text_feature,
+)
 
 
 class FakeEngine:
@@ -69,7 +77,9 @@ class FakeEngine:
             found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9, *facts)
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
-        return InferenceResult(Outputs(scores, indices, found, logits, embedding), 1, 0.001, 0.002)
+        label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
+        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set)
+        return InferenceResult(outputs, 1, 0.001, 0.002)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
         self.timeouts.append(timeout)

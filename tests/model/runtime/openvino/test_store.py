@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_torch_does_not_compute_with_other_weights_than_the_graph(
 ) -> None:
     later = later_start(checkpoint_folder, copied.parent)
     assert later is not None
-    monkeypatch.setattr("model.runtime.kept.changed_file", lambda _: "model.safetensors")
+    monkeypatch.setattr("model.runtime.kept.changed_file", lambda _, **__: "model.safetensors")
     with pytest.raises(RuntimeError, match=r"model\.safetensors changed since the start"):
         answers(later, [RequestedOutputs(1, MapRequest("gae"))])
     assert answers(later, REQUESTS[:1]), "what the graph gives goes on"
@@ -139,6 +140,11 @@ def rewritten(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
+
+
+def removed(path: Path) -> Path:
+    path.unlink()
+    return path
 
 
 def flipped(path: Path) -> None:
@@ -163,8 +169,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another input size": lambda place: rewritten(
         place, lambda body: body["checkpoint"]["config"].update(image_size=[64, 64])
     ),
-    "a folder for the manifest": lambda place: ((place / "manifest.json").unlink(), (place / "manifest.json").mkdir()),
-    "a pipe for the weights": lambda place: ((place / "graph.bin").unlink(), os.mkfifo(place / "graph.bin")),
+    "a folder for the manifest": lambda place: removed(place / "manifest.json").mkdir(),
+    "a pipe for the weights": lambda place: os.mkfifo(removed(place / "graph.bin")),
     "written by anybody": lambda place: place.chmod(0o777),
 }
 
@@ -290,7 +296,7 @@ def entry_name() -> str:
 def test_what_a_process_left_half_written_is_removed_after_an_hour(tmp_path: Path) -> None:
     for name, age in ((".old", 4000), (".new", 10)):
         (tmp_path / name).mkdir()
-        then = store.time.time() - age
+        then = time.time() - age
         os.utime(tmp_path / name, (then, then))
     Entry(tmp_path, {})._remove_abandoned()
     assert [each.name for each in tmp_path.iterdir()] == [".new"]

@@ -51,6 +51,8 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "attention_methods": ["relevance", "cls", "rollout", "gae", "legrad"],
         "templates": None,
         "assumed": [],
+        "coverage": None,
+        "calibrated_on": None,
     }
 
 
