@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -145,6 +146,14 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def _of_known_home(value: str | None) -> str | None:
+    try:
+        Path(value or "").expanduser()
+    except RuntimeError:
+        raise ValueError("expected a folder: the home folder before its first / is not known") from None
+    return value
+
+
 def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
@@ -263,7 +272,7 @@ class Settings(BaseSettings):
         description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
         "where it is installed and torch is not to compile",
     )
-    cache_dir: Name | None = Field(
+    cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
         description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
         "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",

@@ -131,15 +131,14 @@ def run(
         logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
 
         folds = _folds(truth.numpy(), recipe.seed)
-        if dataset.has_validation and len(parts[1]):
+        if dataset.has_validation and all(map(len, parts)):
             folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts])
         choice = choose_penalty(features, truth, folds, len(dataset.labels))
         paths = head_path(features, truth, len(dataset.labels))
         fitted = next(islice(paths, PENALTIES.index(choice.penalty), None))
         head = Head(*(tensor.to(STORED_DTYPE).double() for tensor in fitted))
         split, logits, labels = "held-out", choice.logits, truth[choice.rows]
-        if dataset.has_test:
-            test = dataset.load_test(start.preprocess, storage, progress=progress)
+        if dataset.has_test and len(test := dataset.load_test(start.preprocess, storage, progress=progress)):
             split, logits, labels = "test", head.logits(features_of(test)), torch.from_numpy(test.labels)
         scores = (logits / choice.temperature).softmax(dim=1).float().numpy()
         measured = measure(scores, labels.numpy(), dataset.labels)

@@ -153,6 +153,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on', 'max', 'no-graphs' or 'off'"),
     ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
+    ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
     ("threads", "0", "greater than or equal to 1"),
     ("streams", "0", "greater than or equal to 1"),
     ("decode_threads", "0", "greater than or equal to 1"),

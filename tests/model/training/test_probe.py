@@ -174,6 +174,21 @@ def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
     assert run(data, tmp_path / "out", recipe, device="cpu", progress=False).count == count
 
 
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_set_without_a_picture_that_can_be_read_is_as_good_as_none(tmp_path: Path, split: str) -> None:
+    data, other = tmp_path / "data", "val" if split == "train" else "train"
+    write_folder(data / other, 3)
+    for name in LABELS:
+        (data / split / name).mkdir(parents=True)
+        for number in range(2):
+            (data / split / name / f"{number}.png").write_bytes(b"not a picture")
+    recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    measured = run(data, tmp_path / "out", recipe, device="cpu", progress=False)
+    assert measured.count == 9
+    assert np.isfinite(measured.loss)
+    load_checkpoint(str(tmp_path / "out"))
+
+
 def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
     start = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
     data = write_folder(tmp_path / "data", 2)
