@@ -228,7 +228,10 @@ class Entry:
             **facts,
         }
         body = Manifest(key=self._facts, graph=graph, **given).model_dump_json().encode()
-        (written / _MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        manifest = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+        if len(manifest) > _MAX_MANIFEST:  # it would be refused at each start, and made again
+            raise ValueError(f"{_MANIFEST} would have {len(manifest)} bytes, at most {_MAX_MANIFEST} are read")
+        (written / _MANIFEST).write_bytes(manifest)
         if self._make_room(_size(written)):
             self._put(written, self._folder / self.key(request.extras))
 

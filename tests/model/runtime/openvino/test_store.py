@@ -312,6 +312,15 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     assert "the graph is not kept, and is made again at each start" in record.getMessage()
 
 
+def test_what_a_later_start_would_not_read_is_not_kept(
+    checkpoint_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "_MAX_MANIFEST", 100)
+    first_start(checkpoint_folder, tmp_path / "graphs")
+    assert "manifest.json would have" in caplog.text
+    assert list((tmp_path / "graphs").iterdir()) == []
+
+
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     checkpoint_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
