@@ -25,6 +25,7 @@ from benchmarks.record import RESULTS, Record, table
 _CHOICES: Final[dict[str, tuple[int, ...] | None]] = {
     "1: any size": None,
     "2: 1, 8": (1, 8),
+    "3: 1, 4, 8": (1, 4, 8),
     "4: 1, 2, 4, 8": (1, 2, 4, 8),
     "6: 1, 2, 3, 4, 6, 8": (1, 2, 3, 4, 6, 8),
 }

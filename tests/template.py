@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_IMPORTED = ("service.cli.serve", "service.web.app", "model.runtime.predictor", "model.checkpoint")
+_IMPORTED = ("service.cli.serve", "service.web.single_process", "model.runtime.predictor", "model.checkpoint")
 _LONGEST = 1 << 20
 _lock = threading.Lock()
 

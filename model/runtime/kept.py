@@ -94,17 +94,21 @@ class _Torch:
         return network
 
 
-def kept_predictor(entry: Entry, read: Callable[[], Checkpoint], *, lazy: bool = False) -> Predictor | None:
+def kept_predictor(
+    entry: Entry, read: Callable[[], Checkpoint], on_compile: Callable[[], None] = lambda: None, *, lazy: bool = False
+) -> Predictor | None:
     """Return a predictor of graphs that were kept, or None where there are none, or they no longer compile.
 
     Args:
         entry: where they are kept.
         read: reads the checkpoint, with torch.
+        on_compile: called when a graph was found and read.
         lazy: see `OpenVinoNetwork`.
     """
     found = entry.load()
     if found is None:
         return None
+    on_compile()
     manifest, graph = found
     threads = ThreadPolicy(manifest.threads)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import logging
 import socket
 import sys
@@ -12,12 +13,11 @@ from typing import NoReturn
 from service import logs
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
-from service.engine.loading import load_predictor
-from service.http.lifecycle import exit_now
+from service.engine.loading import begin_to_load, load_predictor
+from service.http.lifecycle import NEW_OBJECTS, exit_now
 from service.http.listening import address_family, grpc_port_kept
 from service.settings import Settings, unknown_variables
 from service.tracing.start import check_environment
-from service.web.single_process import run_single_process
 
 logger = logging.getLogger("vitserve")
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure."""
+    gc.set_threshold(NEW_OBJECTS)  # what is imported stays
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     for name in unknown_variables():
@@ -38,7 +39,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logger.info("loading %s", settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
-            exit_now(run_single_process(settings, load_predictor))
+            load = begin_to_load(settings)
+            from service.web.single_process import run_single_process  # noqa: PLC0415  beside that
+
+            exit_now(run_single_process(settings, load))
         from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
         exit_now(run_cluster(settings, load_predictor))

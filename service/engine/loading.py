@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -59,18 +61,50 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
-    device = settings.device
-    if device.startswith("cuda"):
-        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
+    return _load_kept(settings, lazy=lazy) or _load(settings)
+
+
+def begin_to_load(settings: Settings) -> Callable[[Settings], tuple[Predictor, ModelInfo]]:
+    """Begin to read and compile graphs that were kept, on a thread; return `load_predictor` for a service.
+
+    Its first call, with the same settings, waits for that thread, and raises what was raised there. This returns once
+    they are compiled, which takes longest and leaves the interpreter to the caller: to import the web application, say.
+    Beside imports, reading would wait for the interpreter at each block. What needs torch is loaded by who calls.
+    """
+    compiling = threading.Event()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="load-kept")
+    begun = [pool.submit(_load_kept, settings, on_compile=compiling.set)]
+    begun[0].add_done_callback(lambda _: compiling.set())
+    pool.shutdown(wait=False)
+    compiling.wait()
+
+    def load(settings: Settings) -> tuple[Predictor, ModelInfo]:
+        return (begun.pop().result() or _load(settings)) if begun else load_predictor(settings)
+
+    return load
+
+
+def _load_kept(
+    settings: Settings, *, lazy: bool = False, on_compile: Callable[[], None] = lambda: None
+) -> tuple[Predictor, ModelInfo] | None:
+    """Return what `load_predictor` does where its graphs were kept, else None."""
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = _entry(settings)
-    if entry is not None:
-        from model.runtime.kept import kept_predictor  # noqa: PLC0415
+    if entry is None:
+        return None
+    from model.runtime.kept import kept_predictor  # noqa: PLC0415
 
-        kept = kept_predictor(entry, lambda: checkpoint_from(settings), lazy=lazy)
-        if kept is not None:
-            return kept, _described(settings, kept.checkpoint, kept)
+    kept = kept_predictor(entry, lambda: checkpoint_from(settings), on_compile, lazy=lazy)
+    return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
+
+
+def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
+    """Return what `load_predictor` does, made of the checkpoint with torch."""
+    device = settings.device
+    if device.startswith("cuda"):
+        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
+    entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
     from model.runtime.openvino.store import Keep  # noqa: PLC0415

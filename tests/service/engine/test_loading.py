@@ -20,10 +20,11 @@ from model.checkpoint.files import Folder
 from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
-from service.engine.loading import load_predictor
+from service.engine.loading import begin_to_load, load_predictor
 from service.settings import Settings, load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
@@ -239,6 +240,43 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(tmp_path: Path
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
         load_predictor(load_settings(given | {"coverage": 0.96}))
+    assert "\n" not in str(refused.value)
+
+
+def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino")
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    settings = load_settings({"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")})
+    load = begin_to_load(settings)  # which finds none
+    keep_graph(load(settings)[0])
+    released, compiled = threading.Event(), []
+
+    def compile_slowly(*given: Any, **options: Any) -> OpenVinoNetwork:
+        assert released.wait(PATIENCE)
+        compiled.append(threading.current_thread())
+        return OpenVinoNetwork(*given, **options)
+
+    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
+    load = begin_to_load(settings)
+    assert not compiled
+    released.set()
+    predictor, info = load(settings)
+    assert (type(predictor.checkpoint), info.labels) == (KeptCheckpoint, ("cat", "dog"))
+    assert compiled != [threading.current_thread()]
+    assert len(compiled) == 1
+    load(settings)  # for a swap: loads again
+    assert compiled[1:] == [threading.current_thread()]
+
+
+def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    given = {"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")}
+    keep_graph(load_predictor(load_settings(given))[0])
+    settings = load_settings(given | {"coverage": 0.9})
+    load = begin_to_load(settings)
+    with pytest.raises(CheckpointError, match="calibrate") as refused:
+        load(settings)
     assert "\n" not in str(refused.value)
 
 
