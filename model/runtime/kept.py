@@ -113,14 +113,16 @@ def kept_predictor(
     threads = ThreadPolicy(manifest.threads)
     try:
         sizes = {"threads": manifest.threads, "streams": manifest.streams}
-        network = OpenVinoNetwork(graph, manifest.dtype, **sizes, lazy=lazy)
+        network = OpenVinoNetwork(graph, manifest.dtype, **sizes, lazy=True)
+        if not lazy:
+            network.compile_first()
     except DeviceError:
         return None
     later = _Torch(entry, manifest, threads, read, lazy=lazy)
     checkpoint = manifest.checkpoint
     if checkpoint.zero_shot is not None:
         checkpoint = checkpoint.model_copy(update={"embed_texts": later.embed_texts})
-    backend = OpenVino(network, Scores(checkpoint), threads, LazyTorch(later.backend), later.network)
+    backend = OpenVino(network, Scores(checkpoint), threads, LazyTorch(later.backend), later.network, network.complete)
     built = Built(
         device="cpu",
         dtype=manifest.dtype,

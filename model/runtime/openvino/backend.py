@@ -79,7 +79,7 @@ class OpenVino:
         threads: counts the batches under way.
         fallback: torch's backend, which takes the same threads.
         with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
-        keep: keeps the network's graph for a later start.
+        afterwards: keeps the network's graph for a later start, or compiles what such a start left out.
         int8: computes batches of which nothing but classes and their logits is asked.
     """
 
@@ -90,7 +90,7 @@ class OpenVino:
         threads: ThreadPolicy,
         fallback: LazyTorch,
         with_extras: Callable[[BatchRequest], OpenVinoNetwork],
-        keep: Callable[[], None] | None = None,
+        afterwards: Callable[[], None] = lambda: None,
         int8: OpenVinoNetwork | None = None,
     ) -> None:
         keep_freed_memory()
@@ -100,7 +100,7 @@ class OpenVino:
         self._network = network
         self._classifier = int8 or network
         self._scores, self._threads, self._torch = scores, threads, fallback
-        self._with_extras, self._keep = with_extras, keep
+        self._with_extras, self._afterwards = with_extras, afterwards
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
         self._preparing = threading.Lock()
 
@@ -165,8 +165,12 @@ class OpenVino:
         self._classifier.fill_caches(trial_images(self._scores.config, size, 0))
 
     def compile(self) -> None:
-        """Keep the graph, which is compiled already, for a later start; nobody waits for it."""
+        """Do what nobody waits for, on a thread; the graphs that answer are compiled already."""
         give_back_memory()
-        keep, self._keep = self._keep, None
-        if keep is not None:
-            threading.Thread(target=keep, name="openvino-keep").start()
+        afterwards, self._afterwards = self._afterwards, lambda: None
+
+        def run() -> None:
+            afterwards()
+            give_back_memory()
+
+        threading.Thread(target=run, name="openvino-keep").start()

@@ -6,7 +6,7 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -131,9 +131,8 @@ class Graphs:
         return made
 
 
-def compile_all(all_graphs: Iterable[Graphs], workers: int) -> None:
-    """Compile each size of several graphs, on so many threads at the same time."""
-    tasks = [(graphs, size) for graphs in all_graphs for size in graphs.sizes]
+def compile_all(tasks: Sequence[tuple[Graphs, int | None]], workers: int) -> None:
+    """Compile sizes of several graphs, on so many threads at the same time."""
     if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
         for graphs, size in tasks:
             graphs.of(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from model.runtime.openvino.graph import Graphs, Requests, compile_all
 
 if TYPE_CHECKING:
     import openvino
+
+logger = logging.getLogger(__name__)
 
 _SIZES: Final = (1, 2, 4, 8)
 """What a small network has graphs for: `python -m benchmarks.graph_sizes` has what others cost and bring."""
@@ -95,16 +98,38 @@ class OpenVinoNetwork:
         self.dtype = dtype
         self._names, self._streams = graph.outputs, streams
         self._sizes = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
+        self._all_sizes = self._sizes
+        self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
         of = partial(Graphs, graph.model, dtype, threads=threads)
         self._graphs = of(self._sizes or (None,), streams=streams)
         # One stream is on all threads already.
         self._lone = self._graphs if streams == 1 else of((1,), streams=1)
-        if lazy:
-            return
+        self._workers = workers or threads
+        if not lazy:
+            self._compile(self._sizes)
+
+    def _compile(self, sizes: tuple[int, ...] | None) -> None:
+        tasks = {(self._graphs, size): None for size in sizes or (None,)} | {(self._lone, 1): None}
         try:
-            compile_all({self._graphs, self._lone}, workers or threads)
+            compile_all([*tasks], self._workers)
         except RuntimeError as error:
             raise _does_not_run(error) from error
+
+    def compile_first(self) -> None:
+        """Compile graphs for one image, in which all batches are computed until `complete`; raises DeviceError."""
+        self._sizes = self._all_sizes and self._all_sizes[:1]
+        self._compile(self._sizes)
+
+    def complete(self) -> None:
+        """Compile the graphs of the other sizes, beside batches; once all have run, batches are computed in them."""
+        try:
+            for size in set(self._all_sizes or ()) - set(self._sizes or ()):
+                images = np.zeros((size, *self._shape), np.uint8)
+                self._graphs.of(size).run_all(images)  # so that no request pays for allocations
+        except RuntimeError as error:
+            logger.warning("batches are computed in pieces of %s images: %s", self._sizes, _does_not_run(error))
+        else:
+            self._sizes = self._all_sizes
 
     def require_close(self, reference: Reference) -> None:
         """Raise DeviceError if a graph does not run, or its outputs are not torch's."""

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.checkpoint import load_checkpoint
@@ -21,6 +22,7 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.batches import BatchRequest
 from model.runtime.kept import kept_predictor
 from model.runtime.openvino import store
+from model.runtime.openvino.graph import Requests
 from model.runtime.openvino.store import Entry, Keep
 from model.runtime.predictor import Predictor
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -93,6 +95,44 @@ def test_a_later_start_answers_the_same_bit_for_bit(kept: tuple[Path, Predictor]
         assert getattr(later, name) == getattr(kept[1], name), name
     for name in store.KeptCheckpoint.model_fields:
         assert getattr(later.checkpoint, name) == getattr(kept[1].checkpoint, name), name
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_later_start_answers_before_the_graphs_of_larger_batches_are_compiled(
+    fails: bool,
+    kept: tuple[Path, Predictor],
+    checkpoint_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wanted = answers(kept[1], REQUESTS)
+    released, make = threading.Event(), Requests.__init__
+
+    def compile_later(self: Requests, *given: Any, size: int | None = None, **options: Any) -> None:
+        if size != 1:
+            assert released.wait(60)
+            if fails:
+                raise RuntimeError("no memory")
+        make(self, *given, size=size, **options)
+
+    monkeypatch.setattr(Requests, "__init__", compile_later)
+    later = later_start(checkpoint_folder, kept[0])
+    assert later is not None
+    later.warm_up()
+    network = later._backend._network  # type: ignore[attr-defined]
+    assert network._sizes == (1,)
+    [alone, *_] = answers(later, REQUESTS[:1])
+    assert alone == answers(kept[1], REQUESTS[:1])[0]
+    close = later.predict(make_images(2), REQUESTS)
+    released.set()
+    wait_for_keeping()
+    assert network._sizes == ((1,) if fails else (1, 2, 4, 8))
+    lines = [record.message for record in caplog.records if "in pieces of (1,) images" in record.message]
+    assert [line.endswith("no memory") for line in lines] == [True] * fails
+    if not fails:
+        assert answers(later, REQUESTS) == wanted
+    for ours, theirs in zip(close, kept[1].predict(make_images(2), REQUESTS), strict=True):
+        np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4)
 
 
 def test_relevance_is_kept_once_it_was_made(checkpoint_folder: Path, tmp_path: Path) -> None:
