@@ -97,7 +97,7 @@ class OpenVinoNetwork:
         self.request = graph.request
         self.dtype = dtype
         self._names, self._streams = graph.outputs, streams
-        self._sizes = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
+        self._sizes: tuple[int, ...] | None = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
         self._all_sizes = self._sizes
         self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
         of = partial(Graphs, graph.model, dtype, threads=threads)

@@ -261,7 +261,8 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
     assert not compiled
     released.set()
     predictor, info = load(settings)
-    assert (type(predictor.checkpoint), info.labels) == (KeptCheckpoint, ("cat", "dog"))
+    assert isinstance(predictor.checkpoint, KeptCheckpoint)
+    assert info.labels == ("cat", "dog")
     assert compiled != [threading.current_thread()]
     assert len(compiled) == 1
     load(settings)  # for a swap: loads again
